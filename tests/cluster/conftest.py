@@ -14,36 +14,8 @@ os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)
 
 
 @pytest.fixture(scope="session")
-def make_node() -> Iterator[Callable[..., RayNode]]:
-    """Start nodes, which end after the tests."""
-    pytest.importorskip("ray", reason="ray is not installed")
-    nodes: list[RayNode] = []
-    folders: list[str] = []
-
-    def make(head: str, address: str, **options: object) -> RayNode:
-        folders.append(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # short, for the paths of Ray's sockets
-        nodes.append(RayNode(folders[-1], head, address, **options))  # type: ignore[arg-type]
-        return nodes[-1]
-
-    yield make
-    for each in reversed(nodes):
-        each.stop()
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@pytest.fixture(scope="session")
-def node(make_node: Callable[..., RayNode]) -> RayNode:
-    """A cluster of one node, which is this host."""
-    import ray
-
-    address = ray.util.get_node_ip_address()
-    return make_node(f"{address}:{20000 + os.getpid() % 10000}", address, num_cpus=8).wait_started()
-
-
-@pytest.fixture(scope="session")
 def hosts() -> Iterator[Hosts]:
-    """Two test hosts."""
+    """This host and a test host."""
     if reason := Hosts.unsupported():
         pytest.skip(reason)
     with Hosts(2) as made:
@@ -51,10 +23,25 @@ def hosts() -> Iterator[Hosts]:
 
 
 @pytest.fixture(scope="session")
-def two_nodes(hosts: Hosts, make_node: Callable[..., RayNode]) -> list[RayNode]:
-    """A cluster over the two hosts, with three cores each. The last test of the last module kills its head."""
-    head = f"{hosts.addresses[0]}:6379"
-    nodes = []
-    for index, address in enumerate(hosts.addresses):
-        nodes.append(make_node(head, address, prefix=hosts.on(index), num_cpus=3).wait_started())
-    return nodes
+def start_node(hosts: Hosts) -> Iterator[Callable[..., RayNode]]:
+    """Start the node of a host; the one of this host is the head. All end after the tests."""
+    head = f"{hosts.addresses[0]}:{20000 + os.getpid() % 10000}"
+    nodes: list[RayNode] = []
+    folders: list[str] = []
+
+    def start(index: int, num_cpus: int = 3) -> RayNode:
+        folders.append(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # short, for the paths of Ray's sockets
+        nodes.append(RayNode(folders[-1], head, hosts.addresses[index], num_cpus, hosts.on(index)))
+        return nodes[-1]
+
+    yield start
+    for each in nodes:
+        each.stop()
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def nodes(start_node: Callable[..., RayNode]) -> list[RayNode]:
+    """A cluster over both hosts. A test that takes a node away starts it again."""
+    return [each.wait_started() for each in (start_node(0), start_node(1))]

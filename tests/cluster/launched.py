@@ -7,6 +7,7 @@ import subprocess
 import sys
 from tempfile import TemporaryFile
 
+import psutil
 from ray_node import RayNode
 
 DEADLINE_S = 90.0
@@ -37,6 +38,13 @@ class Launched:
     def stderr(self) -> str:
         self.errors.seek(0)
         return self.errors.read()
+
+    def processes(self, *nodes: RayNode) -> list[psutil.Process]:
+        """Processes of the launch, with its ranks and their actors on the nodes."""
+        found = psutil.Process(self.process.pid).children(recursive=True)
+        for node in nodes:
+            found += [*node.processes("minisgl"), *node.processes("RankActor")]
+        return found
 
     def close(self) -> None:
         if self.process.poll() is None:

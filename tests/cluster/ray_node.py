@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import subprocess
 import sys
 import tempfile
@@ -18,36 +17,24 @@ START_S = 120.0
 class RayNode:
     """A node of a Ray cluster that `ray start` runs; `prefix` is what runs a command on its host."""
 
-    def __init__(
-        self, folder: str, head: str, address: str, *, prefix: tuple[str, ...] = (), num_cpus: int = 4
-    ) -> None:
+    def __init__(self, folder: str, head: str, address: str, num_cpus: int, prefix: tuple[str, ...]) -> None:
         self.address, self.prefix, self.head = address, prefix, head
-        is_head = head.startswith(f"{address}:")
-        # Each has its own folder, as on hosts with disks of their own.
-        mine = ["--head", "--port", head.rpartition(":")[2]] if is_head else ["--address", head]
         options = {
             "node-ip-address": address,
             "num-cpus": num_cpus,
             "object-store-memory": 80_000_000,
-            "temp-dir": folder,
+            "temp-dir": folder,  # each has its own, as on hosts with disks of their own
         }
-        flags = [text for key, value in options.items() for text in (f"--{key}", str(value))]
-        if is_head:
-            flags += ["--include-dashboard", "false"]
+        if head.startswith(f"{address}:"):
+            port = head.rpartition(":")[2]
+            options |= {"head": None, "port": port, "include-dashboard": "false", "no-monitor": None}
+        else:
+            options["address"] = head
+        flags = [word for key, value in options.items() for word in (f"--{key}", value) if word is not None]
+        program = [*prefix, Path(sys.executable).with_name("ray"), "start", "--block", "--disable-usage-stats"]
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with the node
         self.process = subprocess.Popen(
-            [
-                *prefix,
-                Path(sys.executable).with_name("ray"),
-                "start",
-                "--block",
-                "--disable-usage-stats",
-                *mine,
-                *flags,
-            ],
-            stdout=self.log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+            [*program, *map(str, flags)], stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True
         )
 
     def wait_started(self) -> RayNode:
@@ -62,19 +49,26 @@ class RayNode:
         self.log.seek(0)
         return self.log.read()
 
-    def processes(self) -> list[psutil.Process]:
+    def processes(self, title: str = "") -> list[psutil.Process]:
+        """Processes that the node has started, if their command line has `title`."""
         with contextlib.suppress(psutil.NoSuchProcess):
-            return psutil.Process(self.process.pid).children(recursive=True)
+            return having(title, psutil.Process(self.process.pid).children(recursive=True))
         return []
 
     def stop(self) -> None:
-        """End the node, at first as `ray stop` would."""
-        running = self.processes()
-        self.process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(10)
-        for each in psutil.wait_procs(running, 5)[1]:
-            each.kill()
-        self.process.kill()
+        """Kill the node. May be called twice."""
+        for each in (*self.processes(), self.process):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
         self.process.wait()
         self.log.close()
+
+
+def having(title: str, processes: list[psutil.Process]) -> list[psutil.Process]:
+    """The processes whose command line has `title`."""
+    found = []
+    for each in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if title in " ".join(each.cmdline()):
+                found.append(each)
+    return found

@@ -1,16 +1,54 @@
-"""Launches of replicas on a Ray cluster by Ray Serve."""
+"""Replicas on a Ray cluster by Ray Serve."""
 
 from __future__ import annotations
 
 import re
 import threading
+import time
+from collections.abc import Sequence
 
+import httpx
 import openai
+import psutil
 from launched import DEADLINE_S, Launched
 from ray_node import RayNode
 
 
-class Launch(Launched):
+class Service:
+    """An API at `url`, which ends with /v1. The model is named m."""
+
+    url: str
+    client: openai.OpenAI
+
+    def connect(self, url: str) -> None:
+        self.url, self.client = url, openai.OpenAI(base_url=url, api_key="none", timeout=DEADLINE_S, max_retries=0)
+
+    def stream(self, started: threading.Semaphore, num_tokens: int, prompt: str = "w5 w9") -> list[str]:
+        """Text of each event of one stream; the last item is its finish reason, or the code or type of its error."""
+        body = {"ignore_eos": True}
+        pieces: list[str] = []
+        try:
+            events = self.client.completions.create(
+                model="m", prompt=prompt, max_tokens=num_tokens, temperature=0, stream=True, extra_body=body
+            )
+            for event in events:
+                if not pieces:
+                    started.release()
+                pieces.append(event.choices[0].text)
+                if event.choices[0].finish_reason:
+                    pieces.append(event.choices[0].finish_reason)
+        except openai.APIError as error:
+            pieces.append(str(error.code or type(error).__name__))
+        return pieces
+
+    def generated_tokens(self) -> dict[str, float]:
+        """Number of generated tokens by replica."""
+        text = httpx.get(self.url.removesuffix("/v1") + "/metrics", timeout=DEADLINE_S).raise_for_status().text
+        found = re.findall(r'minisgl_generation_tokens_total\{model_name="m",replica="(\w+)"\} ([\d.]+)', text)
+        return {replica: float(count) for replica, count in found}
+
+
+class Launch(Launched, Service):
     """A launch with replicas on the cluster of `node`."""
 
     def __init__(self, node: RayNode, *flags: str) -> None:
@@ -20,24 +58,18 @@ class Launch(Launched):
     def wait_started(self) -> Launch:
         self.read_banner("Serving at")
         port = re.search(r"Serving at http://\S+:(\d+)/v1", self.banner)[1]  # type: ignore[index]
-        self.url = f"http://{self.node.address}:{port}/v1"
-        self.client = openai.OpenAI(base_url=self.url, api_key="none", timeout=DEADLINE_S, max_retries=0)
+        self.connect(f"http://{self.node.address}:{port}/v1")
         return self
 
-    def stream(self, started: threading.Semaphore, num_tokens: int) -> list[str]:
-        """Text of each event of one stream; the last item is its finish reason or error."""
-        body = {"ignore_eos": True}
-        pieces: list[str] = []
-        try:
-            events = self.client.completions.create(
-                model="m", prompt="w5 w9", max_tokens=num_tokens, temperature=0, stream=True, extra_body=body
-            )
-            for event in events:
-                if not pieces:
-                    started.release()
-                pieces.append(event.choices[0].text)
-                if event.choices[0].finish_reason:
-                    pieces.append(event.choices[0].finish_reason)
-        except openai.APIError as error:
-            pieces.append(str(error.code))
-        return pieces
+
+def engines(node: RayNode) -> list[psutil.Process]:
+    """Schedulers of the engines on a node."""
+    return node.processes("minisgl: scheduler rank 0")
+
+
+def wait_for_engines(nodes: list[RayNode], num: int, other_than: Sequence[psutil.Process] | None = None) -> None:
+    """Wait until the nodes run `num` engines, which are not all in `other_than`."""
+    deadline = time.monotonic() + DEADLINE_S
+    while len(found := [each for node in nodes for each in engines(node)]) != num or found == other_than:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.5)

@@ -1,15 +1,14 @@
-"""Ranks on the nodes of a Ray cluster: the kit, and the tokens of one rank."""
+"""Ranks on the nodes of a Ray cluster: the kit, the tokens of one rank, and peers without the key."""
 
 from __future__ import annotations
 
-import json
-import os
-import re
+import socket
+import struct
 import subprocess
-import sys
 import tempfile
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import lru_cache
 from typing import Any
 
 import psutil
@@ -18,76 +17,108 @@ import tiny_folder
 from ray_node import RayNode
 
 from minisgl_backends.executor.ray_executor import RayExecutor
+from minisgl_core import LLM, SamplingParams
 from minisgl_core.contracts.executor import ExecutorSpec
+from minisgl_core.errors import MinisglError
 from minisgl_core.testing.executor_kit import ExecutorTests
 
-pytest.importorskip("ray", reason="ray is not installed")
+ray = pytest.importorskip("ray", reason="ray is not installed")
+
+PROMPTS = [[5, 9, 3, 7, 11], list(range(3, 23)), [5, 9, 3, 7, 12], [44, 44, 44]]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+ON_EACH: dict[str, Any] = {"placement": "strict-spread"}
 
 
+def load(model: str, **options: Any) -> LLM:
+    return LLM(model, dtype="float32", platform="cpu", ops="torch", num_pages=100, **options)
+
+
+def tokens_of(llm: LLM) -> list[list[int]]:
+    return [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
+
+
+@lru_cache
+def tokens_of_one_rank(model: str) -> list[list[int]]:
+    with load(model) as llm:
+        return tokens_of(llm)
+
+
+@pytest.fixture(scope="module")
+def connected(nodes: list[RayNode]) -> Iterator[list[RayNode]]:
+    """A cluster to which this process is connected."""
+    ray.init(nodes[0].head, logging_level="WARNING")
+    yield nodes
+    ray.shutdown()
+
+
+@pytest.mark.usefixtures("connected")
 class TestKit(ExecutorTests):
     provider = RayExecutor
-    spec = ExecutorSpec(tp=2)
-
-    @pytest.fixture(autouse=True)
-    def _cluster(self, node: RayNode, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("RAY_ADDRESS", node.head)
+    spec = ExecutorSpec(tp=2, placement="strict-spread")
 
 
-def generate(model: str, *options: dict[str, Any], prefix: tuple[str, ...] = (), **environ: str) -> list[Any]:
-    """Run `generate.py`, and return the lines that it prints."""
-    command = [*prefix, sys.executable, Path(__file__).with_name("generate.py"), model, *map(json.dumps, options)]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", **environ}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+def nightly(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.nightly)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("model", [tiny_folder.llama, tiny_folder.qwen3_moe])
-def test_ranks_on_one_host_generate_what_one_does(model: Callable[[], str], node: RayNode) -> None:
-    options = [{}, {"executor": "ray", "tp": 2, "pp": 2}]
-    alone, ranks = generate(model(), *options, RAY_ADDRESS=node.head)
-    assert ranks == [*alone, f"ranks 0-3 on {node.address}"]
+@pytest.mark.parametrize(
+    ("model", "options", "places"),
+    [
+        (tiny_folder.llama, {"tp": 2, **ON_EACH}, "rank 0 on {}, rank 1 on {}"),
+        (tiny_folder.qwen3_moe, {"pp": 2, **ON_EACH}, "rank 0 on {}, rank 1 on {}"),
+        nightly(tiny_folder.llama, {"pp": 2, **ON_EACH}, "rank 0 on {}, rank 1 on {}"),
+        nightly(tiny_folder.qwen3_moe, {"tp": 2, **ON_EACH}, "rank 0 on {}, rank 1 on {}"),
+        nightly(tiny_folder.llama, {"tp": 2, "pp": 2}, "ranks 0-1 on {}, ranks 2-3 on {}"),
+        nightly(tiny_folder.qwen3_moe, {"tp": 2, "pp": 2}, "ranks 0-1 on {}, ranks 2-3 on {}"),
+    ],
+)
+def test_ranks_on_two_hosts_generate_what_one_does(
+    model: Callable[[], str], options: dict[str, Any], places: str, connected: list[RayNode]
+) -> None:
+    with load(model(), executor="ray", **options) as llm:
+        placement = [reason for name, _, reason in llm.info.choices if name == "placement"]
+        assert placement == [places.format(*(node.address for node in connected))]
+        assert zeromq_mechanisms(connected[1]) == {b"CURVE"}
+        assert tokens_of(llm) == tokens_of_one_rank(model())
 
 
-@pytest.mark.nightly
-def test_without_an_address_a_cluster_starts_and_ends_with_it() -> None:
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:  # short, for the paths of Ray's sockets
-        environ = {"RAY_ADDRESS": "", "RAY_TMPDIR": folder}
-        alone, ranks = generate(tiny_folder.llama(), {}, {"executor": "ray", "pp": 2}, **environ)
-        assert ranks[0] == alone[0]
-        left = [each for each in psutil.process_iter(["cmdline"]) if folder in " ".join(each.info["cmdline"] or ())]
-        assert not psutil.wait_procs(left, 30)[1]
-
-
-@pytest.mark.parametrize("model", [tiny_folder.llama, pytest.param(tiny_folder.qwen3_moe, marks=pytest.mark.nightly)])
-def test_ranks_on_two_hosts_generate_what_one_does(model: Callable[[], str], two_nodes: list[RayNode]) -> None:
-    first, second = two_nodes
-    options: list[dict[str, Any]] = [
-        {},
-        {"tp": 2, "placement": "strict-spread"},
-        {"pp": 2, "placement": "strict-spread"},
-        {"tp": 2, "pp": 2},
-    ]
-    for each in options[1:]:
-        each["executor"] = "ray"
-    alone, *ranks = generate(model(), *options, prefix=first.prefix, RAY_ADDRESS=first.head)
-    one_each = f"rank 0 on {first.address}, rank 1 on {second.address}"
-    stages = f"ranks 0-1 on {first.address}, ranks 2-3 on {second.address}"
-    assert ranks == [[*alone, one_each], [*alone, one_each], [*alone, stages]]
+def zeromq_mechanisms(node: RayNode) -> set[bytes]:
+    """Security mechanisms of the ZeroMQ sockets on which the node's rank listens, as their greetings of ZMTP 3.0 say."""
+    [rank] = node.processes("minisgl: scheduler")
+    listed = subprocess.run([*node.prefix, "ss", "-Htlnp"], capture_output=True, text=True, check=True).stdout
+    greeting = struct.pack(">B8xBBx20s32x", 0xFF, 0x7F, 3, b"CURVE")
+    found = set()
+    for line in listed.splitlines():
+        if f"pid={rank.pid}," in line:
+            host, _, port = line.split()[3].rpartition(":")
+            with socket.create_connection((host, int(port)), timeout=2) as peer, suppress(OSError):
+                peer.sendall(greeting)
+                answer = peer.recv(64, socket.MSG_WAITALL)
+                if answer[:1] == greeting[:1]:
+                    found.add(answer[12:32].rstrip(b"\0"))
+    return found
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"tp": 4}, "needs bundles of 4 CPU, the first on this node.*--placement spread lets a stage span nodes"),
-        ({"pp": 3, "placement": "strict-spread"}, "needs bundles of 1 CPU; 1 CPU; 1 CPU, the first on this node"),
+        ({"pp": 3, **ON_EACH}, "needs bundles of 1 CPU; 1 CPU; 1 CPU, the first on this node"),
     ],
 )
-def test_too_few_or_small_nodes_are_an_error(options: dict[str, Any], message: str, two_nodes: list[RayNode]) -> None:
-    command = [*two_nodes[0].prefix, sys.executable, Path(__file__).with_name("generate.py"), tiny_folder.llama()]
-    environ = {**os.environ, "RAY_ADDRESS": two_nodes[0].head}
-    options = {"executor": "ray", **options}
-    done = subprocess.run([*command, json.dumps(options)], env=environ, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 1
-    assert re.search(message, done.stderr), done.stderr
+@pytest.mark.usefixtures("connected")
+def test_too_few_or_small_nodes_are_an_error(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(MinisglError, match=message):
+        load(tiny_folder.llama(), executor="ray", **options)
+
+
+@pytest.mark.nightly
+def test_without_an_address_a_cluster_starts_and_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:  # short, for the paths of Ray's sockets
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
+        ray.shutdown()
+        with load(tiny_folder.llama(), executor="ray", tp=2, pp=2) as llm:
+            assert tokens_of(llm) == tokens_of_one_rank(tiny_folder.llama())
+        left = [each for each in psutil.process_iter(["cmdline"]) if folder in " ".join(each.info["cmdline"] or ())]
+        assert not psutil.wait_procs(left, 30)[1]

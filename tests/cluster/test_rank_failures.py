@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -46,80 +47,65 @@ class Launch(Launched):
 
 
 @pytest.fixture
-def launch(two_nodes: list[RayNode]) -> Iterator[Launch]:
-    made = Launch(two_nodes[0])
+def launch(nodes: list[RayNode]) -> Iterator[Launch]:
+    made = Launch(nodes[0])
     yield made
     made.close()
 
 
-def ours(hosts: Hosts) -> list[psutil.Process]:
-    """Ranks, their actors and the processes of the launch, on both hosts."""
-    found = []
-    for process in (*hosts.processes(0), *hosts.processes(1)):
-        try:
-            if "minisgl" in " ".join(process.cmdline()) or "RankActor" in process.cmdline()[0]:
-                found.append(process)
-        except (psutil.NoSuchProcess, IndexError):
-            pass
-    return found
+def kill_rank(hosts: Hosts, nodes: list[RayNode]) -> None:
+    nodes[1].processes("minisgl: scheduler rank 1")[0].kill()
 
 
-def kill_rank(hosts: Hosts, node: RayNode) -> None:
-    next(each for each in hosts.processes(1) if "scheduler rank 1" in " ".join(each.cmdline())).kill()
+def kill_actor(hosts: Hosts, nodes: list[RayNode]) -> None:
+    nodes[1].processes("RankActor")[0].kill()
 
 
-def kill_actor(hosts: Hosts, node: RayNode) -> None:
-    next(each for each in hosts.processes(1) if "RankActor" in " ".join(each.cmdline())).kill()
+def kill_raylet(hosts: Hosts, nodes: list[RayNode]) -> None:
+    nodes[1].processes("/raylet/raylet")[0].kill()
 
 
-def kill_raylet(hosts: Hosts, node: RayNode) -> None:
-    next(each for each in node.processes() if each.name() == "raylet").kill()
+def kill_head(hosts: Hosts, nodes: list[RayNode]) -> None:
+    nodes[0].processes("/gcs_server")[0].kill()
 
 
-def kill_head(hosts: Hosts, node: RayNode) -> None:
-    next(each for each in hosts.processes(0) if each.name() == "gcs_server").kill()
-
-
-def cut_cable(hosts: Hosts, node: RayNode) -> None:
+def cut_cable(hosts: Hosts, nodes: list[RayNode]) -> None:
     hosts.cut(1)
 
 
 @pytest.mark.nightly
-def test_a_launch_that_is_stopped_leaves_nothing(launch: Launch, hosts: Hosts) -> None:
-    assert f"rank 0 on {hosts.addresses[0]}, rank 1 on {hosts.addresses[1]}" in launch.banner
-    launch.process.terminate()
-    assert launch.process.wait(DEADLINE_S) == 0, launch.stderr()
-    assert not psutil.wait_procs(ours(hosts), DEADLINE_S)[1]
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_launch_that_ends_leaves_nothing(number: int, launch: Launch, nodes: list[RayNode]) -> None:
+    assert f"rank 0 on {nodes[0].address}, rank 1 on {nodes[1].address}" in launch.banner
+    running = launch.processes(*nodes)
+    launch.process.send_signal(number)
+    assert launch.process.wait(DEADLINE_S) == (0 if number == signal.SIGTERM else -number), launch.stderr()
+    assert not psutil.wait_procs(running, DEADLINE_S)[1]
 
 
-@pytest.mark.nightly
-def test_a_launch_that_is_killed_leaves_nothing(launch: Launch, hosts: Hosts) -> None:
-    launch.process.kill()
-    assert not psutil.wait_procs(ours(hosts), DEADLINE_S)[1]
-
-
-def nightly(fault: Callable[[Hosts, RayNode], None]) -> Any:
+def nightly(fault: Callable[[Hosts, list[RayNode]], None]) -> Any:
     return pytest.param(fault, marks=pytest.mark.nightly)
 
 
-@pytest.mark.parametrize("fault", [nightly(kill_rank), nightly(kill_actor), cut_cable, kill_raylet, nightly(kill_head)])
+@pytest.mark.parametrize("fault", [kill_rank, *map(nightly, (kill_actor, cut_cable, kill_raylet, kill_head))])
 def test_requests_end_and_no_process_stays(
-    fault: Callable[[Hosts, RayNode], None],
+    fault: Callable[[Hosts, list[RayNode]], None],
     launch: Launch,
     hosts: Hosts,
-    two_nodes: list[RayNode],
-    make_node: Callable[..., RayNode],
+    nodes: list[RayNode],
+    start_node: Callable[..., RayNode],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     started = threading.Semaphore(0)
-    assert len(ours(hosts)) > 4
+    running = launch.processes(*nodes)
+    assert len(running) > 4
     with ThreadPoolExecutor(NUM_REQUESTS) as pool:
         streams = [pool.submit(launch.stream, started) for _ in range(NUM_REQUESTS)]
         for _ in streams:
             assert started.acquire(timeout=DEADLINE_S)
         begin = time.monotonic()
         try:
-            fault(hosts, two_nodes[1])
+            fault(hosts, nodes)
             ends = [stream.result(DEADLINE_S) for stream in streams]
             elapsed_s = time.monotonic() - begin
         finally:
@@ -131,8 +117,12 @@ def test_requests_end_and_no_process_stays(
     with capsys.disabled():
         print(f"\n{fault.__name__}: the last of {NUM_REQUESTS} requests ended after {elapsed_s:.1f} s")
     assert launch.process.wait(DEADLINE_S) != 0
-    gone = psutil.wait_procs(ours(hosts), DEADLINE_S)[1]
+    gone = psutil.wait_procs(running, DEADLINE_S)[1]
     assert not gone, gone
     print(launch.stderr())
     if fault is kill_raylet:
-        two_nodes[1] = make_node(two_nodes[0].head, hosts.addresses[1], prefix=hosts.on(1), num_cpus=2).wait_started()
+        nodes[1] = start_node(1).wait_started()
+    if fault is kill_head:
+        for each in nodes:
+            each.stop()
+        nodes[:] = [each.wait_started() for each in (start_node(0), start_node(1))]

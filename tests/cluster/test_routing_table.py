@@ -10,7 +10,7 @@ pytest.importorskip("ray", reason="ray is not installed")
 from minisgl_core.contracts.router import RouterSpec, block_keys
 from minisgl_core.protocol.messages import CacheEvents, EngineInfo, Submit
 from minisgl_core.sampling_params import SamplingParams
-from minisgl_server.ray.request_router import RoutingTable
+from minisgl_server.ray.request_router import MAX_SILENCE, RoutingTable
 from minisgl_server.router.prefix import PrefixRouter
 
 INFO = EngineInfo(
@@ -91,6 +91,33 @@ def test_a_lost_engine_gets_a_larger_number_and_its_requests_are_returned_once()
     assert chosen is not None
     assert chosen.number > number
     assert chosen.number % 3 == number % 3
+
+
+def test_a_silent_engine_with_requests_is_lost_until_it_is_heard() -> None:
+    table = make()
+    assert route(table, submit("1"), "a") == "a"
+    for _ in range(MAX_SILENCE - 1):
+        assert table.tick() == []
+    table.hear("a")
+    for _ in range(MAX_SILENCE - 1):
+        assert table.tick() == []
+    assert [each.request_id for each in table.tick()] == ["1"]
+    assert table.lose("1")[0] >= 0
+    assert table.tick() == []
+    assert table.choose("1", ["a"], ["a"]) is None
+    assert route(table, submit("2", range(200, 264)), "a b") == "b"
+    table.hear("a")
+    chosen = table.choose("1", ["a"], ["a"])
+    assert chosen is not None
+    assert chosen.replica_id == "a"
+
+
+def test_an_engine_without_requests_may_be_silent() -> None:
+    table = make()
+    assert route(table, submit("1"), "a") == "a"
+    table.end("1")
+    assert [table.tick() for _ in range(2 * MAX_SILENCE)] == [[]] * (2 * MAX_SILENCE)
+    assert route(table, submit("2"), "a") == "a"
 
 
 def test_a_slot_is_free_after_the_last_request_of_a_replica_that_has_ended() -> None:

@@ -7,60 +7,71 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
-import httpx
-import psutil
 import pytest
 import tiny_folder
 from launched import DEADLINE_S
 from ray_node import RayNode
-from serve_launch import Launch
+from serve_launch import Launch, engines, wait_for_engines
+
+from minisgl_core import LLM, SamplingParams
 
 pytest.importorskip("ray", reason="ray is not installed")
 
-QUESTION: Any = [{"role": "user", "content": "What is the capital of Germany?"}]
+PROMPTS = ["w5 w9", "w5 w9 w7", "w40 w41 w42 w43", "w5 w9 w8"]
 
 
 @pytest.fixture(scope="module")
-def launch(node: RayNode) -> Iterator[Launch]:
-    made = Launch(node, "--replicas", "2").wait_started()
+def launch(nodes: list[RayNode]) -> Iterator[Launch]:
+    made = Launch(nodes[0], "--replicas", "2", "--model", tiny_folder.llama()).wait_started()
     yield made
     made.close()
 
 
-def schedulers() -> list[psutil.Process]:
-    """Processes of engines on this host."""
-    listed = psutil.process_iter(["cmdline"])
-    return [each for each in listed if "minisgl: scheduler rank 0" in " ".join(each.info["cmdline"] or ())]
+def test_streams_of_two_replicas_are_the_text_of_one_engine(launch: Launch, nodes: list[RayNode]) -> None:
+    with LLM(tiny_folder.llama(), platform="cpu", dtype="float32", num_pages=200) as llm:
+        outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
+    expected = [output.text for output in outputs]
+    assert [len(engines(node)) for node in nodes] == [1, 1]
 
+    def stream(prompt: str) -> str:
+        *pieces, finish_reason = launch.stream(threading.Semaphore(0), 24, prompt)
+        assert finish_reason == "length"
+        return "".join(pieces)
 
-def test_streams_of_the_openai_client_are_the_text_of_one_engine(launch: Launch) -> None:
-    from minisgl_core import LLM, SamplingParams
-
-    with LLM(platform="cpu", dtype="float32", num_pages=200) as llm:
-        expected = llm.chat(QUESTION, SamplingParams(temperature=0, max_tokens=24))[0].text
-
-    def ask(_: int) -> str:
-        stream = launch.client.chat.completions.create(
-            model="m", messages=QUESTION, temperature=0, max_tokens=24, stream=True
-        )
-        return "".join(event.choices[0].delta.content or "" for event in stream)
-
-    with ThreadPoolExecutor(6) as pool:
-        assert set(pool.map(ask, range(6))) == {expected}
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(stream, 2 * PROMPTS)) == 2 * expected
 
 
 def test_metrics_have_the_replicas_of_the_cluster(launch: Launch) -> None:
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(lambda _: launch.stream(threading.Semaphore(), 16), range(6)))
-    text = httpx.get(launch.url.removesuffix("/v1") + "/metrics").raise_for_status().text
-    counts = re.findall(r'minisgl_generation_tokens_total\{model_name="m",replica="(\w+)"\} ([\d.]+)', text)
-    assert len(dict(counts)) == 2, text[:2000]
-    assert sum(float(count) for _, count in counts) >= 6 * 16
+    counts = launch.generated_tokens()
+    assert len(counts) == 2
+    assert sum(counts.values()) >= 6 * 16
 
 
-def test_a_lost_replica_costs_only_the_streams_that_have_begun_on_it(launch: Launch) -> None:
+@pytest.mark.nightly
+def test_requests_of_a_session_run_on_one_replica(launch: Launch) -> None:
+    def ask(session: str, number: int) -> None:
+        prompt = " ".join(f"w{(7 * number + 3 * step) % 50 + 5}" for step in range(40))  # no prefix of another one
+        headers = {"X-Session-Id": session}
+        launch.client.completions.create(model="m", prompt=prompt, max_tokens=8, extra_headers=headers)
+
+    used = []
+    with ThreadPoolExecutor(4) as pool:
+        for session in [f"session {number}" for number in range(12)] * 2:
+            before = launch.generated_tokens()
+            list(pool.map(ask, [session] * 4, range(4)))
+            after = launch.generated_tokens()
+            used.append([replica for replica in after if after[replica] > before.get(replica, 0)])
+    assert {len(each) for each in used} == {1}
+    assert used[:12] == used[12:]
+    assert len({replica for each in used for replica in each}) == 2
+
+
+@pytest.mark.nightly
+def test_a_lost_replica_costs_only_the_streams_that_have_begun_on_it(launch: Launch, nodes: list[RayNode]) -> None:
     started = threading.Semaphore(0)
     with ThreadPoolExecutor(8) as pool:
         streams = [pool.submit(launch.stream, started, 300) for _ in range(4)]
@@ -71,21 +82,17 @@ def test_a_lost_replica_costs_only_the_streams_that_have_begun_on_it(launch: Lau
             for _ in range(4)
         ]
         time.sleep(0.3)
-        before = schedulers()
-        before[0].kill()
+        engines(nodes[0])[0].kill()
         ends = [stream.result(DEADLINE_S)[-1] for stream in streams]
         assert set(ends) <= {"length", "replica_lost"}
         for each in whole:
             assert each.result(DEADLINE_S).usage.completion_tokens > 0
-    deadline = time.monotonic() + DEADLINE_S
-    while len(schedulers()) < len(before) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    assert len(schedulers()) == len(before)
+    wait_for_engines(nodes, 2)
     assert launch.stream(started, 4)[-1] == "length"
 
 
 @pytest.mark.nightly
-def test_an_update_to_another_model_loses_no_request(launch: Launch, node: RayNode) -> None:
+def test_an_update_to_another_model_loses_no_request(launch: Launch, nodes: list[RayNode]) -> None:
     started, stop = threading.Semaphore(0), threading.Event()
     texts: list[str] = []
 
@@ -98,7 +105,7 @@ def test_an_update_to_another_model_loses_no_request(launch: Launch, node: RayNo
         stream = pool.submit(launch.stream, started, 600)
         assert started.acquire(timeout=DEADLINE_S)
         asking = [pool.submit(ask) for _ in range(2)]
-        update = Launch(node, "--replicas", "2", "--model", tiny_folder.llama())
+        update = Launch(nodes[0], "--replicas", "2", "--model", tiny_folder.llama())
         try:
             update.wait_started()
             assert launch.process.wait(DEADLINE_S) == 0, launch.stderr()
@@ -117,7 +124,36 @@ def test_an_update_to_another_model_loses_no_request(launch: Launch, node: RayNo
             update.process.terminate()
             assert last.result(DEADLINE_S)[-1] == "length"
             assert update.process.wait(DEADLINE_S) == 0, update.stderr()
-            assert not psutil.wait_procs(schedulers(), DEADLINE_S)[1]
+            wait_for_engines(nodes, 0)
         finally:
             stop.set()
             update.close()
+
+
+@pytest.mark.nightly
+def test_the_cluster_serves_without_a_killed_api_or_launch(nodes: list[RayNode]) -> None:
+    started = threading.Semaphore(0)
+    flags = ("--replicas", "2", "--model", tiny_folder.llama())
+    first = Launch(nodes[0], *flags).wait_started()
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            stream = pool.submit(first.stream, started, 2000)
+            assert started.acquire(timeout=DEADLINE_S)
+            [api] = [each for node in nodes for each in node.processes("ServeReplica:minisgl:API")]
+            api.kill()
+            assert stream.result(DEADLINE_S)[-1] in ("APIError", "APIConnectionError")  # the connection is closed
+        deadline = time.monotonic() + DEADLINE_S
+        while first.stream(started, 4)[-1] != "length":
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+        first.process.kill()
+        first.process.wait()
+        assert first.stream(started, 4)[-1] == "length"
+    finally:
+        last = Launch(nodes[0], *flags).wait_started()
+        try:
+            assert last.url == first.url
+            assert sum(len(engines(node)) for node in nodes) == 2
+        finally:
+            last.close()
+    wait_for_engines(nodes, 0)

@@ -41,7 +41,7 @@ from minisgl_server.metrics.endpoint import Families, merge
 from minisgl_server.options import ServerOptions
 from minisgl_server.ray import request_router
 from minisgl_server.ray.engine import prepare_process
-from minisgl_server.ray.request_router import RoutingTable
+from minisgl_server.ray.request_router import MAX_SILENCE, RoutingTable
 from minisgl_server.router.load import make_router
 
 logger = logging.getLogger(__name__)
@@ -53,6 +53,8 @@ METRICS_S = 5.0
 """Longest time that an engine may take to return its metrics."""
 MAX_ATTEMPTS = 3
 """Replicas that one request may lose."""
+TICK_S = 1.0
+"""Time between two calls of `RoutingTable.tick`."""
 
 
 @serve.ingress()
@@ -100,7 +102,12 @@ class API:
         most = max(self._supervisor.ready[name].max_token_bytes for name in names)
         self.client.info = msgspec.structs.replace(info, max_token_bytes=most)
         self.client.ready.set()
-        self._tasks = [asyncio.create_task(self._take_requests()), asyncio.create_task(self._take_outputs())]
+        tasks = (self._take_requests(), self._take_outputs(), self._watch_engines())
+        self._tasks = [asyncio.create_task(each) for each in tasks]
+
+    def __del__(self) -> None:
+        """Remove the sockets. Serve calls this when the replica has stopped, and then kills this process and its children."""
+        self._endpoints.remove()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the application."""
@@ -159,7 +166,17 @@ class API:
             if len(source) == 1:
                 self._workers[source[0]].socket.send(message)
             else:
-                self._table.apply(source.decode(), decode(message))
+                self._table.hear(source.decode())
+                if message:
+                    self._table.apply(source.decode(), decode(message))
+
+    async def _watch_engines(self) -> None:
+        """Take engines that send no heartbeats for lost. Ray reports a node without network only after a minute."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            for submit in self._table.tick():
+                logger.warning("lost a replica: it has sent nothing for %g s", MAX_SILENCE * TICK_S)
+                self._lose(submit)
 
     async def _call(self, submit: Submit) -> None:
         """Have an engine run a request. If the engine is lost, tell the tokenizer worker, which may submit it again."""
@@ -201,8 +218,8 @@ class API:
                 by_worker[each.worker].append(each.request_id)
             else:
                 self._reject(each, "replica_lost", f"{attempts} replicas have ended while they ran the request.")
-            if each is not submit:
-                self._calls[each.request_id].cancel()
+            if (call := self._calls[each.request_id]) is not asyncio.current_task():
+                call.cancel()
         for worker, request_ids in by_worker.items() if number >= 0 else ():
             self._workers[worker].send(ReplicaLost(number, request_ids))
 

@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 IDLE_S = 60.0
 """Time without requests after which the connection to a caller is closed."""
+HEARTBEAT_S = 2.0
+"""Time between two heartbeats to each caller."""
 
 
 class Route(NamedTuple):
@@ -90,7 +92,8 @@ class Engine:
             raise
         self._info = encode(info)
         self._scheduler = Sender(self._endpoints.scheduler_in)
-        self._tasks = [asyncio.create_task(self._forward_output()), asyncio.create_task(self._forward_events())]
+        tasks = (self._forward_output(), self._forward_events(), self._send_heartbeats())
+        self._tasks = [asyncio.create_task(each) for each in tasks]
         threading.Thread(target=self._watch, name="minisgl: watch", daemon=True).start()
 
     def _start(self) -> EngineInfo:
@@ -104,7 +107,12 @@ class Engine:
             self._supervisor.wait()
         except WorkerDiedError as error:
             logger.error("%s The replica ends.", error)
+        self._endpoints.remove()
         os._exit(1)
+
+    def __del__(self) -> None:
+        """Remove the sockets. Serve calls this when the replica has stopped, and then kills this process and its children."""
+        self._endpoints.remove()
 
     async def describe(self) -> bytes:
         """Return the engine's encoded `EngineInfo`."""
@@ -198,11 +206,19 @@ class Engine:
     async def _forward_events(self) -> None:
         """Send the events of the prefix cache to all callers."""
         receiver = AsyncReceiver[Any](self._endpoints.router_events, CacheEvents)
-        replica_id = serve.get_replica_context().replica_id.unique_id.encode()
         while True:
-            message = await receiver.socket.recv()
-            for caller in self._callers.values():
-                caller.sender.socket.send_multipart([replica_id, message])
+            self._send_to_all(await receiver.socket.recv())
+
+    async def _send_heartbeats(self) -> None:
+        """Send an empty message to all callers, which take an engine that they do not hear for lost."""
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            self._send_to_all(b"")
+
+    def _send_to_all(self, message: bytes) -> None:
+        replica_id = serve.get_replica_context().replica_id.unique_id.encode()
+        for caller in self._callers.values():
+            caller.sender.socket.send_multipart([replica_id, message])
 
 
 def prepare_process(name: str, options: ServerOptions) -> None:

@@ -11,6 +11,7 @@ import os
 import secrets
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -40,8 +41,8 @@ HEAD_S = 15.0
 """Longest time that the head of the cluster may not answer."""
 
 
-class _StoppedError(Exception):
-    """A signal asked the launch to end."""
+class _StoppedError(BaseException):
+    """A signal asked the launch to end. Like KeyboardInterrupt, it passes code that handles the errors of a call."""
 
 
 def serve_on_ray(config: EngineConfig, options: ServerOptions, registry: Registry) -> None:
@@ -60,27 +61,37 @@ def serve_on_ray(config: EngineConfig, options: ServerOptions, registry: Registr
     require_serve()
     owns_cluster = executor.connect(num_cpus) and not os.environ.get("RAY_ADDRESS")
     import ray
-    from ray import serve
 
     name = f"{ENGINES_APP}{secrets.token_hex(4)}"
+    has_head = True
     try:
         with _signals():
             _deploy(config, options, name, executor.copied_environment())
-            _wait_replaced(name)
+            has_head = _wait_replaced(name)
+        if not has_head:
+            raise WorkerDiedError(f"The head of the Ray cluster has not answered for {HEAD_S:g} s.", "head")
         click.echo("Another launch has replaced this one.")
     except _StoppedError:
         click.echo(f"Stopping: running requests have {options.drain_timeout:g} s to finish.")
     finally:
-        with suppress(Exception):  # the cluster may be lost
-            running = _applications()
-            if [each for each in running if each.startswith(ENGINES_APP)] == [name] and API_APP in running:
-                _delete(API_APP, options)  # before the engines, which it needs; another launch would need the API
-            if name in running:
-                _delete(name, options)
-        with suppress(Exception):
-            if owns_cluster:
-                serve.shutdown()
-        ray.shutdown()
+        if has_head:
+            _remove(name, options, owns_cluster)
+            ray.shutdown()
+
+
+def _remove(name: str, options: ServerOptions, owns_cluster: bool) -> None:
+    """Remove the applications that no other launch needs."""
+    from ray import serve
+
+    with suppress(Exception):  # the cluster may be lost
+        running = _applications()
+        if [each for each in running if each.startswith(ENGINES_APP)] == [name] and API_APP in running:
+            _delete(API_APP, options)  # before the engines, which it needs; another launch would need the API
+        if name in running:
+            _delete(name, options)
+    with suppress(Exception):
+        if owns_cluster:
+            serve.shutdown()
 
 
 def _deploy(config: EngineConfig, options: ServerOptions, name: str, environment: dict[str, str]) -> None:
@@ -123,22 +134,29 @@ def _deploy(config: EngineConfig, options: ServerOptions, name: str, environment
     click.echo(f"\nServing at http://{url_host(options.host)}:{port}/v1, by Serve's proxy on each node with replicas")
 
 
-def _wait_replaced(name: str) -> None:
-    """Wait until the engines have been removed.
+def _wait_replaced(name: str) -> bool:
+    """Wait until the engines have been removed, or the head of the cluster is lost. Return False if it is lost."""
+    seen, over = time.monotonic(), threading.Event()
 
-    Raises:
-        WorkerDiedError: the head of the cluster does not answer.
-    """
-    seen = time.monotonic()
-    while True:
-        time.sleep(POLL_S)
-        try:
-            if name not in _applications():
-                return
-            seen = time.monotonic()
-        except Exception as error:
+    def poll() -> None:
+        nonlocal seen
+        while not over.wait(POLL_S):
+            with suppress(Exception):
+                if name not in _applications():
+                    over.set()
+                seen = time.monotonic()
+
+    # Calls to a lost head take a minute.
+    thread = threading.Thread(target=poll, name="minisgl: head", daemon=True)
+    thread.start()
+    try:
+        while not over.wait(POLL_S):
             if time.monotonic() - seen > HEAD_S:
-                raise WorkerDiedError(f"The head of the Ray cluster is lost: {error}", "head") from None
+                return False
+        return True
+    finally:
+        over.set()
+        thread.join(POLL_S)
 
 
 def _applications() -> list[str]:

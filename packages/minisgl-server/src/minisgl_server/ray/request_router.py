@@ -21,6 +21,8 @@ table: RoutingTable | None = None
 """Table of this process; None where requests need no policy."""
 replica_ids: list[str] = []
 """Ids of the running replicas."""
+MAX_SILENCE = 10
+"""Calls of `RoutingTable.tick` after which an engine that was not heard is lost."""
 
 
 class PolicyRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
@@ -67,6 +69,7 @@ class EngineSlot:
         replica_id: id of the replica in Serve; empty for a free slot.
         num_requests: requests that were routed to it by this process.
         num_prompt_tokens: prompt tokens of these.
+        silence: ticks since it was heard; `MAX_SILENCE` or more if it is lost until it is heard again.
     """
 
     replica: int
@@ -74,6 +77,7 @@ class EngineSlot:
     replica_id: str = ""
     num_requests: int = 0
     num_prompt_tokens: int = 0
+    silence: int = 0
 
 
 class RoutingTable:
@@ -116,7 +120,8 @@ class RoutingTable:
             self._unroute(request_id)
             submit = self._submits.get(request_id)
             engines = {each.replica_id: each for each in self._engines}
-            views = [engine for each in able if (engine := engines.get(each) or self._occupy(each, live)) is not None]
+            found = [engines.get(each) or self._occupy(each, live) for each in able]
+            views = [engine for engine in found if engine is not None and engine.silence < MAX_SILENCE]
             if submit is None or not views:
                 return None
             if submit.session_id:  # rendezvous hashing: few sessions move when the replicas change
@@ -144,6 +149,24 @@ class RoutingTable:
             self._renew(engine)
             return number, lost
 
+    def tick(self) -> list[Submit]:
+        """Count a second of silence of the engines that have requests. Return a request of each that is lost as of now."""
+        with self._lock:
+            for engine in self._engines:
+                if engine.num_requests:
+                    engine.silence += 1
+                elif engine.silence < MAX_SILENCE:
+                    engine.silence = 0
+            lost = {engine.replica: name for name, (engine, _) in self._routed.items() if engine.silence == MAX_SILENCE}
+            return [self._submits[name] for name in lost.values()]
+
+    def hear(self, replica_id: str) -> None:
+        """Note that a replica has sent something."""
+        with self._lock:
+            for engine in self._engines:
+                if engine.replica_id == replica_id:
+                    engine.silence = 0
+
     def apply(self, replica_id: str, events: CacheEvents) -> None:
         """Tell the policy what a replica's prefix cache has taken and evicted."""
         with self._lock:
@@ -159,7 +182,7 @@ class RoutingTable:
         if engine is not None:
             if engine.replica_id:
                 self._renew(engine)
-            engine.replica_id = replica_id
+            engine.replica_id, engine.silence = replica_id, 0
         return engine
 
     def _renew(self, engine: EngineSlot) -> None:
