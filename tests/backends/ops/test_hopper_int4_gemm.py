@@ -26,7 +26,7 @@ from minisgl_backends.quantization import int4_gpu
 
 
 def test_a_threads_words_are_its_registers_of_wgmma() -> None:
-    """By the PTX ISA's figure of the fragment A of wgmma.m64k16: register j of thread t has the row and columns below."""
+    """The rows and columns are those of the figure of fragment A of wgmma.m64k16 in the PTX ISA."""
     codes = torch.arange(64 * INPUTS).view(1, 1, 64, INPUTS)
     # An element of `codes` names its output and input; element j of a row is the words' inputs j, 32 + j, ... in turn.
     for quarter in range(4):
