@@ -26,7 +26,8 @@ from minisgl_backends.kernels import packed_gemm
 from minisgl_backends.kernels.activation import silu_and_mul
 from minisgl_backends.kernels.packed_gemm import PackedGemm
 from minisgl_backends.kernels.packed_matrix import PackedMatrix, Packing
-from minisgl_backends.kernels.packed_tiling import PackedTiling, SplitKWorkspace
+from minisgl_backends.kernels.packed_tiling import PackedTiling
+from minisgl_backends.kernels.split_k import SplitKWorkspace
 from minisgl_backends.quantization.gguf_types import TYPES
 
 SHAPES = ((6144, 4096, False), (4096, 4096, False), (24576, 4096, True), (4096, 12288, False))

@@ -16,7 +16,8 @@ from minisgl_backends.kernels import packed_gemm
 from minisgl_backends.kernels.dequantize import _unpacking
 from minisgl_backends.kernels.packed_gemm import PackedGemm
 from minisgl_backends.kernels.packed_matrix import PackedMatrix
-from minisgl_backends.kernels.packed_tiling import PackedTiling, SplitKWorkspace
+from minisgl_backends.kernels.packed_tiling import PackedTiling
+from minisgl_backends.kernels.split_k import SplitKWorkspace
 from minisgl_backends.quantization.gguf_packing import pack
 from minisgl_backends.quantization.gguf_types import TYPES
 

@@ -21,7 +21,7 @@ from minisgl_backends.cuda.small_m_gemm import StreamKWorkspace
 from minisgl_backends.kernels.int4_gemm import scale_words
 from minisgl_backends.kernels.int4_stages import INPUTS, dequantize_stages, fragment_order, pack_stages
 from minisgl_backends.kernels.int4_weight import Int4Weight
-from minisgl_backends.kernels.packed_tiling import SplitKWorkspace
+from minisgl_backends.kernels.split_k import SplitKWorkspace
 from minisgl_backends.quantization import int4_gpu
 
 

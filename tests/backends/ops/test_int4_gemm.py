@@ -12,7 +12,8 @@ pytest.importorskip("triton")
 from minisgl_backends.kernels import packed_gemm
 from minisgl_backends.kernels.int4_gemm import Int4Gemm
 from minisgl_backends.kernels.int4_weight import Int4Weight
-from minisgl_backends.kernels.packed_tiling import PackedTiling, SplitKWorkspace
+from minisgl_backends.kernels.packed_tiling import PackedTiling
+from minisgl_backends.kernels.split_k import SplitKWorkspace
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.float16

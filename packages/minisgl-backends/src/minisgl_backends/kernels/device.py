@@ -18,6 +18,12 @@ def has_large_shared_memory(device: torch.device) -> bool:
     return int(getattr(properties, "shared_memory_per_block_optin", 0)) >= 200_000
 
 
+@cache
+def has_dependent_launch(device: torch.device) -> bool:
+    """Return True if the GPU has programmatic dependent launch (PDL)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def packed_gemm_unsupported(device: torch.device, dtype: torch.dtype) -> list[str]:
     """Return why the kernels of `minisgl_backends.kernels.packed_gemm` cannot run on a GPU, one sentence each."""
     if reasons := triton_missing():

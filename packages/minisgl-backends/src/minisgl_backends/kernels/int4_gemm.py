@@ -9,7 +9,8 @@ import torch
 from minisgl_backends.kernels.int4_weight import SYMMETRIC_ZERO, Int4Weight
 from minisgl_backends.kernels.packed_gemm import PackedGemm
 from minisgl_backends.kernels.packed_matrix import PackedMatrix, Packing
-from minisgl_backends.kernels.packed_tiling import PackedTiling, SplitKWorkspace
+from minisgl_backends.kernels.packed_tiling import PackedTiling
+from minisgl_backends.kernels.split_k import SplitKWorkspace
 
 
 def scale_words(weight: Int4Weight) -> torch.Tensor:

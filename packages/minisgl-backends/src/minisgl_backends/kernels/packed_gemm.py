@@ -20,9 +20,11 @@ import triton.language as tl
 from minisgl_backends.kernels.activation import silu_and_mul
 from minisgl_backends.kernels.dependent_launch import await_previous, launch_options
 from minisgl_backends.kernels.dequantize import dequantize, dequantize_int4, scale_and_offset
+from minisgl_backends.kernels.device import has_dependent_launch
 from minisgl_backends.kernels.dot import add_dot
 from minisgl_backends.kernels.packed_matrix import TILE, PackedMatrix, Packing, TiledWeight
-from minisgl_backends.kernels.packed_tiling import PackedTiling, SplitKWorkspace, choose_tiling
+from minisgl_backends.kernels.packed_tiling import PackedTiling, choose_tiling
+from minisgl_backends.kernels.split_k import SplitKWorkspace
 
 _PANEL = 1 << 25
 """Weights that are dequantized at once for many rows."""
@@ -215,6 +217,7 @@ class PackedGemm:
         self._high = weight.codes if weight.high is None else weight.high
         self._supers = weight.words if weight.supers is None else weight.supers
         self._constants = constants(weight.packing)
+        self._launch_options = launch_options(has_dependent_launch(weight.codes.device))
         self._tilings = {
             rows: tiling or choose_tiling(rows, self.num_outputs, weight) for rows in (16, 32, 64, 128, 256, 512, 1024)
         }
@@ -261,7 +264,7 @@ class PackedGemm:
             weight.chunks, weight.words.stride(0), x.stride(0), out.stride(0), COLS=tiling.cols, ROWS=tiling.rows,
             SPLITS=tiling.splits, HAS_BIAS=self._bias is not None, GATED=weight.gated, WIDEN=not x.is_cuda,
             EVEN=weight.num_inputs == weight.chunks * weight.packing.chunk, num_warps=tiling.warps,
-            num_stages=tiling.stages, **self._constants, **launch_options(workspace.overlap),
+            num_stages=tiling.stages, **self._constants, **self._launch_options,
         )  # fmt: skip
 
     def _dequantize_and_matmul(self, x: torch.Tensor) -> torch.Tensor:

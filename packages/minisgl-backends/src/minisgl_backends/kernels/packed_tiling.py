@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import triton
 
 from minisgl_backends.kernels.device import has_large_shared_memory
@@ -44,25 +43,3 @@ def choose_tiling(num_rows: int, num_outputs: int, weight: PackedMatrix) -> Pack
     scales = 4 * max(1, packing.chunk // packing.word) + 4 * packing.has_supers
     stage = 2 * packing.chunk * rows + cols * (1 + gated) * (bits // 8 + scales)
     return PackedTiling(cols, rows, splits, warps, max(2, min(4, shared // stage)))
-
-
-class SplitKWorkspace:
-    """Partial sums of split-K GEMMs. All GEMMs of a model share one workspace, since they run one after the other.
-
-    Attributes:
-        parts: partial sums, float32.
-        arrived: programs that have stored their partial sums, per block, int32; 0 between launches.
-        overlap: True if GEMMs are launched with PDL, see `dependent_launch`.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.parts = torch.empty(0, dtype=torch.float32, device=device)
-        self.arrived = torch.zeros(0, dtype=torch.int32, device=device)
-        self.overlap = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-    def reserve(self, size: int, num_blocks: int) -> None:
-        """Make room for `size` values and `num_blocks` counters. Must be called before any GEMM runs."""
-        if len(self.parts) < size:
-            self.parts = torch.empty(size, dtype=torch.float32, device=self.parts.device)
-        if len(self.arrived) < num_blocks:
-            self.arrived = torch.zeros(num_blocks, dtype=torch.int32, device=self.parts.device)

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from minisgl_backends.kernels.device import has_large_shared_memory
 from minisgl_backends.kernels.dot import add_dot
+from minisgl_backends.kernels.split_k import SplitKWorkspace
 
 MAX_ROWS = 16
 _COLS, _DEPTH_BYTES = 64, 512
@@ -109,7 +110,7 @@ class SmallMGemm:
         self._num_blocks = triton.cdiv(self._num_outputs, _COLS)
         self._splits = _SPLITS if self._num_blocks < _FEW_BLOCKS and not gated else 1
         if self._splits > 1:
-            workspace.reserve(self._splits * MAX_ROWS * self._num_outputs)
+            workspace.reserve(self._splits * MAX_ROWS * self._num_outputs, _FEW_BLOCKS)
 
     def __call__(self, x: torch.Tensor, row_scales: torch.Tensor | None = None) -> torch.Tensor:
         """Return [M, N] from x [M, K], with rows of any stride; FP8 x comes with `row_scales`, float32 [M, 1]."""
@@ -124,21 +125,3 @@ class SmallMGemm:
             WIDEN=not x.is_cuda, num_warps=4, num_stages=4,
         )  # fmt: skip
         return out
-
-
-class SplitKWorkspace:
-    """Partial sums of split-K GEMMs. All GEMMs of a model share one workspace, since they run one after the other.
-
-    Attributes:
-        parts: partial sums, float32.
-        arrived: programs that have stored their partial sums, per block of columns, int32; 0 between launches.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.parts = torch.empty(0, dtype=torch.float32, device=device)
-        self.arrived = torch.zeros(_FEW_BLOCKS, dtype=torch.int32, device=device)
-
-    def reserve(self, size: int) -> None:
-        """Make room for `size` values. Must be called before any GEMM runs."""
-        if len(self.parts) < size:
-            self.parts = torch.empty(size, dtype=torch.float32, device=self.parts.device)

@@ -13,10 +13,10 @@ class TritonLinear(TritonProvider, LinearOps):
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(device, dtype)
-        from minisgl_backends.kernels import quantize, small_m_gemm
+        from minisgl_backends.kernels import quantize, small_m_gemm, split_k
 
         self._small_m_gemm, self._quantize = small_m_gemm, quantize
-        self._split_scratch = small_m_gemm.SplitKWorkspace(device)
+        self._split_scratch = split_k.SplitKWorkspace(device)
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
         """See `LinearOps.prepare_linear`."""

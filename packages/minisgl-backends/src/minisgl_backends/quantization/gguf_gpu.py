@@ -12,7 +12,7 @@ import torch
 from minisgl_backends.kernels.activation import silu_and_mul
 from minisgl_backends.kernels.packed_gemm import PackedGemm
 from minisgl_backends.kernels.packed_matrix import PackedMatrix
-from minisgl_backends.kernels.packed_tiling import SplitKWorkspace
+from minisgl_backends.kernels.split_k import SplitKWorkspace
 from minisgl_backends.quantization.gguf_method import GgufLinearMethod
 from minisgl_backends.quantization.gguf_packing import pack
 from minisgl_backends.quantization.gguf_types import GgmlType

@@ -61,7 +61,7 @@ class Int4(Quantization):
         if spec.device.type == "cuda":
             from minisgl_backends.cuda.requirements import hopper_missing
             from minisgl_backends.cuda.small_m_gemm import StreamKWorkspace
-            from minisgl_backends.kernels.packed_tiling import SplitKWorkspace
+            from minisgl_backends.kernels.split_k import SplitKWorkspace
             from minisgl_backends.quantization import int4_gpu
 
             hopper = None if hopper_missing(spec.device, spec.dtype) else StreamKWorkspace(spec.device)

@@ -10,7 +10,7 @@ from minisgl_backends.kernels.int4_gemm import Int4Gemm, scale_words
 from minisgl_backends.kernels.int4_stages import dequantize_stages, pack_stages
 from minisgl_backends.kernels.int4_weight import Int4Weight
 from minisgl_backends.kernels.packed_gemm import matmul_by_panels
-from minisgl_backends.kernels.packed_tiling import SplitKWorkspace
+from minisgl_backends.kernels.split_k import SplitKWorkspace
 
 _MAX_ROWS = 768
 """Rows up to which the kernel for Hopper is used.
