@@ -78,8 +78,7 @@ def test_ranks_on_two_hosts_generate_what_one_does(
     with load(model(), executor="ray", **options) as llm:
         placement = [reason for name, _, reason in llm.info.choices if name == "placement"]
         assert placement == [places.format(*(node.address for node in connected))]
-        if options.get("tp") != options.get("pp"):
-            assert zeromq_mechanisms(connected[1]) == {b"CURVE"}
+        assert zeromq_mechanisms(connected[1]) == {b"CURVE"}
         assert tokens_of(llm) == tokens_of_one_rank(model())
 
 
@@ -95,7 +94,7 @@ def zeromq_mechanisms(node: RayNode) -> set[bytes]:
             with socket.create_connection((host, int(port)), timeout=2) as peer, suppress(OSError):
                 peer.sendall(greeting)
                 answer = peer.recv(64, socket.MSG_WAITALL)
-                if answer[:1] == greeting[:1]:
+                if len(answer) == len(greeting) and answer[:1] == greeting[:1]:  # a peer that hangs up says less
                     found.add(answer[12:32].rstrip(b"\0"))
     return found
 
