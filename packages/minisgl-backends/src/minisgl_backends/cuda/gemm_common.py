@@ -1,8 +1,16 @@
-"""Shared parts of small_m_gemm.py and gated_gemm.py."""
+"""Shared parts of small_m_gemm.py, int4_gemm.py and gated_gemm.py."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from concurrent.futures import Future
+from functools import cache
+from typing import Protocol
+
 import torch
+
+from minisgl_backends.cuda.compiler import compile_async
+from minisgl_backends.cuda.driver import Kernel
 
 DEPTH = 64
 """Inputs per pipeline stage."""
@@ -10,6 +18,34 @@ THREADS = 288
 """Threads per block: two consumer warpgroups and a producer warp."""
 SHARED_BYTES = 232_448 - 1024
 """Dynamic shared memory of a thread block on Hopper, without its mbarriers."""
+
+
+class GemmVariant(Hashable, Protocol):
+    """Compile-time parameters of a GEMM kernel."""
+
+    @property
+    def cluster_blocks(self) -> int:
+        """Return the thread blocks per cluster."""
+        ...
+
+    def source(self) -> str:
+        """Return the program's source."""
+        ...
+
+
+@cache
+def compiled(variant: GemmVariant) -> Future[bytes]:
+    """Start compiling a variant, unless that was done before, and return its cubin."""
+    return compile_async(variant.source())
+
+
+@cache
+def load_kernel(variant: GemmVariant, name: str, device: torch.device) -> tuple[Kernel, int]:
+    """Return the kernel `name` of a variant, and the number of thread blocks that the device holds."""
+    with torch.cuda.device(device):
+        sizes = {"shared_bytes": SHARED_BYTES, "cluster": variant.cluster_blocks}
+        kernel = Kernel(compiled(variant).result(), name, num_threads=THREADS, **sizes)
+        return kernel, kernel.max_resident_blocks()
 
 
 def wgmma_source(rows: int, *, from_registers: bool = False) -> str:

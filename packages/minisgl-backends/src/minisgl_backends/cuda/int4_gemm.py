@@ -6,15 +6,13 @@ Shape legend: M rows of x, N outputs, K inputs; T tiles and C chunks as `minisgl
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 
-from minisgl_backends.cuda.compiler import compile_async, program
-from minisgl_backends.cuda.driver import Kernel, TensorMap
-from minisgl_backends.cuda.gemm_common import SHARED_BYTES, THREADS, wgmma_source
+from minisgl_backends.cuda.compiler import program
+from minisgl_backends.cuda.driver import TensorMap
+from minisgl_backends.cuda.gemm_common import SHARED_BYTES, compiled, load_kernel, wgmma_source
 from minisgl_backends.cuda.gemm_tiling import MAX_ROWS, GemmTiling
 from minisgl_backends.cuda.small_m_gemm import StreamKWorkspace
 from minisgl_backends.kernels import int4_stages
@@ -102,21 +100,6 @@ def choose_tiling(num_rows: int, num_blocks: int, num_sms: int) -> GemmTiling:
     return GemmTiling(_OUTPUTS, cluster=1 if num_blocks >= num_sms else 4, row_parts=2)
 
 
-@cache
-def _cubin(variant: Variant) -> Future[bytes]:
-    return compile_async(variant.source())
-
-
-@cache
-def _kernel(variant: Variant, device: torch.device) -> tuple[Kernel, int]:
-    """Return the kernel and the number of thread blocks that the device holds."""
-    with torch.cuda.device(device):
-        cubin = _cubin(variant).result()
-        sizes = {"shared_bytes": SHARED_BYTES, "cluster": variant.cluster_blocks}
-        kernel = Kernel(cubin, "int4_gemm", num_threads=THREADS, **sizes)
-        return kernel, kernel.max_resident_blocks()
-
-
 class HopperInt4Gemm:
     """``x @ weight.T + bias`` of few rows; for a gated MLP, ``silu(gate) * up`` of the result's halves.
 
@@ -151,7 +134,7 @@ class HopperInt4Gemm:
             scales = (size - CODE_BYTES) // (4 * TILE)
             shape = tiling.cluster, tiling.row_parts, scales
             self._variants[rows] = Variant(rows, *shape, weight.gated, bias is not None)
-            _cubin(self._variants[rows])
+            compiled(self._variants[rows])
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return [M, N] from x, [M, K or more], by one launch per MAX_ROWS rows."""
@@ -165,7 +148,7 @@ class HopperInt4Gemm:
 
     def _multiply(self, x: torch.Tensor, out: torch.Tensor) -> None:
         variant = self._variants[next(rows for rows in ROW_SIZES if len(x) <= rows)]
-        kernel, max_blocks = _kernel(variant, x.device)
+        kernel, max_blocks = load_kernel(variant, "int4_gemm", x.device)
         tiles, group = -(-self._num_blocks // variant.cluster), variant.cluster_blocks
         num_blocks = min(max_blocks // group, tiles * self._num_chunks) * group
         x_map = TensorMap(x, (variant.box_rows, 64))

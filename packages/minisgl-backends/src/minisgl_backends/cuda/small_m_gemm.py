@@ -6,18 +6,17 @@ Shape legend: M rows of x, N outputs, K inputs. A gated MLP's matrix has 2 * N r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 
-from minisgl_backends.cuda.compiler import compile_async, program
-from minisgl_backends.cuda.driver import Kernel, TensorMap
+from minisgl_backends.cuda.compiler import program
+from minisgl_backends.cuda.driver import TensorMap
 from minisgl_backends.cuda.gemm_common import (
     DEPTH,
     SHARED_BYTES,
-    THREADS,
+    compiled,
+    load_kernel,
     supports_input,
     supports_weight,
     wgmma_source,
@@ -90,11 +89,6 @@ class Variant:
         return program("small_m_gemm.cu", macros).replace("#include WGMMA", wgmma_source(group_rows))
 
 
-@cache
-def _cubin(variant: Variant) -> Future[bytes]:
-    return compile_async(variant.source())
-
-
 def compile_variants(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -112,18 +106,8 @@ def compile_variants(
             continue
         shape = tiling.outputs, tiling.cluster, tiling.splits, tiling.row_parts
         variants.append((Variant(rows, *shape, gated, bias is not None), tiling))
-        _cubin(variants[-1][0])
+        compiled(variants[-1][0])
     return variants
-
-
-@cache
-def _kernel(variant: Variant, device: torch.device) -> tuple[Kernel, int]:
-    """Return the kernel and the number of thread blocks that the device holds."""
-    with torch.cuda.device(device):
-        cubin = _cubin(variant).result()
-        sizes = {"shared_bytes": SHARED_BYTES, "cluster": variant.cluster_blocks}
-        kernel = Kernel(cubin, "small_m_gemm", num_threads=THREADS, **sizes)
-        return kernel, kernel.max_resident_blocks()
 
 
 class StreamKWorkspace:
@@ -184,7 +168,7 @@ class HopperSmallMGemm:
         """Return [M, N] from an x that it `takes`, [M, K]."""
         rows = next(rows for rows in self._variants if len(x) <= rows)
         variant, tiling, weight_map = self._variants[rows]
-        kernel, max_blocks = _kernel(variant, x.device)
+        kernel, max_blocks = load_kernel(variant, "small_m_gemm", x.device)
         columns = tiling.outputs // (1 + self._gated) * tiling.cluster
         tiles, group = -(-self._num_outputs // columns), variant.cluster_blocks
         if tiling.splits > 1:
