@@ -8,8 +8,8 @@ from random import Random
 
 import pytest
 import torch
-import torch.nn.functional as F
 from gguf_blocks import random_blocks
+from packed_reference import DTYPE, check, expected
 
 pytest.importorskip("triton")
 from minisgl_backends.kernels import packed_gemm
@@ -22,7 +22,6 @@ from minisgl_backends.quantization.gguf_packing import pack
 from minisgl_backends.quantization.gguf_types import TYPES
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-DTYPE = torch.float16
 ROWS = 72
 
 
@@ -116,17 +115,3 @@ def inputs(rows: int, known: torch.Tensor) -> torch.Tensor:
     """Return rows of a wider tensor, for which the outputs are about 1."""
     wide = torch.randn(rows, known.shape[1] + 8, device=DEVICE) / known.norm(dim=1).mean()
     return wide.to(DTYPE)[:, : known.shape[1]]
-
-
-def expected(x: torch.Tensor, known: torch.Tensor, bias: torch.Tensor | None, *, gated: bool) -> torch.Tensor:
-    out = F.linear(x.double(), known.double(), None if bias is None else bias.double())
-    if not gated:
-        return out
-    gate, up = out.chunk(2, -1)
-    return F.silu(gate) * up
-
-
-def check(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    assert found.dtype == DTYPE
-    assert found.shape == wanted.shape
-    assert (found.double() - wanted).norm() < 2e-3 * wanted.norm()

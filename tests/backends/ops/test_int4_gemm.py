@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
+from packed_reference import DTYPE, check, expected
 
 pytest.importorskip("triton")
 from minisgl_backends.kernels import packed_gemm
@@ -16,7 +16,6 @@ from minisgl_backends.kernels.packed_tiling import PackedTiling
 from minisgl_backends.kernels.split_k import SplitKWorkspace
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-DTYPE = torch.float16
 
 
 def packed(
@@ -99,17 +98,3 @@ def test_inputs_come_in_the_order_of_the_weight() -> None:
     x = torch.randn(3, 256, device=DEVICE, dtype=DTYPE)
     gemm = Int4Gemm(replace(weight, order=order), None, SplitKWorkspace(DEVICE))
     check(gemm(x), x[:, order].double() @ known.T)
-
-
-def expected(x: torch.Tensor, known: torch.Tensor, bias: torch.Tensor | None, *, gated: bool) -> torch.Tensor:
-    out = F.linear(x.double(), known, None if bias is None else bias.double())
-    if not gated:
-        return out
-    gate, up = out.chunk(2, -1)
-    return F.silu(gate) * up
-
-
-def check(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    assert found.dtype == DTYPE
-    assert found.shape == wanted.shape
-    assert (found.double() - wanted).norm() < 2e-3 * wanted.norm()

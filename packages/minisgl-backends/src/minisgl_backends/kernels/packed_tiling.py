@@ -1,4 +1,4 @@
-"""Tilings of GEMMs of packed weights, and their workspace for partial sums."""
+"""Tilings of GEMMs of packed weights."""
 
 from __future__ import annotations
 
