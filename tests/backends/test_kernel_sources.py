@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import minisgl_backends
-from minisgl_backends.cuda import decode, gated_gemm, small_m_gemm
+from minisgl_backends.cuda import decode, gated_gemm, int4_gemm, small_m_gemm
 from minisgl_backends.cuda.gemm_common import DEPTH, THREADS
 from minisgl_backends.native import library
 
@@ -18,6 +18,7 @@ CUDA, NATIVE = ROOT / "cuda", ROOT / "native"
 SOURCES = {
     "decode": decode.Variant(8, 128, 64, rotates=True, norm=True).source(),
     "gated_gemm": gated_gemm.source(),
+    "int4_gemm": int4_gemm.Variant(64, 1, 1, 1, gated=False, has_bias=True).source(),
     "small_m_gemm": small_m_gemm.Variant(64, 64, 1, 1, 1, gated=False, has_bias=True).source(),
 }
 """Complete source of one variant, by module."""
@@ -43,7 +44,8 @@ def constant(source: str, name: str) -> int:
 
 @pytest.mark.parametrize("module", SOURCES)
 def test_kernels_that_a_module_loads_are_defined(module: str) -> None:
-    assert strings_passed(CUDA / f"{module}.py", "Kernel") == kernels_defined(SOURCES[module]) != set()
+    names = [strings_passed(CUDA / f"{module}.py", function) for function in ("Kernel", "load_kernel")]
+    assert set().union(*names) == kernels_defined(SOURCES[module]) != set()
 
 
 def test_every_cuda_source_belongs_to_a_module() -> None:
@@ -67,7 +69,7 @@ def test_constants_agree_with_the_sources() -> None:
     assert constant(SOURCES["decode"], "START_WORDS") == decode._START_WORDS
     assert constant(SOURCES["decode"], "KEYS") == decode._KEYS
     assert constant(SOURCES["decode"], "CONSUMERS") + 32 == decode._THREADS
-    for module in ("gated_gemm", "small_m_gemm"):
+    for module in ("gated_gemm", "int4_gemm", "small_m_gemm"):
         assert constant(SOURCES[module], "DEPTH") == DEPTH
         assert constant(SOURCES[module], "CONSUMERS") + 32 == THREADS
     assert constant(SOURCES["gated_gemm"], "ROWS") == gated_gemm._ROWS
