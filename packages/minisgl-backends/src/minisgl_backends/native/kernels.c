@@ -1,9 +1,7 @@
-/* RMSNorm, RoPE, activation, argmax and attention for CPUs, in portable C with OpenMP. `library.py` compiles this file once per
+/* RMSNorm, RoPE, activation, sampling and the KV store for CPUs, in portable C with OpenMP. `library.py` compiles this file once per
    element type.
 
    Shape legend: N requests or tokens, Hq and Hkv heads, G = Hq / Hkv, D head dimension, S tokens per page. */
-#include <stdio.h>
-#include <stdlib.h>
 #include "common.h"
 
 /* ---- RMSNorm, RoPE, activation, argmax ---- */
@@ -207,121 +205,5 @@ void causal_softmax(T *scores, const int64_t *first, int64_t requests, int64_t h
         for (int64_t i = 0; i < stop - start; i++) x[start + i] = from_float(e[i] * factor);
         memset(x, 0, start * sizeof(T));
         memset(x + stop, 0, (keys - stop) * sizeof(T));
-    }
-}
-
-#define CHUNK 128 /* keys per split-KV partition */
-
-/* Memory of this thread, valid until the next call. */
-static void *scratch(size_t bytes) {
-    static __thread void *memory;
-    static __thread size_t size;
-    if (bytes > size) {
-        free(memory);
-        memory = malloc(size = 2 * bytes);
-        if (!memory) {
-            fprintf(stderr, "no memory for the %zu bytes of partial outputs of an attention step\n", size);
-            abort();
-        }
-    }
-    return memory;
-}
-
-/* Partial output of one chunk for the G queries of a KV head: sums of weighted values [G][D], then [G] maximum scores and [G]
-   sums of weights. */
-INLINE void attend_chunk(float *partial, const float *q, const T *k_pages, const T *v_pages, const int32_t *pages,
-                         int64_t start, int64_t stop, int64_t head, int64_t heads, int64_t group, int64_t page_size,
-                         float cap, const int64_t dim) {
-    float weights[group][CHUNK], row[dim];
-    float *largest = partial + group * dim, *sums = largest + group;
-    for (int64_t t = start; t < stop; t++) {
-        const T *k = k_pages + key_offset(pages, t, head, heads, page_size, dim);
-#pragma omp simd
-        for (int64_t d = 0; d < dim; d++) row[d] = to_float(k[d]);
-        for (int64_t g = 0; g < group; g++) {
-            float dot = 0;
-#pragma omp simd reduction(+ : dot)
-            for (int64_t d = 0; d < dim; d++) dot += q[g * dim + d] * row[d];
-            weights[g][t - start] = dot;
-        }
-    }
-    for (int64_t g = 0; g < group; g++) {
-        float max_score = -INFINITY, sum = 0;
-        if (cap > 0)
-#pragma omp simd
-            for (int64_t t = 0; t < stop - start; t++) weights[g][t] = soft_capped(weights[g][t], cap);
-#pragma omp simd reduction(max : max_score)
-        for (int64_t t = 0; t < stop - start; t++) max_score = weights[g][t] > max_score ? weights[g][t] : max_score;
-#pragma omp simd reduction(+ : sum)
-        for (int64_t t = 0; t < stop - start; t++) {
-            weights[g][t] = exp_of_negative(weights[g][t] - max_score);
-            sum += weights[g][t];
-        }
-        largest[g] = max_score;
-        sums[g] = sum;
-    }
-    memset(partial, 0, group * dim * sizeof(float));
-    for (int64_t t = start; t < stop; t++) {
-        const T *v = v_pages + key_offset(pages, t, head, heads, page_size, dim);
-#pragma omp simd
-        for (int64_t d = 0; d < dim; d++) row[d] = to_float(v[d]);
-        for (int64_t g = 0; g < group; g++) {
-            float weight = weights[g][t - start];
-#pragma omp simd
-            for (int64_t d = 0; d < dim; d++) partial[g * dim + d] += weight * row[d];
-        }
-    }
-}
-
-/* Split-KV decode attention (Flash-Decoding): one query per request; partial outputs of chunks of keys are merged at the end.
-   `cap` and `sinks`: see causal_softmax. */
-void decode(T *out, const T *q, int64_t q_stride, const T *k_pages, const T *v_pages, const int32_t *table,
-            int64_t columns, const int32_t *rows, const int32_t *seq_lens, int64_t requests, int64_t heads, int64_t group,
-            int64_t dim, int64_t page_size, float scale, int64_t window, float cap, const float *sinks) {
-    int64_t partial_size = group * (dim + 2), chunks = 1;
-    for (int64_t n = 0; n < requests; n++) {
-        int64_t num_visible = window && seq_lens[n] > window ? window : seq_lens[n];
-        if (num_visible > chunks * CHUNK) chunks = (num_visible + CHUNK - 1) / CHUNK;
-    }
-    float *partials = scratch(requests * heads * chunks * partial_size * sizeof(float));
-#pragma omp parallel
-    {
-#pragma omp for schedule(dynamic)
-        for (int64_t item = 0; item < requests * heads * chunks; item++) {
-            int64_t n = item / (heads * chunks), head = item / chunks % heads, stop = seq_lens[n];
-            int64_t begin = window && stop > window ? stop - window : 0, start = begin + item % chunks * CHUNK;
-            if (start >= stop) continue;
-            if (stop > start + CHUNK) stop = start + CHUNK;
-            float scaled[group * dim];
-            const T *from = q + n * q_stride + head * group * dim;
-            for (int64_t i = 0; i < group * dim; i++) scaled[i] = to_float(from[i]) * scale;
-            const int32_t *pages = table + rows[n] * columns;
-            float *partial = partials + item * partial_size;
-            if (dim == 64)
-                attend_chunk(partial, scaled, k_pages, v_pages, pages, start, stop, head, heads, group, page_size, cap, 64);
-            else if (dim == 128)
-                attend_chunk(partial, scaled, k_pages, v_pages, pages, start, stop, head, heads, group, page_size, cap, 128);
-            else
-                attend_chunk(partial, scaled, k_pages, v_pages, pages, start, stop, head, heads, group, page_size, cap, dim);
-        }
-#pragma omp for
-        for (int64_t item = 0; item < requests * heads; item++) {
-            int64_t n = item / heads, num_visible = window && seq_lens[n] > window ? window : seq_lens[n];
-            int64_t count = (num_visible + CHUNK - 1) / CHUNK;
-            const float *first = partials + item * chunks * partial_size;
-            for (int64_t g = 0; g < group; g++) {
-                float max_score = sinks ? sinks[item % heads * group + g] : -INFINITY, sink = max_score, total[dim];
-                for (int64_t c = 0; c < count; c++) max_score = fmaxf(max_score, first[c * partial_size + group * dim + g]);
-                float sum = exp_of_negative(sink - max_score);
-                memset(total, 0, sizeof total);
-                for (int64_t c = 0; c < count; c++) {
-                    const float *partial = first + c * partial_size;
-                    float factor = exp_of_negative(partial[group * dim + g] - max_score);
-                    sum += factor * partial[group * dim + group + g];
-                    for (int64_t d = 0; d < dim; d++) total[d] += factor * partial[g * dim + d];
-                }
-                for (int64_t d = 0; d < dim; d++) out[(item * group + g) * dim + d] = from_float(total[d] / sum);
-            }
-        }
     }
 }
