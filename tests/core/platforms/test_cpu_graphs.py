@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -51,6 +51,29 @@ def test_replays_are_the_eager_results(is_inference: bool) -> None:
             graph.replay()
             assert torch.equal(found, expected)
             assert torch.equal(total, expected_total)
+
+
+def test_adjacent_calls_of_one_sequence_are_merged() -> None:
+    done: list[object] = []
+
+    def sequence(calls: Sequence[tuple[object, tuple[object, ...]]]) -> Callable[[], object]:
+        return lambda: done.append([arguments for _, arguments in calls])
+
+    def merged(*arguments: object) -> None: ...
+
+    merged.sequence = sequence  # type: ignore[attr-defined]
+
+    def code() -> None:
+        call(merged, 1)
+        call(merged, 2, 3)
+        call(done.append, "other")
+        call(merged)
+
+    graph, _ = CpuPlatform().capture_graph(code)
+    done.clear()
+    for _ in range(2):
+        graph.replay()
+    assert done == [[(1,), (2, 3)], "other", [()]] * 2
 
 
 def test_graphs_share_memory_that_no_tensor_has() -> None:

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
@@ -24,10 +25,18 @@ from minisgl_core.errors import MinisglError
 from minisgl_core.platforms.cpu_graphs import call
 
 _LOG = logging.getLogger(__name__)
-_SOURCES = ("common.h", "tiles.h", "kernels.c", "decode.c", "prefill.c", "gemm.c", "packed.h", "repack.c", "packed_gemm.c")
+_SOURCES = (
+    *("common.h", "tiles.h", "kernels.c", "decode.c", "prefill.c", "gemm.c", "packed.h", "repack.c", "packed_gemm.c"),
+    "sequence.c",
+)
 _DEFINES = {torch.bfloat16: ["-DBF16"], torch.float32: []}
 _FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared"]
-_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_TYPES: dict[str, type[ctypes.c_void_p | ctypes.c_int64 | ctypes.c_float]] = {
+    "p": ctypes.c_void_p,
+    "i": ctypes.c_int64,
+    "f": ctypes.c_float,
+}
+_C_TYPES = {"p": "void *", "i": "int64_t", "f": "float"}
 _ARGUMENTS = {
     "rms_norm": "ppipiif",
     "add_rms_norm": "ppppiif",
@@ -51,6 +60,14 @@ _ARGUMENTS = {
 """Argument types by function: p for a pointer (an address, None for null), i for int64, f for float."""
 
 
+class _Argument(ctypes.Union):
+    _fields_ = tuple(_TYPES.items())
+
+
+class _Call(ctypes.Structure):
+    _fields_ = (("caller", ctypes.c_void_p), ("kernel", ctypes.c_void_p), ("arguments", ctypes.POINTER(_Argument)))
+
+
 class NativeBuildError(MinisglError):
     """The C kernels could not be compiled."""
 
@@ -63,14 +80,27 @@ class Library:
     """
 
     def __init__(self, path: Path) -> None:
-        loaded = ctypes.CDLL(str(path))
-        self.has_tiles = hasattr(loaded, "linear")
-        types = {"p": _POINTER, "i": _INT, "f": _FLOAT}
-        for name, arguments in _ARGUMENTS.items():
-            if hasattr(loaded, name):
-                function = getattr(loaded, name)
-                function.argtypes, function.restype = [types[each] for each in arguments], None
+        self._loaded = ctypes.CDLL(str(path))
+        self.has_tiles = hasattr(self._loaded, "linear")
+        for name, kinds in _ARGUMENTS.items():
+            if hasattr(self._loaded, name):
+                function = getattr(self._loaded, name)
+                function.argtypes, function.restype = [_TYPES[each] for each in kinds], None
+                function.sequence = self._sequence
                 setattr(self, name, partial(call, function))
+
+    def _sequence(self, calls: Sequence[tuple[Any, tuple[Any, ...]]]) -> Callable[[], object]:
+        """Return a function that makes calls of the C functions; see `minisgl_core.platforms.cpu_graphs.call`."""
+        made = (_Call * len(calls))()
+        for to, (function, arguments) in zip(made, calls, strict=True):
+            kinds, to.arguments = _ARGUMENTS[function.__name__], (_Argument * len(arguments))()
+            to.caller = ctypes.cast(getattr(self._loaded, f"call_{kinds}"), ctypes.c_void_p)
+            to.kernel = ctypes.cast(function, ctypes.c_void_p)
+            for index, (kind, argument) in enumerate(zip(kinds, arguments, strict=True)):
+                setattr(to.arguments[index], kind, argument)
+        run = self._loaded.run_calls
+        run.argtypes, run.restype = [ctypes.POINTER(_Call), ctypes.c_int64], None
+        return partial(run, made, len(made))
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"the native kernels have no {name!r} on this processor")
@@ -105,7 +135,7 @@ def load(dtype: torch.dtype) -> Library:
 
 
 def _load(dtype: torch.dtype) -> Library:
-    texts = {name: files(__package__).joinpath(name).read_text() for name in _SOURCES}
+    texts = {name: files(__package__).joinpath(name).read_text() for name in _SOURCES} | {"callers.h": _callers()}
     compiler = _compiler()
     command = [*compiler, *_FLAGS, *_DEFINES[dtype]]
     version = _run([*compiler, "--version"]).stdout
@@ -121,6 +151,15 @@ def _load(dtype: torch.dtype) -> Library:
     with tempfile.TemporaryDirectory(prefix="minisgl-native-") as folder_name:  # a loaded library may be deleted
         built = _compile(command, texts, Path(folder_name))
         return Library(built if path is None else _cached(built, path))
+
+
+def _callers() -> str:
+    """Return callers.h, which sequence.c describes."""
+    lines = []
+    for kinds in sorted(set(_ARGUMENTS.values())):
+        values = ", ".join(f"a[{index}].{kind}" for index, kind in enumerate(kinds))
+        lines.append(f"X({kinds}, ({', '.join(_C_TYPES[kind] for kind in kinds)}), ({values}))\n")
+    return "".join(lines)
 
 
 def _compile(command: list[str], texts: dict[str, str], folder: Path) -> Path:

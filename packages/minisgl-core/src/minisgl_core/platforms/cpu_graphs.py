@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,8 @@ def call(function: Callable[..., object], *arguments: object) -> None:
     """Call a kernel that is no operator of torch, and capture the call if this thread captures a graph.
 
     Tensors are passed as addresses. They must be allocated by torch's functions, which the graph keeps, or outlive the graph.
+    A function may have an attribute `sequence`, which merges adjacent calls of functions with an equal `sequence`. It takes a
+    list of pairs of a function and its arguments, and returns a function without arguments, for replays.
     """
     function(*arguments)
     if _current.graph is not None:
@@ -66,7 +69,7 @@ class CpuGraph(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The calls that ran in its context.
 
     Attributes:
-        calls: functions with their arguments.
+        calls: functions with their arguments. After the capture, those with a `sequence` (see `call`) are merged.
     """
 
     def __init__(self, pool: MemoryPool) -> None:
@@ -86,6 +89,8 @@ class CpuGraph(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         _current.graph = None
+        grouped = [(key, list(calls)) for key, calls in groupby(self.calls, lambda call: _sequence(call[0]))]
+        self.calls = [each for key, calls in grouped for each in (calls if key is None else [(key(calls), ())])]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -149,6 +154,10 @@ def _has_dynamic_shape(func: Any, args: tuple[Any, ...]) -> bool:
     if func is not torch.ops.aten.index.Tensor:
         return torch.Tag.dynamic_output_shape in func.tags
     return any(_is_tensor(each) and each.dtype in (torch.bool, torch.uint8) for each in args[1])
+
+
+def _sequence(function: Callable[..., object]) -> Callable[..., Any] | None:
+    return getattr(function, "sequence", None)
 
 
 def _is_tensor(value: object) -> bool:
