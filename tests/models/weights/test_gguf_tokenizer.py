@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minisgl_core.errors import ModelFormatError
+from minisgl_models.weights import gguf_tokenizer
 from minisgl_models.weights.gguf_file import GgufWeights
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
@@ -226,3 +227,21 @@ def test_a_sentencepiece_vocabulary_without_scores_is_refused(tmp_path: Path) ->
     source = write(tmp_path / "m.gguf", "llama", ["<unk>", "a"], [UNKNOWN, NORMAL])
     with pytest.raises(ModelFormatError, match=r"tokenizer\.ggml\.scores is missing"):
         source.tokenizer()
+
+
+def test_a_very_long_token_is_refused_before_its_merges_are_searched(tmp_path: Path) -> None:
+    """The search takes time in the square of the length, hours for this token."""
+    tokens = ["<unk>", "a", "a" * 2**22]
+    source = write(tmp_path / "m.gguf", "llama", tokens, [UNKNOWN, NORMAL, NORMAL], token_scores=[0.0] * 3)
+    with pytest.raises(
+        ModelFormatError, match=r"tokenizer\.ggml\.tokens has .* of 4194304 characters at index 2; at most"
+    ):
+        source.tokenizer()
+
+
+def test_too_many_merges_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_tokenizer, "_MAX_MERGES", 2)
+    tokens = ["<unk>", "a", "aa", "aaa"]
+    types, scores = [UNKNOWN, NORMAL, NORMAL, NORMAL], [0.0] * 4
+    with pytest.raises(ModelFormatError, match=r"tokenizer\.ggml\.tokens has more than 2 pairs"):
+        write(tmp_path / "m.gguf", "llama", tokens, types, token_scores=scores).tokenizer()

@@ -19,6 +19,10 @@ _SPECIAL_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown
 _SPACE = "▁"
 _KEEP_SPACES_AFTER = ("<unk>", "<s>", "<|endoftext|>")
 """Control tokens after which Phi-3's tokenizer keeps spaces."""
+_MAX_PIECE_LENGTH = 256
+"""Longest token of a SentencePiece vocabulary, in characters. Its merges take time in the square of its length."""
+_MAX_MERGES = 2**22
+"""Most merges of a SentencePiece vocabulary. Gemma 3's has about 2**19."""
 
 
 def build_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Any:
@@ -113,18 +117,30 @@ def _sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def _merges(metadata: Mapping[str, Any], vocab: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Return all pairs of tokens that make a token, those with the highest score first."""
+    """Return all pairs of tokens that make a token, those with the highest score first.
+
+    Raises:
+        ValueError: the vocabulary has no scores, or its tokens are too long or make too many pairs.
+    """
     tokens, scores = metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.scores", [])
     types = metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
     if not scores:
         raise ValueError("tokenizer.ggml.scores is missing")
     pieces = {token for token, kind in zip(tokens, types, strict=True) if kind in (_NORMAL, _USER_DEFINED, _UNUSED)}
-    found = [
-        (-scores[vocab[piece]], len(piece) - 2 * min(cut, len(piece) - cut), piece[:cut], piece[cut:])
-        for piece in pieces
-        for cut in range(1, len(piece))
-        if piece[:cut] in pieces and piece[cut:] in pieces
-    ]
+    longest = max(pieces, key=len, default="")
+    if len(longest) > _MAX_PIECE_LENGTH:
+        raise ValueError(
+            f"tokenizer.ggml.tokens has {longest[:40]!r}... of {len(longest)} characters at index {vocab[longest]}; at most "
+            f"{_MAX_PIECE_LENGTH} are supported"
+        )
+    found = []
+    for piece in pieces:
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            if left in pieces and right in pieces:
+                found.append((-scores[vocab[piece]], len(piece) - 2 * min(cut, len(piece) - cut), left, right))
+        if len(found) > _MAX_MERGES:
+            raise ValueError(f"tokenizer.ggml.tokens has more than {_MAX_MERGES} pairs of tokens that make a token")
     return [(left, right) for *_, left, right in sorted(found)]
 
 
