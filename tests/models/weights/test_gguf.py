@@ -179,7 +179,7 @@ def test_slices_of_every_type_are_dequantized(kind: Kind, tmp_path: Path) -> Non
         with np.errstate(all="ignore"):
             whole = torch.from_numpy(gguf.dequantize(rows, kind)).nan_to_num()
     except NotImplementedError:
-        with pytest.raises(ModelFormatError, match="tensor t"):
+        with pytest.raises(ModelFormatError, match=r"model\.gguf: tensor 't' cannot be dequantized"):
             tensor.read(slice(None))
         return
     third = max(block // 3, 1)

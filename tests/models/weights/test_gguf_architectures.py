@@ -282,3 +282,19 @@ def test_a_gate_bias_without_the_up_bias_is_refused(tmp_path: Path) -> None:
     weights = GgufWeights(write(tmp_path / "m.gguf", replace(each, extra={**each.extra, **gate}), config, lacking))
     with pytest.raises(ModelFormatError, match=r"m\.gguf: .*blk\.0\.ffn_up_exps\.bias"):
         list(weights.tensors(normalised(provider, weights.config)))
+
+
+@pytest.mark.parametrize(("columns", "expected"), [((), (1, 32)), ((1,), (1, 32)), ((2,), (2, 32))])
+def test_the_gate_of_shared_experts_is_a_matrix_of_its_own_shape(
+    columns: tuple[int, ...], expected: tuple[int, ...], tmp_path: Path
+) -> None:
+    """llama.cpp stores a vector. A file with several rows shows them, so that loading refuses it."""
+    each = FORMS["qwen2moe"]
+    _, raw, tensors, provider = made("qwen2moe")
+    name = "model.layers.0.mlp.shared_expert_gate.weight"
+    values = np.arange(32 * (columns or (1,))[0], dtype=np.float32).reshape(*columns, 32)
+    path = write(tmp_path / "m.gguf", each, AutoConfig.for_model(**raw), {**tensors, name: values})
+    source = GgufWeights(path)
+    gate = dict(source.tensors(normalised(provider, source.config)))[name]
+    assert tuple(gate.shape) == expected
+    assert torch.equal(gate[slice(0, 1), slice(3, 6)], torch.tensor([[3.0, 4.0, 5.0]]))

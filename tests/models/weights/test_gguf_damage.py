@@ -110,10 +110,18 @@ DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "a key twice": (lambda data: data.replace(b"eos_token_id", b"bos_token_id"), "bos_token_id' is defined twice"),
     "no dimensions": (after(b"output.weight", 0, struct.pack("<I", 0)), "has 0 dimensions"),
     "many dimensions": (after(b"output.weight", 0, struct.pack("<I", 2**31)), "has 2147483648 dimensions"),
-    "an absurd dimension": (after(b"output.weight", 4, struct.pack("<Q", 2**62)), "is truncated"),
+    "an absurd dimension": (
+        after(b"output.weight", 4, struct.pack("<Q", 2**62)),
+        r"m\.gguf: it is truncated: tensor 'output",
+    ),
     "dimensions that overflow": (after(b"output.weight", 4, struct.pack("<QQ", 2**32, 2**32)), "is truncated"),
     "an empty dimension": (after(b"output.weight", 4, struct.pack("<Q", 0)), "without elements"),
     "an offset past the end": (after(b"output.weight", 24, struct.pack("<Q", 2**62)), "is truncated"),
+    "a type of no size": (after(b"output.weight", 20, struct.pack("<I", 999)), r"m\.gguf: .* has the GGML type 999"),
+    "a part of a block": (
+        after(b"output.weight", 20, struct.pack("<I", 10)),
+        "rows of 32 values, not a multiple of Q2_K's 256",
+    ),
     "an odd offset": (after(b"output.weight", 24, struct.pack("<Q", 33)), "has offset 33, not a multiple of 32"),
     "a tensor twice": (lambda data: data.replace(b"attn_k.weight", b"attn_v.weight"), "is defined twice"),
     "another name": (
@@ -130,6 +138,23 @@ def test_a_damaged_header_is_reported(name: str, tmp_path: Path) -> None:
     path.write_bytes(spoil(write(path)))
     with pytest.raises(ModelFormatError, match=message):
         use(path)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "block_count",
+        "context_length",
+        "embedding_length",
+        "feed_forward_length",
+        "attention.head_count",
+        "attention.layer_norm_rms_epsilon",
+    ],
+)
+def test_a_missing_key_is_reported_by_its_name_in_the_file(key: str, tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", **{f"llama__{key.replace('.', '__')}": None})
+    with pytest.raises(ModelFormatError, match=rf"m\.gguf: llama\.{key} is missing from the metadata"):
+        use(tmp_path / "m.gguf")
 
 
 @pytest.mark.parametrize(

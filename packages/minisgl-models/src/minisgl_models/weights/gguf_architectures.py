@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Key = Callable[..., Any]
-"""Looks up a key of the architecture: its name without the prefix, and a default."""
+"""Looks up a key of the architecture: its name without the prefix, and a default. A key without a default is required."""
 
 _DENSE: Mapping[str, str] = {
     "token_embd": "model.embed_tokens",
@@ -87,11 +87,11 @@ def _experts(norm_topk_prob: bool) -> Callable[[Key, Mapping[str, Any]], dict[st
         found = {
             "num_experts": key("expert_count"),
             "num_experts_per_tok": key("expert_used_count"),
-            "moe_intermediate_size": key("expert_feed_forward_length"),
+            "moe_intermediate_size": key("expert_feed_forward_length", None),
             "norm_topk_prob": norm_topk_prob,
         }
         if not norm_topk_prob:  # Qwen2-MoE
-            found["shared_expert_intermediate_size"] = key("expert_shared_feed_forward_length")
+            found["shared_expert_intermediate_size"] = key("expert_shared_feed_forward_length", None)
             found["qkv_bias"] = config["attention_bias"]
         return found
 
@@ -122,7 +122,7 @@ def _gemma(num_layers_of_27b: int) -> Callable[[Key, Mapping[str, Any]], dict[st
         return {
             "query_pre_attn_scalar": scalar,
             "sliding_window": key("attention.sliding_window", 4096),
-            "final_logit_softcapping": key("final_logit_softcapping"),
+            "final_logit_softcapping": key("final_logit_softcapping", None),
         }
 
     return read
@@ -137,15 +137,16 @@ def _gemma2(key: Key, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gemma3(key: Key, config: Mapping[str, Any]) -> dict[str, Any]:
-    kinds = _layer_types(key, config, 6) if key("attention.sliding_window") else ["full_attention"] * _layers(config)
+    has_windows = key("attention.sliding_window", None)
+    kinds = _layer_types(key, config, 6) if has_windows else ["full_attention"] * config["num_hidden_layers"]
     local = {"rope_type": "default", "rope_theta": key("rope.freq_base_swa", 10000.0)}
     rope = {"full_attention": config["rope_parameters"], "sliding_attention": local}
     return {**_gemma(62)(key, config), "layer_types": kinds, "rope_parameters": rope}
 
 
 def _phi3(key: Key, config: Mapping[str, Any]) -> dict[str, Any]:
-    original = key("rope.scaling.original_context_length")
-    found = {"sliding_window": key("attention.sliding_window") or None}
+    original = key("rope.scaling.original_context_length", None)
+    found = {"sliding_window": key("attention.sliding_window", None) or None}
     return found if original is None else {**found, "original_max_position_embeddings": original}
 
 
@@ -159,14 +160,12 @@ def _granite(key: Key, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _layers(config: Mapping[str, Any]) -> int:
-    return int(config.get("num_hidden_layers", 0))
-
-
 def _layer_types(key: Key, config: Mapping[str, Any], period: int) -> list[str]:
     """Return the kind of each layer; the file has a period, of which the last layer has no window, or a flag per layer."""
     pattern = key("attention.sliding_window_pattern", period)
-    has_window = pattern if isinstance(pattern, list) else [(i + 1) % pattern != 0 for i in range(_layers(config))]
+    has_window = (
+        pattern if isinstance(pattern, list) else [(i + 1) % pattern != 0 for i in range(config["num_hidden_layers"])]
+    )
     return ["sliding_attention" if each else "full_attention" for each in has_window]
 
 

@@ -55,7 +55,13 @@ _FLAG: _Check = (_is_flag, "true or false")
 _TEXT: _Check = (_is_text, "a string")
 _TEXTS: _Check = (_are_texts, "an array of strings")
 _POSITIVE: _Check = (lambda value: _is_integer(value) and value > 0, "an integer of at least 1")
+_NOT_NEGATIVE: _Check = (lambda value: _is_integer(value) and value >= 0, "an integer of at least 0")
 _NUMBER: _Check = (_is_finite, "a finite number")
+_ABOVE_1: _Check = (lambda value: _is_finite(value) and value > 1, "a number above 1")
+_FACTOR: _Check = (
+    lambda value: _is_finite(value) and 0 <= value <= MAX_CONTEXT,
+    f"a number from 0 (no factor) to {MAX_CONTEXT}",
+)
 
 _KEYS: Mapping[str, _Check] = {
     **{f"tokenizer.ggml.{name}_token_id": _INTEGER for name in ("bos", "eos", "eot", "eom", "unknown", "padding")},
@@ -66,34 +72,30 @@ _KEYS: Mapping[str, _Check] = {
     "tokenizer.ggml.token_type": (_are_integers, "an array of integers"),
     "tokenizer.ggml.scores": (_are_numbers, "an array of finite numbers"),
 }
-_ARCHITECTURE_KEYS: Mapping[str, _Check] = {
+_COMMON_KEYS: Mapping[str, _Check] = {
     **dict.fromkeys(("embedding_length", "feed_forward_length", "block_count", "attention.head_count"), _POSITIVE),
-    **dict.fromkeys(("attention.head_count_kv", "attention.key_length"), _POSITIVE),
+    **dict.fromkeys(("attention.head_count_kv", "attention.key_length", "rope.dimension_count"), _POSITIVE),
+    "attention.layer_norm_rms_epsilon": (lambda value: _is_finite(value) and value >= 0, "a number of at least 0"),
+    "context_length": (lambda value: _is_integer(value) and 0 < value <= MAX_CONTEXT, f"1 to {MAX_CONTEXT} tokens"),
+    "rope.freq_base": _ABOVE_1,
+    "rope.scaling.type": _TEXT,
+    "rope.scaling.original_context_length": _POSITIVE,
+    **dict.fromkeys(("rope.scaling.factor", "rope.scale_linear"), _FACTOR),
+    **dict.fromkeys([f"rope.scaling.{name}" for name in ("attn_factor", "yarn_beta_fast", "yarn_beta_slow")], _NUMBER),
+}
+"""Checks of keys that are read in files of every architecture. The architecture's name prefixes these keys."""
+_OTHER_KEYS: Mapping[str, _Check] = {
+    "expert_count": _NOT_NEGATIVE,
     **dict.fromkeys(
         ("expert_used_count", "expert_feed_forward_length", "expert_shared_feed_forward_length"), _POSITIVE
     ),
     **dict.fromkeys(("attention.scale", "embedding_scale", "residual_scale", "logit_scale"), _NUMBER),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), _NUMBER),
-    "attention.sliding_window": (lambda value: _is_integer(value) and value >= 0, "an integer of at least 0"),
+    "attention.sliding_window": _NOT_NEGATIVE,
     "attention.sliding_window_pattern": (_is_pattern, "an integer of at least 1 or an array of flags"),
-    "rope.freq_base_swa": (lambda value: _is_finite(value) and value > 1, "a number above 1"),
-    "expert_count": (lambda value: _is_integer(value) and value >= 0, "an integer of at least 0"),
-    "context_length": (lambda value: _is_integer(value) and 0 < value <= MAX_CONTEXT, f"1 to {MAX_CONTEXT} tokens"),
-    "rope.scaling.original_context_length": _POSITIVE,
-    "rope.dimension_count": _POSITIVE,
-    "rope.scaling.type": _TEXT,
-    "rope.freq_base": (lambda value: _is_finite(value) and value > 1, "a number above 1"),
-    **dict.fromkeys(
-        ("rope.scaling.factor", "rope.scale_linear"),
-        (
-            lambda value: _is_finite(value) and 0 <= value <= MAX_CONTEXT,
-            f"a number from 0 (no factor) to {MAX_CONTEXT}",
-        ),
-    ),
-    "attention.layer_norm_rms_epsilon": (lambda value: _is_finite(value) and value >= 0, "a number of at least 0"),
-    **dict.fromkeys([f"rope.scaling.{name}" for name in ("attn_factor", "yarn_beta_fast", "yarn_beta_slow")], _NUMBER),
+    "rope.freq_base_swa": _ABOVE_1,
 }
-"""Checks of keys that are prefixed by the architecture's name."""
+"""Likewise, of keys that some architectures read; see `Architecture.keys`."""
 
 
 def check_metadata(path: Path, metadata: Mapping[str, Any]) -> None:
@@ -105,19 +107,12 @@ def check_metadata(path: Path, metadata: Mapping[str, Any]) -> None:
     kind = metadata.get("general.architecture")
     if not isinstance(kind, str):
         raise ModelFormatError(f"{path}: general.architecture={_shown(kind)} must be a string")
-    checks = {**_KEYS, **{f"{kind}.{name}": check for name, check in _ARCHITECTURE_KEYS.items()}}
+    checks = {**_KEYS, **{f"{kind}.{name}": check for name, check in {**_COMMON_KEYS, **_OTHER_KEYS}.items()}}
     for key, (is_valid, allowed) in checks.items():
         if key in metadata and not is_valid(metadata[key]):
             raise ModelFormatError(f"{path}: {key}={_shown(metadata[key])} must be {allowed}")
 
 
-_READ_KEYS = (
-    *("rope.freq_base", "rope.dimension_count", "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor"),
-    *("rope.scaling.original_context_length", "rope.scaling.attn_factor"),
-    *("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
-    *("embedding_length", "feed_forward_length", "block_count", "context_length"),
-    *("attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.layer_norm_rms_epsilon"),
-)
 _FIXED_KEYS: Mapping[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
     "expert_count": (0,),
@@ -151,7 +146,7 @@ def check_keys(path: Path, kind: str, metadata: Mapping[str, Any], read: Collect
     """
     for key, value in metadata.items():
         name = key.removeprefix(f"{kind}.")
-        if name == key or name in (*_READ_KEYS, *_WITHOUT_EFFECT, *read):
+        if name == key or name in (*_COMMON_KEYS, *_WITHOUT_EFFECT, *read):
             continue
         if kind == "granite" and name == "rope.scaling.finetuned" and value is False:
             raise ModelFormatError(f"{path}: {key}=False is not supported; it is a Granite without rotary embedding")
@@ -174,7 +169,7 @@ def check_shapes(path: Path, config: Mapping[str, Any], tensors: Mapping[str, Gg
     Raises:
         ModelFormatError: a tensor is missing or has another shape; the error names both shapes.
     """
-    num_layers = config.get("num_hidden_layers", 0)
+    num_layers = config["num_hidden_layers"]
     layers = {name.split(".")[1] for name in tensors if name.startswith("blk.")}
     if len(layers) != num_layers or not layers <= {str(layer) for layer in range(len(layers))}:
         raise ModelFormatError(f"{path}: block_count={num_layers}, but the file has tensors of {len(layers)} blocks")
@@ -197,12 +192,8 @@ def _needed(config: Mapping[str, Any], num_layers: int) -> list[str]:
 
 
 def _matrices(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the shape [out, in] of each matrix, by llama.cpp's stem. `model_config` reports missing keys."""
-    try:
-        hidden, heads = config["hidden_size"], config["num_attention_heads"]
-        intermediate = config["intermediate_size"]
-    except KeyError:
-        return {}
+    """Return the shape [out, in] of each matrix, by llama.cpp's stem."""
+    hidden, heads, intermediate = config["hidden_size"], config["num_attention_heads"], config["intermediate_size"]
     head_dim = config.get("head_dim", hidden // heads)
     q, kv = heads * head_dim, config.get("num_key_value_heads", heads) * head_dim
     found: dict[str, tuple[int, ...]] = {

@@ -20,6 +20,7 @@ from minisgl_models.weights.gguf_tokenizer import build_tokenizer
 _ROPE_FACTORS = "rope_freqs.weight"
 _LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 _OF_ROPE = (_ROPE_FACTORS, _LONG_FACTORS, _SHORT_FACTORS)
+_REQUIRED: Any = object()
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
@@ -36,11 +37,11 @@ class GgufWeights(WeightSource):
             return [] if file.read(4) == b"GGUF" else ["the file does not start with GGUF"]
 
     def __init__(self, path: Path) -> None:
-        self._files = [GgufFile(part) for part in _parts(path)]
-        self._metadata = self._files[0].metadata
+        files = [GgufFile(part) for part in _parts(path)]
+        self._path, self._metadata = files[0].path, files[0].metadata
         check_metadata(path, self._metadata)
-        self._tensors = {name: tensor for file in self._files for name, tensor in file.tensors.items()}
-        if len(self._tensors) != sum(len(file.tensors) for file in self._files):
+        self._tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
+        if len(self._tensors) != sum(len(file.tensors) for file in files):
             raise ModelFormatError(f"{path}: two parts of the split file hold the same tensor")
         self._kind: str = self._metadata["general.architecture"]
         architecture = architecture_of(self._kind, self._metadata)
@@ -51,26 +52,34 @@ class GgufWeights(WeightSource):
         self._architecture = architecture
         check_keys(path, self._kind, self._metadata, architecture.keys)
 
-    def _key(self, name: str, default: Any = None) -> Any:
-        return self._metadata.get(f"{self._kind}.{name}", default)
+    def _key(self, name: str, default: Any = _REQUIRED) -> Any:
+        """Return the value of a key of the architecture, or `default`.
+
+        Raises:
+            ModelFormatError: the key is missing, and no default is given.
+        """
+        value = self._metadata.get(f"{self._kind}.{name}", default)
+        if value is _REQUIRED:
+            raise ModelFormatError(f"{self._path}: {self._kind}.{name} is missing from the metadata")
+        return value
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
         """The metadata under the names of a ``config.json``.
 
         Raises:
-            ModelFormatError: the tensors do not match the metadata.
+            ModelFormatError: a key is missing, or the tensors do not match the metadata.
         """
         rows = self._tensors["token_embd.weight"].shape[0] if "token_embd.weight" in self._tensors else None
         config: dict[str, Any] = {
             "architectures": [self._architecture.name],
             "vocab_size": rows,
             "hidden_size": self._key("embedding_length"),
-            "intermediate_size": self._key("feed_forward_length"),
+            "intermediate_size": self._key("feed_forward_length", None),
             "num_hidden_layers": self._key("block_count"),
             "num_attention_heads": self._key("attention.head_count"),
-            "num_key_value_heads": self._key("attention.head_count_kv"),
-            "head_dim": self._key("attention.key_length"),
+            "num_key_value_heads": self._key("attention.head_count_kv", None),
+            "head_dim": self._key("attention.key_length", None),
             "max_position_embeddings": self._key("context_length"),
             "rms_norm_eps": self._key("attention.layer_norm_rms_epsilon"),
             "rope_parameters": self._rope(),
@@ -82,14 +91,11 @@ class GgufWeights(WeightSource):
             "dtype": "bfloat16",
             "quantization_config": self._quantization(),
         }
-        try:
-            config |= self._architecture.config(self._key, {k: v for k, v in config.items() if v is not None})
-        except (KeyError, ZeroDivisionError) as error:
-            raise ModelFormatError(
-                f"{self._files[0].path}: the metadata lack what is {error} in a config.json"
-            ) from error
+        config |= self._architecture.config(self._key, {k: v for k, v in config.items() if v is not None})
+        if config["intermediate_size"] is None:  # gpt-oss takes it from another key
+            config["intermediate_size"] = self._key("feed_forward_length")
         config = {key: value for key, value in config.items() if value is not None}
-        check_shapes(self._files[0].path, config, self._tensors)
+        check_shapes(self._path, config, self._tensors)
         return config
 
     @property
@@ -128,18 +134,18 @@ class GgufWeights(WeightSource):
             rope |= {
                 "rope_type": kind,
                 "factor": factor or None,
-                "original_max_position_embeddings": self._key("rope.scaling.original_context_length"),
-                "attention_factor": self._key("rope.scaling.attn_factor"),
-                "beta_fast": self._key("rope.scaling.yarn_beta_fast"),
-                "beta_slow": self._key("rope.scaling.yarn_beta_slow"),
+                "original_max_position_embeddings": self._key("rope.scaling.original_context_length", None),
+                "attention_factor": self._key("rope.scaling.attn_factor", None),
+                "beta_fast": self._key("rope.scaling.yarn_beta_fast", None),
+                "beta_slow": self._key("rope.scaling.yarn_beta_slow", None),
             }
         head_dim = self._head_dim()
         rotary_dim = self._key("rope.dimension_count", head_dim)
-        if rotary_dim != head_dim and self._kind == "phi3" and head_dim:
+        if rotary_dim != head_dim and self._kind == "phi3":
             rope["partial_rotary_factor"] = rotary_dim / head_dim
         elif rotary_dim != head_dim:
             raise ModelFormatError(
-                f"{self._files[0].path}: {self._kind}.rope.dimension_count={rotary_dim} is not the head size {head_dim}; "
+                f"{self._path}: {self._kind}.rope.dimension_count={rotary_dim} is not the head size {head_dim}; "
                 "heads of which only a part is rotated are not supported in GGUF files"
             )
         if _ROPE_FACTORS in self._tensors:
@@ -149,26 +155,26 @@ class GgufWeights(WeightSource):
                 "rope_type": "longrope",
                 "long_factor": self._factors(_LONG_FACTORS),
                 "short_factor": self._factors(_SHORT_FACTORS),
-                "attention_factor": self._key("rope.scaling.attn_factor"),
+                "attention_factor": self._key("rope.scaling.attn_factor", None),
             }
         return {key: value for key, value in rope.items() if value is not None}
 
     def _head_dim(self) -> int:
-        hidden, heads = self._key("embedding_length", 0), self._key("attention.head_count", 1)
-        return int(self._key("attention.key_length") or hidden // heads)
+        return int(
+            self._key("attention.key_length", None)
+            or self._key("embedding_length") // self._key("attention.head_count")
+        )
 
     def _factors(self, name: str) -> list[float]:
         shape = self._tensors[name].shape
         if len(shape) != 1 or shape[0] > MAX_ROPE_FACTORS:
-            raise ModelFormatError(
-                f"{self._files[0].path}: tensor {name} has the shape {shape}, not one entry per frequency"
-            )
+            raise ModelFormatError(f"{self._path}: tensor {name} has the shape {shape}, not one entry per frequency")
         factors: list[float] = self._tensors[name].read(slice(None)).flatten().tolist()
         return factors
 
     def tokenizer(self) -> Any:
         """Build a tokenizer from the file's vocabulary; see `build_tokenizer`."""
-        return build_tokenizer(self._files[0].path, self._metadata)
+        return build_tokenizer(self._path, self._metadata)
 
     def tensors(self, config: ModelConfig) -> Iterator[tuple[str, LazyTensor]]:
         """Yield the tensors in file order, under Hugging Face's names; stacked experts are yielded one by one."""
@@ -180,16 +186,14 @@ class GgufWeights(WeightSource):
             if name in _OF_ROPE:
                 continue
             if not (match := _NAME.fullmatch(name)):
-                raise ModelFormatError(
-                    f"{self._files[0].path}: the tensor name {name[:80]!r} is not one of llama.cpp's"
-                )
+                raise ModelFormatError(f"{self._path}: the tensor name {name[:80]!r} is not one of llama.cpp's")
             block, stem, suffix = match.groups()
             prefix = f"model.layers.{block}." if block else ""
             target = prefix + self._architecture.names.get(stem, stem)
             if "{}" in target:
                 if len(tensor.shape) != 3:
                     raise ModelFormatError(
-                        f"{self._files[0].path}: tensor {name} has the shape {tensor.shape}; experts are stacked matrices"
+                        f"{self._path}: tensor {name} has the shape {tensor.shape}; experts are stacked matrices"
                     )
                 for expert, matrix in enumerate(stacked(tensor)):
                     yield f"{target.format(expert)}.{suffix}", matrix
@@ -197,7 +201,7 @@ class GgufWeights(WeightSource):
                 if stem != "ffn_up_exps":  # which comes with the gate
                     up_name = name.replace("gate", "up")
                     if up_name not in self._tensors:
-                        raise ModelFormatError(f"{self._files[0].path}: tensor {up_name} is missing beside {name}")
+                        raise ModelFormatError(f"{self._path}: tensor {up_name} is missing beside {name}")
                     others = [tensor, self._tensors[up_name]] if "gate" in stem else [tensor]
                     yield target + ("_bias" if suffix == "bias" else ""), Experts(*others)
             elif stem == "attn_sinks":

@@ -71,7 +71,7 @@ class GgufFile:
                 raise ModelFormatError(
                     f"{path}: tensor {name[:80]!r} has offset {offset}, not a multiple of {alignment}"
                 )
-            self.tensors[name] = GgufTensor.from_data(name, body, shape, kind, offset)
+            self.tensors[name] = GgufTensor.from_data(path, name, body, shape, kind, offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +79,14 @@ class GgufTensor:
     """A tensor of a memory-mapped file, row-major as in torch.
 
     Attributes:
+        path: the file, for messages.
         name: llama.cpp's name.
         shape: shape in elements.
         kind: GGML's data type.
         rows: memory-mapped bytes, uint8 [product of the leading dimensions, bytes per row].
     """
 
+    path: Path
     name: str
     shape: tuple[int, ...]
     kind: gguf.GGMLQuantizationType
@@ -92,18 +94,32 @@ class GgufTensor:
 
     @classmethod
     def from_data(
-        cls, name: str, data: npt.NDArray[np.uint8], shape: tuple[int, ...], kind: int, offset: int
+        cls, path: Path, name: str, data: npt.NDArray[np.uint8], shape: tuple[int, ...], kind: int, offset: int
     ) -> GgufTensor:
-        """Make the tensor at `offset` of the file's data section."""
+        """Make the tensor at `offset` of the file's data section.
+
+        Raises:
+            ModelFormatError: its type is unknown, its rows are no whole blocks, or its data exceed the file.
+        """
         try:
             known = gguf.GGMLQuantizationType(kind)
             block, block_bytes = gguf.GGML_QUANT_SIZES[known]
         except (ValueError, KeyError):
-            raise ModelFormatError(f"tensor {name}: GGML type {kind} is not known to gguf {version('gguf')}") from None
+            raise ModelFormatError(
+                f"{path}: tensor {name[:80]!r} has the GGML type {kind}, which gguf {version('gguf')} does not know; a newer "
+                "gguf package may"
+            ) from None
+        if shape[-1] % block:
+            raise ModelFormatError(
+                f"{path}: tensor {name[:80]!r} has rows of {shape[-1]} values, not a multiple of {known.name}'s {block}"
+            )
         num_rows, row_bytes = math.prod(shape[:-1]), shape[-1] // block * block_bytes
-        if shape[-1] % block or offset + num_rows * row_bytes > len(data):
-            raise ModelFormatError(f"tensor {name}: its {known.name} data is truncated")
-        return cls(name, shape, known, data[offset : offset + num_rows * row_bytes].reshape(num_rows, row_bytes))
+        if offset + num_rows * row_bytes > len(data):
+            raise ModelFormatError(
+                f"{path}: it is truncated: tensor {name[:80]!r} takes {num_rows * row_bytes} bytes at {offset} of the "
+                f"{len(data)} bytes of data; download the file again"
+            )
+        return cls(path, name, shape, known, data[offset : offset + num_rows * row_bytes].reshape(num_rows, row_bytes))
 
     @property
     def is_quantized(self) -> bool:
@@ -135,7 +151,7 @@ class GgufTensor:
         try:
             values = gguf.dequantize(data, self.kind)
         except NotImplementedError as error:
-            raise ModelFormatError(f"tensor {self.name}: {error}") from error
+            raise ModelFormatError(f"{self.path}: tensor {self.name!r} cannot be dequantized: {error}") from error
         return torch.from_numpy(values)[:, start - first * block : stop - first * block]
 
 

@@ -55,10 +55,10 @@ class Shifted:
 
 
 class Row:
-    """A vector as a matrix of one row."""
+    """A vector as a matrix of one row. Other tensors keep their shape, so that loading reports it."""
 
     def __init__(self, tensor: GgufTensor) -> None:
-        self._tensor, self.shape = tensor, (1, tensor.shape[-1])
+        self._tensor, self.shape = tensor, (1, *tensor.shape) if len(tensor.shape) == 1 else tensor.shape
 
     def __getitem__(self, index: Index) -> torch.Tensor:
         return self._tensor.read(slice(None)).reshape(self.shape)[index]
