@@ -198,7 +198,7 @@ def test_modules_without_a_kernel_are_dequantized(caplog: pytest.LogCaptureFixtu
 
 def test_what_it_refuses() -> None:
     spec = QuantizationSpec(torch.float32, CPU)
-    assert "not a GGUF file" in Gguf.unsupported(spec)[0]
+    assert "not those of a GGUF file" in Gguf.unsupported(spec)[0]
     for types in ({}, {"types": {"m": ["Q4_0"]}}):
         with pytest.raises(ModelFormatError, match="types must map"):
             CheckpointQuantization({"quant_method": "gguf", **types})

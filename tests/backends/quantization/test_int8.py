@@ -51,8 +51,11 @@ def test_without_compiler_sums_are_exact(gated: bool, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"num_bits": 4}, "are not 8-bit integers"),
-        ({"type": "float"}, "are not 8-bit integers"),
+        (
+            {"num_bits": 4},
+            "(quant_method 'compressed-tensors', type 'int', num_bits 4) are not 8-bit integers; it supports",
+        ),
+        ({"type": "float"}, "type 'float', num_bits 8) are not 8-bit integers"),
         ({"strategy": "group"}, "strategy='group', but only 'channel', 'tensor'"),
         ({"symmetric": False}, "symmetric=False"),
     ],

@@ -117,8 +117,12 @@ def test_what_is_refused() -> None:
     stored = CheckpointQuantization(CONFIG)
     spec = QuantizationSpec(torch.float32, CPU, 3, stored)
     assert Mxfp4.unsupported(spec) == []
-    assert "not in MXFP4" in Mxfp4.unsupported(QuantizationSpec(torch.float32, CPU, 3))[0]
+    [reason] = Mxfp4.unsupported(QuantizationSpec(torch.float32, CPU, 3))
+    assert (
+        "weights (no quantization_config) are not in MXFP4; it supports quant_method 'mxfp4', and --quantization"
+        in reason
+    )
     assert "are not float8" in Fp8.unsupported(spec)[0]
     experts = ExpertsSpec("e", MoeSpec(3, 2, 64, 32, torch.float32, CPU), Shard.whole(32), ("a", "b", "c"))
-    with pytest.raises(ProviderUnsupportedError, match="all experts in one tensor"):
+    with pytest.raises(ProviderUnsupportedError, match="e has a tensor per expert; only all experts in one tensor"):
         Mxfp4(spec, Ops.of(CPU, torch.float32)).experts(experts, TorchMoe)

@@ -7,6 +7,8 @@ import os
 
 import torch
 
+from minisgl_core.contracts.checkpoint_quantization import CheckpointQuantization
+
 
 def package_missing(module: str, requirement: str) -> list[str]:
     """Return why a top-level module cannot be imported, without importing it; `requirement` is pip's name for it."""
@@ -44,6 +46,24 @@ def capability_missing(device: torch.device, min_capability: tuple[int, int], su
         return []
     wanted, found = (".".join(map(str, each)) for each in (min_capability, capability))
     return [f"{subject} needs compute capability {wanted} or later, and this GPU has {found}"]
+
+
+def other_weights(stored: CheckpointQuantization | None, weights: str, supported: str) -> str:
+    """Return that a checkpoint does not have the weights that a quantization provider loads, and what to do.
+
+    Args:
+        stored: quantization of the checkpoint; None for 16-bit weights.
+        weights: weights that the provider loads, such as ``float8``.
+        supported: values in ``quantization_config`` that stand for them.
+    """
+    kinds = "" if stored is None else f"quant_method {stored.method!r}"
+    if stored is not None and stored.method == "compressed-tensors":
+        kinds += "".join(f", type {each.get('type')!r}, num_bits {each.get('num_bits')}" for each in stored.groups)
+    found = f"({kinds})" if kinds else "(no quantization_config)"
+    return (
+        f"the checkpoint's weights {found} are not {weights}; it supports {supported}, and --quantization auto chooses by the "
+        "checkpoint"
+    )
 
 
 def dtype_name(dtype: torch.dtype) -> str:

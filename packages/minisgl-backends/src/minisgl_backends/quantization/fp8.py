@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from minisgl_backends.quantization.fp8_checkpoint import StoredFp8Experts, StoredFp8Linear
-from minisgl_backends.requirements import capability_missing, dtype_name
+from minisgl_backends.requirements import capability_missing, dtype_name, other_weights
 from minisgl_core.contracts.checkpoint_quantization import block_shape
 from minisgl_core.contracts.layer_methods import (
     ExpertsMethod,
@@ -47,7 +47,8 @@ class Fp8(Quantization):
         """Refuse weights of other formats, a GPU without float8 matmuls, and a dtype other than bfloat16 on a GPU."""
         reasons = []
         if spec.checkpoint is not None and not (spec.checkpoint.is_float8 or spec.checkpoint.is_dequantized):
-            reasons.append(f"the checkpoint's weights (quant_method {spec.checkpoint.method!r}) are not float8")
+            supported = "quant_method 'fp8', 'compressed-tensors' of type 'float' with num_bits 8, and 16-bit weights"
+            reasons.append(other_weights(spec.checkpoint, "float8", supported))
         if spec.device.type == "cuda" and torch.cuda.is_available():
             reasons += capability_missing(spec.device, (8, 9), "a float8 matmul")
             if spec.dtype != torch.bfloat16:

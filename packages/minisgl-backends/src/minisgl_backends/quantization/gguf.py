@@ -13,6 +13,7 @@ from minisgl_backends.kernels.device import packed_gemm_unsupported
 from minisgl_backends.native import library
 from minisgl_backends.quantization.gguf_cpu import CpuLinearMethod
 from minisgl_backends.quantization.gguf_types import TYPES, GgmlType
+from minisgl_backends.requirements import other_weights
 from minisgl_core.contracts.layer_methods import EmbeddingMethod, LinearMethod, LinearSpec
 from minisgl_core.contracts.ops import Ops
 from minisgl_core.contracts.quantization import Quantization, QuantizationSpec
@@ -30,7 +31,7 @@ class Gguf(Quantization):
     def unsupported(cls, spec: QuantizationSpec) -> list[str]:
         """Refuse other checkpoints, and machines on which the kernels do not run."""
         if spec.checkpoint is None or spec.checkpoint.method != "gguf":
-            return ["the checkpoint is not a GGUF file with quantized weights"]
+            return [other_weights(spec.checkpoint, "those of a GGUF file", "GGUF files with quantized weights")]
         if spec.device.type == "cuda":
             return packed_gemm_unsupported(spec.device, spec.dtype)
         return library.unsupported(spec.device, spec.dtype)

@@ -11,6 +11,7 @@ from minisgl_backends.kernels.int4_weight import Int4Weight, quantize_groups, to
 from minisgl_backends.kernels.packed_matrix import TILE
 from minisgl_backends.quantization.int4_checkpoint import Prepare, StoredInt4Linear
 from minisgl_backends.quantization.int4_experts import Int4Experts, StoredInt4Experts
+from minisgl_backends.requirements import other_weights
 from minisgl_core.contracts.checkpoint_quantization import CheckpointQuantization, Int4Format, int4_format
 from minisgl_core.contracts.layer_methods import (
     ExpertsMethod,
@@ -147,5 +148,6 @@ def _formats(stored: CheckpointQuantization) -> list[Int4Format]:
     formats = [int4_format(stored, weights) for weights in stored.groups]
     found = [each for each in formats if each is not None]
     if not found or len(found) < len(formats):
-        raise ModelFormatError(f"the checkpoint's weights (quant_method {stored.method!r}) are not 4-bit integers")
+        supported = "quant_method 'awq', 'gptq', 'compressed-tensors' of type 'int' with num_bits 4, and 16-bit weights"
+        raise ModelFormatError(other_weights(stored, "4-bit integers", supported))
     return found

@@ -10,7 +10,7 @@ from minisgl_backends.native import library
 from minisgl_backends.quantization.fp8_checkpoint import StoredMatrix
 from minisgl_backends.quantization.gguf_cpu import CpuLinearMethod
 from minisgl_backends.quantization.gguf_types import TYPES
-from minisgl_backends.requirements import triton_missing
+from minisgl_backends.requirements import other_weights, triton_missing
 from minisgl_core.contracts.checkpoint_quantization import is_int8
 from minisgl_core.contracts.layer import Targets
 from minisgl_core.contracts.layer_methods import LinearMethod, LinearPart, LinearSpec, PlainLinear
@@ -42,8 +42,8 @@ class Int8(Quantization):
         if spec.checkpoint is not None and not spec.checkpoint.is_dequantized:
             try:
                 if not all([is_int8(spec.checkpoint, each) for each in spec.checkpoint.groups] or [False]):
-                    method = spec.checkpoint.method
-                    reasons.append(f"the checkpoint's weights (quant_method {method!r}) are not 8-bit integers")
+                    supported = "quant_method 'compressed-tensors' of type 'int' with num_bits 8, and 16-bit weights"
+                    reasons.append(other_weights(spec.checkpoint, "8-bit integers", supported))
             except ModelFormatError as error:
                 reasons.append(str(error))
         if spec.num_experts:

@@ -8,6 +8,7 @@ import torch
 
 from minisgl_backends.moe.packed_weights import BLOCK
 from minisgl_backends.quantization.packed_experts import PackedExperts
+from minisgl_backends.requirements import other_weights
 from minisgl_core.contracts.layer import Targets
 from minisgl_core.contracts.layer_methods import ExpertsMethod, ExpertsOp, ExpertsSpec
 from minisgl_core.contracts.moe import MXFP4, MoeKernel
@@ -23,21 +24,28 @@ class Mxfp4(Quantization):
     def unsupported(cls, spec: QuantizationSpec) -> list[str]:
         """Refuse other checkpoints."""
         if spec.checkpoint is None or spec.checkpoint.method != "mxfp4":
-            return ["the checkpoint's experts are not in MXFP4 (quant_method 'mxfp4')"]
+            return [other_weights(spec.checkpoint, "in MXFP4", "quant_method 'mxfp4'")]
         return []
 
     def experts(self, spec: ExpertsSpec, kernel: type[MoeKernel]) -> ExpertsMethod:
         """Return the method of one layer's experts.
 
         Raises:
-            ProviderUnsupportedError: the model has a tensor per expert, or the kernel does not support MXFP4.
+            ProviderUnsupportedError: the checkpoint has a tensor per expert, inputs are not in whole blocks, or the kernel does
+                not support MXFP4.
         """
         assert self.spec.checkpoint is not None, "see unsupported"
         if self.spec.checkpoint.has_unquantized([spec.name]):
             return super().experts(spec, kernel)
-        if not spec.interleaved or spec.moe.hidden_size % BLOCK:
-            reason = f"it supports checkpoints that store all experts in one tensor, with inputs in blocks of {BLOCK}"
-            raise ProviderUnsupportedError("quantization", type(self).__name__, [reason])
+        reasons = []
+        if not spec.interleaved:
+            reasons.append(
+                f"{spec.name} has a tensor per expert; only all experts in one tensor, as in gpt-oss, are supported"
+            )
+        if spec.moe.hidden_size % BLOCK:
+            reasons.append(f"hidden_size={spec.moe.hidden_size} is not a multiple of {BLOCK}, the inputs per scale")
+        if reasons:
+            raise ProviderUnsupportedError("quantization", type(self).__name__, reasons)
         return Mxfp4Experts(spec, kernel)
 
 
