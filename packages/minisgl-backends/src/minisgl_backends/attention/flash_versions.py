@@ -30,124 +30,53 @@ class FlashKernel(Protocol):
     ) -> None: ...
 
 
-def _version_2(module: Any) -> FlashKernel:
-    flash_attn_varlen_func = module.flash_attn_varlen_func
-
-    def run(
-        q: Any,
-        k_pages: Any,
-        v_pages: Any,
-        metadata: AttentionMetadata,
-        scale: float,
-        window: int | None,
-        out: torch.Tensor,
-    ) -> None:
-        result = flash_attn_varlen_func(
-            q,
-            k_pages,
-            v_pages,
-            cu_seqlens_q=metadata.cu_seqlens_q,
-            cu_seqlens_k=metadata.cu_seqlens_k,
-            max_seqlen_q=metadata.max_seqlen_q,
-            max_seqlen_k=metadata.max_seqlen_k,
-            softmax_scale=scale,
-            causal=True,
-            window_size=_window_size(window),
-            block_table=metadata.page_table,
-        )
-        out.copy_(result)
-
-    return run
+Arguments = Callable[[AttentionMetadata, int | None, torch.Tensor], dict[str, Any]]
+"""Function of metadata, sliding window and output that returns the keyword arguments of a version's function."""
 
 
-def _version_3(module: Any) -> FlashKernel:
-    flash_attn_with_kvcache = module.flash_attn_with_kvcache
-
-    def run(
-        q: Any,
-        k_pages: Any,
-        v_pages: Any,
-        metadata: AttentionMetadata,
-        scale: float,
-        window: int | None,
-        out: torch.Tensor,
-    ) -> None:
-        result = flash_attn_with_kvcache(
-            q,
-            k_pages,
-            v_pages,
-            cache_seqlens=metadata.seq_lens,
-            page_table=metadata.page_table,
-            cu_seqlens_q=metadata.cu_seqlens_q,
-            max_seqlen_q=metadata.max_seqlen_q,
-            softmax_scale=scale,
-            causal=True,
-            window_size=_window_size(window),
-        )
-        out.copy_(result)
-
-    return run
+def _version_2(metadata: AttentionMetadata, window: int | None, out: torch.Tensor) -> dict[str, Any]:
+    return {
+        "cu_seqlens_q": metadata.cu_seqlens_q,
+        "cu_seqlens_k": metadata.cu_seqlens_k,
+        "max_seqlen_q": metadata.max_seqlen_q,
+        "max_seqlen_k": metadata.max_seqlen_k,
+        "window_size": _window_size(window),
+        "block_table": metadata.page_table,
+    }
 
 
-def _vllm_version_3(module: Any) -> FlashKernel:
-    flash_attn_varlen_func = module.flash_attn_varlen_func
-
-    def run(
-        q: Any,
-        k_pages: Any,
-        v_pages: Any,
-        metadata: AttentionMetadata,
-        scale: float,
-        window: int | None,
-        out: torch.Tensor,
-    ) -> None:
-        flash_attn_varlen_func(
-            q,
-            k_pages,
-            v_pages,
-            cu_seqlens_q=metadata.cu_seqlens_q,
-            max_seqlen_q=metadata.max_seqlen_q,
-            seqused_k=metadata.seq_lens,
-            max_seqlen_k=metadata.max_seqlen_k,
-            softmax_scale=scale,
-            causal=True,
-            window_size=list(_window_size(window)),
-            block_table=metadata.page_table,
-            out=out,
-            fa_version=3,
-        )
-
-    return run
+def _version_3(metadata: AttentionMetadata, window: int | None, out: torch.Tensor) -> dict[str, Any]:
+    return {
+        "cache_seqlens": metadata.seq_lens,
+        "page_table": metadata.page_table,
+        "cu_seqlens_q": metadata.cu_seqlens_q,
+        "max_seqlen_q": metadata.max_seqlen_q,
+        "window_size": _window_size(window),
+    }
 
 
-def _version_4(module: Any) -> FlashKernel:
-    flash_attn_varlen_func = module.flash_attn_varlen_func
+def _vllm_version_3(metadata: AttentionMetadata, window: int | None, out: torch.Tensor) -> dict[str, Any]:
+    return {
+        "cu_seqlens_q": metadata.cu_seqlens_q,
+        "max_seqlen_q": metadata.max_seqlen_q,
+        "seqused_k": metadata.seq_lens,
+        "max_seqlen_k": metadata.max_seqlen_k,
+        "window_size": list(_window_size(window)),
+        "block_table": metadata.page_table,
+        "out": out,
+        "fa_version": 3,
+    }
 
-    def run(
-        q: Any,
-        k_pages: Any,
-        v_pages: Any,
-        metadata: AttentionMetadata,
-        scale: float,
-        window: int | None,
-        out: torch.Tensor,
-    ) -> None:
-        result, _ = flash_attn_varlen_func(
-            q,
-            k_pages,
-            v_pages,
-            cu_seqlens_q=metadata.cu_seqlens_q,
-            max_seqlen_q=metadata.max_seqlen_q,
-            seqused_k=metadata.seq_lens,
-            max_seqlen_k=metadata.max_seqlen_k,
-            page_table=metadata.page_table,
-            softmax_scale=scale,
-            causal=True,
-            window_size=(None, None) if window is None else (window - 1, 0),
-        )
-        out.copy_(result)
 
-    return run
+def _version_4(metadata: AttentionMetadata, window: int | None, out: torch.Tensor) -> dict[str, Any]:
+    return {
+        "cu_seqlens_q": metadata.cu_seqlens_q,
+        "max_seqlen_q": metadata.max_seqlen_q,
+        "seqused_k": metadata.seq_lens,
+        "max_seqlen_k": metadata.max_seqlen_k,
+        "page_table": metadata.page_table,
+        "window_size": (None, None) if window is None else (window - 1, 0),
+    }
 
 
 def _window_size(window: int | None) -> tuple[int, int]:
@@ -164,7 +93,8 @@ class FlashVersion:
         module: module to import.
         file: glob pattern of a file that exists if the module is installed.
         majors: major compute capabilities that it has kernels for.
-        wrap: adapts the module's function to `FlashKernel`.
+        function: name of the module's function.
+        arguments: keyword arguments of the function.
         page_multiple: page sizes must be a multiple of this.
         needs_cu_seqlens_k: see `AttentionMetadata`.
     """
@@ -173,7 +103,8 @@ class FlashVersion:
     module: str
     file: str
     majors: tuple[int, ...]
-    wrap: Callable[[Any], FlashKernel]
+    function: str
+    arguments: Arguments
     page_multiple: int = 1
     needs_cu_seqlens_k: bool = False
 
@@ -191,7 +122,23 @@ class FlashVersion:
 
     def load(self) -> FlashKernel:
         """Import the module and return its kernel."""
-        return self.wrap(importlib.import_module(self.module))
+        function, arguments = getattr(importlib.import_module(self.module), self.function), self.arguments
+
+        def run(
+            q: torch.Tensor,
+            k_pages: torch.Tensor,
+            v_pages: torch.Tensor,
+            metadata: AttentionMetadata,
+            scale: float,
+            window: int | None,
+            out: torch.Tensor,
+        ) -> None:
+            result = function(q, k_pages, v_pages, softmax_scale=scale, causal=True, **arguments(metadata, window, out))
+            result = result[0] if isinstance(result, tuple) else result  # version 4 also returns the log-sum-exp
+            if result is not out:
+                out.copy_(result)
+
+        return run
 
     def unsupported(self, spec: AttentionSpec, major: int) -> list[str]:
         """Return why this version cannot serve `spec` on a GPU of compute capability ``major``.x."""
@@ -203,12 +150,12 @@ class FlashVersion:
         return reasons
 
 
+_VARLEN, _KVCACHE = "flash_attn_varlen_func", "flash_attn_with_kvcache"
 VERSIONS = (
-    FlashVersion(3, "flash_attn_interface", "flash_attn_interface.py", (9,), _version_3),
-    FlashVersion(3, "vllm.vllm_flash_attn", "_vllm_fa3_C*", (9,), _vllm_version_3),
-    FlashVersion(
-        4, "flash_attn.cute", "paged_kv.py", (9, 10, 11), _version_4
-    ),  # flash-attn ships a draft of flash_attn.cute without paged_kv.py
-    FlashVersion(2, "flash_attn", "flash_attn_interface.py", (8, 9, 10, 11, 12), _version_2, 256, True),
+    FlashVersion(3, "flash_attn_interface", "flash_attn_interface.py", (9,), _KVCACHE, _version_3),
+    FlashVersion(3, "vllm.vllm_flash_attn", "_vllm_fa3_C*", (9,), _VARLEN, _vllm_version_3),
+    # flash-attn ships a draft of flash_attn.cute, without paged_kv.py.
+    FlashVersion(4, "flash_attn.cute", "paged_kv.py", (9, 10, 11), _VARLEN, _version_4),
+    FlashVersion(2, "flash_attn", "flash_attn_interface.py", (8, 9, 10, 11, 12), _VARLEN, _version_2, 256, True),
 )
 """Versions by preference: where several have kernels for a GPU, the fastest comes first."""
