@@ -81,8 +81,9 @@ class FlashInferAttention(FusedStoreAttention):
         windows, caps = (None, *spec.sliding_windows), (None, *spec.soft_caps)
         self._variants: list[Variant] = [(window, cap) for window in windows for cap in caps]
         self._workspace = torch.zeros(_workspace_bytes(spec), dtype=torch.uint8, device=spec.device)
+        make_prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper
         self._decodes = {variant: self._decode_wrapper() for variant in self._variants}
-        self._prefills = {variant: self._prefill_wrapper() for variant in self._variants}
+        self._prefills = {variant: make_prefill(self._workspace, "NHD", backend="auto") for variant in self._variants}
         self._graphs: dict[int, Wrappers] = {}
         self._graph_pages: torch.Tensor | None = None
         self._plans_copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -205,9 +206,6 @@ class FlashInferAttention(FusedStoreAttention):
         wrapper._int_workspace_buffer = eager._int_workspace_buffer
         wrapper._pin_memory_int_workspace_buffer = eager._pin_memory_int_workspace_buffer
         return wrapper
-
-    def _prefill_wrapper(self) -> Any:
-        return self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend="auto")
 
 
 def _indptr(counts: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:

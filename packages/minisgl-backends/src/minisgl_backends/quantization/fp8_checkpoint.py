@@ -12,6 +12,7 @@ and the codes stay normal numbers. The conversion runs in place, in chunks of 2 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -28,7 +29,6 @@ from minisgl_core.contracts.layer_methods import (
 from minisgl_core.contracts.moe import MoeKernel
 from minisgl_core.contracts.ops import LinearOp, Ops
 from minisgl_core.contracts.shard import Shard, sharded_target
-from minisgl_core.contracts.weights import WeightTarget
 from minisgl_core.utils.fp8 import FP8, LEAST_SCALE
 
 Block = tuple[int, int]
@@ -68,26 +68,23 @@ class StoredMatrix:
         for part in parts:
             self._parts.append((part, slice(row, row + part.rows.num_real)))
             row += part.rows.size
-        self._block_scales = [self._empty_blocks(part, block) for part in parts] if block else []
+        self._block_scales = []
+        if block is not None:
+            self._block_scales = [scales.new_empty([x.size for x in self._block_shards(part, block)]) for part in parts]
 
-    def _empty_blocks(self, part: LinearPart, block: Block) -> torch.Tensor:
-        shards = part.rows.in_blocks(block[0]), self._columns.in_blocks(block[1])
-        return self.scales.new_empty([shard.size for shard in shards])
+    def _block_shards(self, part: LinearPart, block: Block) -> tuple[Shard, Shard]:
+        return part.rows.in_blocks(block[0]), self._columns.in_blocks(block[1])
 
     def targets(self) -> Targets:
         """Yield ``NAME.weight`` and ``NAME.weight_scale`` of every part."""
         for index, (part, rows) in enumerate(self._parts):
-            held = self.codes[rows.start : rows.start + part.rows.size]
-            yield f"{part.name}.weight", sharded_target(held, part.rows, self._columns)
+            held = slice(rows.start, rows.start + part.rows.size)
+            yield f"{part.name}.weight", sharded_target(self.codes[held], part.rows, self._columns)
             if self._block is None:
-                target = WeightTarget(
-                    self.scales[rows, None], (part.rows.index,), shape=(part.rows.total, 1), broadcast=True
-                )
+                target = sharded_target(self.scales[held, None], part.rows)
             else:
-                shards = part.rows.in_blocks(self._block[0]), self._columns.in_blocks(self._block[1])
-                of_blocks = sharded_target(self._block_scales[index], *shards)
-                target = WeightTarget(of_blocks.destination, of_blocks.index, shape=of_blocks.shape, broadcast=True)
-            yield f"{part.name}.weight_scale", target
+                target = sharded_target(self._block_scales[index], *self._block_shards(part, self._block))
+            yield f"{part.name}.weight_scale", replace(target, broadcast=True)
 
     def convert(self) -> None:
         """Convert block scales to one scale per row, in place."""
