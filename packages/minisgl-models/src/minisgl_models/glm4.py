@@ -1,7 +1,7 @@
 """GLM-4 (arXiv 2406.12793; GLM-4-0414 and later): a norm before and after attention and MLP, and half of each head rotated.
 
-Shape legend: T tokens of the step, N tokens whose hidden states are returned, H hidden size, D head dimension.
-This rank has Hq query heads and Hkv KV heads. `docs/plugins/model.md` walks through a file like this one.
+Shape legend: T tokens of the step, N tokens whose hidden states are returned, H hidden size.
+`docs/plugins/model.md` walks through a file like this one.
 """
 
 from __future__ import annotations

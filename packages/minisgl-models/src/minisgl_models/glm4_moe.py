@@ -1,7 +1,7 @@
 """GLM-4.5 and later GLM with experts (arXiv 2508.06471): sigmoid routing with a correction bias, and shared experts.
 
-Shape legend: T tokens of the step, N tokens whose hidden states are returned, H hidden size, D head dimension, E experts.
-This rank has Hq query heads and Hkv KV heads. The dense MLP is Llama's.
+Shape legend: T tokens of the step, N tokens whose hidden states are returned, H hidden size, E experts.
+The dense MLP is Llama's.
 """
 
 from __future__ import annotations

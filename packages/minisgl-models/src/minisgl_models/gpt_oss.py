@@ -1,6 +1,6 @@
 """gpt-oss (arXiv 2508.10925): attention sinks, a window in every second layer, and biased experts with a clamp.
 
-Shape legend: T tokens of the step, N tokens whose hidden states are returned, H hidden size, E experts.
+Shape legend: T tokens of the step, N tokens whose hidden states are returned, H hidden size.
 Attention is Llama's with a sink per query head.
 """
 

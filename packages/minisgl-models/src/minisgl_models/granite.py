@@ -1,7 +1,7 @@
 """Granite 3 (IBM): Llama with factors on embeddings, scores, residual additions and logits.
 
-Shape legend: T tokens of the step, N tokens whose hidden states are returned, H hidden size, D head dimension.
-This rank has Hq query heads and Hkv KV heads. `docs/plugins/model.md` walks through this file.
+Shape legend: T tokens of the step, N tokens whose hidden states are returned, H hidden size.
+`docs/plugins/model.md` walks through this file.
 """
 
 from __future__ import annotations
