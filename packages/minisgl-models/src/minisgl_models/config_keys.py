@@ -22,7 +22,7 @@ _NULL_IS_NONE = frozenset(
 def unsupported_keys(
     config: ModelConfig, *, partial_rotary: bool = False, experts: bool = False, **supported: Any
 ) -> list[str]:
-    """Return one sentence per key whose value would change the model in another engine, but not in this architecture.
+    """Return one sentence per key whose value this architecture does not implement.
 
     Attention sinks are refused unless `supported` has them, and value heads of another size than key heads always.
 
@@ -72,13 +72,13 @@ def with_defaults(defaults: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[s
     return {**defaults, **raw}
 
 
-def whole_number(raw: Mapping[str, Any], key: str, least: int = 0, most: int = MAX_LAYERS) -> int:
-    """Return a key's value, which must be a whole number from `least` to `most`: a number of layers, experts or groups.
+def whole_number(raw: Mapping[str, Any], key: str, minimum: int = 0, maximum: int = MAX_LAYERS) -> int:
+    """Return a key's value, which must be a whole number from `minimum` to `maximum`: a number of layers, experts or groups.
 
     Raises:
         ModelFormatError: it is not; the message names the key.
     """
-    return Keys(raw).whole(key, least, maximum=most)
+    return Keys(raw).whole(key, minimum, maximum=maximum)
 
 
 def rope_parameters_by_kind(raw: Mapping[str, Any], full_theta: float, sliding_theta: float) -> dict[str, Any]:

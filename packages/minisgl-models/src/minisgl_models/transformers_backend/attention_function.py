@@ -1,7 +1,7 @@
-"""The attention functions that transformers calls, one to run a model and one to learn what its layers ask of attention.
+"""The attention functions that transformers calls: one to run a model, and one to trace the arguments of its layers.
 
-transformers hands a registered function the module, q, k, v, a mask, and keywords that differ between architectures. A keyword
-whose meaning is not known here is refused by its name, because it could change the scores.
+transformers passes a registered function the module, q, k, v, a mask, and keyword arguments that differ between architectures.
+A keyword argument whose meaning is not known here is refused by its name, because it could change the scores.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RUN, TRACE = "minisgl", "minisgl_trace"
 Handler = Callable[
     [nn.Module, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, dict[str, Any]], torch.Tensor
 ]
-"""Attention of a module: q [1, Hq, T, D], k and v [1, Hkv, T, D], mask and keywords to [1, T, Hq, D]."""
+"""Attention of a module: maps q [1, Hq, T, D], k and v [1, Hkv, T, D], a mask and keyword arguments to [1, T, Hq, D]."""
 
 _HANDLER = "minisgl_attention"
 # fmt: off
@@ -32,7 +32,7 @@ _KNOWN = frozenset({
     "scaling", "sliding_window", "softcap", "s_aux", "target_dtype", "use_cache",
 })
 # fmt: on
-"""Keywords that are read here or in `trace`, that hold what paged attention knows already, or that only concern outputs."""
+"""Keyword arguments that are read here or in `trace`, that paged attention knows already, or that only concern outputs."""
 
 
 def set_handler(model: nn.Module, handler: Handler) -> None:
@@ -54,10 +54,10 @@ def _attend(
 
 
 def check_keywords(module: nn.Module, keywords: dict[str, Any]) -> None:
-    """Refuse keywords that could change the scores in a way that paged attention does not know.
+    """Refuse keyword arguments that could change the scores in a way that paged attention does not support.
 
     Raises:
-        ModelFormatError: names the keyword.
+        ModelFormatError: names the keyword argument.
     """
     name = type(module).__name__
     if keywords.get("is_causal", getattr(module, "is_causal", True)) is False:
@@ -85,8 +85,8 @@ def window_of(mask: torch.Tensor, max_position: int) -> int | None:
     The mask's function is evaluated at some queries and all keys, and compared with that of a window.
 
     Args:
-        mask: as the attention function was handed it.
-        max_position: the longest sequence, in tokens. A window of at least this length is none.
+        mask: argument of the attention function.
+        max_position: the longest sequence, in tokens. A window of at least this length counts as none.
 
     Raises:
         ModelFormatError: the model changed the mask, or it is another one, such as that of chunked attention.

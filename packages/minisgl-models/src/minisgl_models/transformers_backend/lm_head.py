@@ -22,11 +22,11 @@ class _Output(BaseModelOutputWithPast):  # type: ignore[misc]  # transformers ha
             raise AttributeError(name)
 
 
-class HiddenStates(nn.Module):
+class IdentityBackbone(nn.Module):
     """Stand-in for a backbone, which returns the embeddings that it is given."""
 
     @property
-    def decoder(self) -> HiddenStates:
+    def decoder(self) -> IdentityBackbone:
         """Stand for the part of the backbone that OPT's head calls."""
         return self
 
@@ -48,8 +48,8 @@ def backbone_name(model: Any) -> str:
 
 
 def detach_backbone(model: Any) -> nn.Module:
-    """Put `HiddenStates` in the place of the backbone, and return the backbone."""
+    """Put `IdentityBackbone` in the place of the backbone, and return the backbone."""
     name = backbone_name(model)
     backbone: nn.Module = getattr(model, name)
-    setattr(model, name, HiddenStates())
+    setattr(model, name, IdentityBackbone())
     return backbone

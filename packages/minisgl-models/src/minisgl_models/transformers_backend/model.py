@@ -44,7 +44,7 @@ class TransformersModel(Model):
 
     @classmethod
     def standard_config(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return what the engine needs to know, as the model itself tells; see `minisgl_models.transformers_backend.trace`.
+        """Return the keys that the engine reads, as one traced forward shows them; see `trace`.
 
         Raises:
             ModelFormatError: the model cannot run with paged attention, with the reason.
@@ -98,7 +98,8 @@ class TransformersModel(Model):
         self.linears: dict[str, Layer] = dict(replace_linears(model, tied_modules, build))
         allocate_parameters(model, build.device)
         self._stored = dict(stored_tensors(model))
-        self._own = {name: torch.full_like(model.get_parameter(name), torch.nan) for name in self._tied}
+        # A checkpoint may have other values for a tied weight. NaN stays where it has none.
+        self._untied = {name: torch.full_like(model.get_parameter(name), torch.nan) for name in self._tied}
         self._attention_names = [call.module for call in traced.calls]
         self.attention = [_attention(index, traced, build) for index in range(len(traced.calls))]
         self._step = StepAttention(traced, self.attention, model, build.tp_size)
@@ -134,7 +135,7 @@ class TransformersModel(Model):
         """Yield the tensors of transformers' modules, and of the linear layers, under the modules' names."""
         for each, tensor in self._stored.items():
             yield from self._checkpoint_names.targets(each, tensor)
-        for each, tensor in self._own.items():
+        for each, tensor in self._untied.items():
             yield each, WeightTarget(tensor, optional=True)
         for each, layer in self.linears.items():
             yield from layer.weight_targets(each, {})
@@ -143,12 +144,12 @@ class TransformersModel(Model):
 
     def prepare(self) -> None:
         """Untie weights that differ in the checkpoint, as transformers does."""
-        for name, tensor in self._own.items():
+        for name, tensor in self._untied.items():
             source = self._stored[self._tied[name]]
             if not tensor.flatten()[0].isnan() and not torch.equal(tensor, source):
                 parent, _, attribute = name.rpartition(".")
                 setattr(self._head.get_submodule(parent), attribute, nn.Parameter(tensor, requires_grad=False))
-        self._own = {}
+        self._untied = {}
 
     def tensor_name(self, stored: str) -> str | None:
         """See `CheckpointNames`."""

@@ -11,7 +11,7 @@ from minisgl_core.contracts.model import Attend
 from minisgl_core.errors import InvalidValueError, ModelFormatError
 from minisgl_core.layers import Attention
 from minisgl_models.transformers_backend.attention_function import check_keywords
-from minisgl_models.transformers_backend.trace import AttentionCall, Traced, described
+from minisgl_models.transformers_backend.trace import AttentionCall, Traced, attention_call
 
 
 class StepAttention:
@@ -67,7 +67,7 @@ class StepAttention:
                 self._tp_size,
                 f"1: {call.module} has {q.shape[1]} query and {k.shape[1]} KV heads per rank, not {heads[0]} and {heads[1]}",
             )
-        found = described(call.module, q, k, v, keywords)
+        found = attention_call(call.module, q, k, v, keywords)
         if (found.scale, found.soft_cap) != (call.scale, call.soft_cap) or found.keyword_window != call.keyword_window:
             raise ModelFormatError(
                 f"{call.module} calls attention with other arguments than in the trace: {found}, not {call}"

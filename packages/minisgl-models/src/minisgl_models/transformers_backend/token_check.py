@@ -1,4 +1,4 @@
-"""A check that a model's tokens meet in attention only, and take their positions from ``position_ids``.
+"""A check that a model's tokens interact in attention only, and take their positions from ``position_ids``.
 
 A step packs tokens of several requests. A convolution, a token shift, or positions that the model counts itself would mix
 them without an error. So would frequencies that depend on the longest sequence.

@@ -1,7 +1,7 @@
-"""The attention layers of a transformers model, learnt from one forward on the meta device.
+"""The attention layers of a transformers model, traced in one forward on the meta device.
 
-Nothing is read from config keys, whose meaning differs between architectures: the model says what it asks of its attention
-function. A model that reads values of tensors on the host, as CUDA graphs forbid, fails here.
+Nothing is read from config keys, whose meaning differs between architectures: the arguments of its attention function
+say it all. A model that reads values of tensors on the host, as CUDA graphs forbid, fails here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SIZES = {
 """Largest sizes, by the names that transformers' config classes share; ``attribute_map`` has a class's own names."""
 BUILDING = Lock()
 """Held while transformers builds or initializes a model, because it changes torch's default dtype for all threads."""
-_MOST_POSITIONS = 1 << 20
+_MAX_POSITIONS = 1 << 20
 """Longest sequence that masks are compared for."""
 
 
@@ -52,7 +52,7 @@ class AttentionCall:
         value_head_dim: D of v.
         scale: factor on the scores.
         sliding_window: in tokens, by the mask; None for all.
-        keyword_window: the keyword ``sliding_window`` of the call.
+        keyword_window: the keyword argument ``sliding_window``.
         soft_cap: soft cap of the scores; None for none.
         sinks: name of the parameter with the attention sinks; None without.
     """
@@ -122,9 +122,9 @@ def _check_values(raw: Mapping[str, Any], kind: Any) -> None:
         )
     check_layer_counts(raw)
     keys = Keys(raw)
-    for name, most in _SIZES.items():
+    for name, maximum in _SIZES.items():
         for each in {name, kind.attribute_map.get(name, name)} & raw.keys():
-            keys.whole(each, 1, 1, most)
+            keys.whole(each, 1, 1, maximum)
     for key, value in raw.items():
         if key in _FACTORS or isinstance(value, float):
             keys.number(key, 1.0)
@@ -207,7 +207,7 @@ def _check_kind(model: Any) -> None:
 def _calls(model: Any) -> tuple[AttentionCall, ...]:
     names = {module: name for name, module in model.named_modules()}
     parameters = {id(each): name for name, each in model.named_parameters()}
-    longest = min(getattr(model.config, "max_position_embeddings", None) or _MOST_POSITIONS, _MOST_POSITIONS)
+    longest = min(getattr(model.config, "max_position_embeddings", None) or _MAX_POSITIONS, _MAX_POSITIONS)
     windows: dict[torch.Tensor | None, int | None] = {None: None}  # by mask: layers share few masks
     calls: list[AttentionCall] = []
 
@@ -220,13 +220,13 @@ def _calls(model: Any) -> tuple[AttentionCall, ...]:
         keywords: dict[str, Any],
     ) -> torch.Tensor:
         check_keywords(module, keywords)
-        call = described(names[module], q, k, v, keywords)
-        told = None if call.keyword_window is None or call.keyword_window >= longest else call.keyword_window
+        call = attention_call(names[module], q, k, v, keywords)
+        declared = None if call.keyword_window is None or call.keyword_window >= longest else call.keyword_window
         if mask is not None and mask not in windows:
             windows[mask] = window_of(mask, longest)
-        window = told if mask is None else windows[mask]
-        if told not in (None, window):
-            raise ModelFormatError(f"{names[module]} has sliding_window={told}, and its mask {window or 'none'}")
+        window = declared if mask is None else windows[mask]
+        if declared not in (None, window):
+            raise ModelFormatError(f"{names[module]} has sliding_window={declared}, and its mask {window or 'none'}")
         sinks = keywords.get("s_aux")
         if sinks is not None and id(sinks) not in parameters:
             raise ModelFormatError(f"{names[module]} has attention sinks (s_aux) that are no parameter")
@@ -255,8 +255,10 @@ def _calls(model: Any) -> tuple[AttentionCall, ...]:
     return tuple(calls)
 
 
-def described(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keywords: dict[str, Any]) -> AttentionCall:
-    """Return a call of the attention function without its mask's window and without its sinks."""
+def attention_call(
+    name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keywords: dict[str, Any]
+) -> AttentionCall:
+    """Return a call of the attention function; `AttentionCall.sliding_window` and `AttentionCall.sinks` are left None."""
     scale, cap = keywords.get("scaling"), keywords.get("softcap")
     if isinstance(scale, torch.Tensor) or isinstance(cap, torch.Tensor):
         raise ModelFormatError(f"{name} scales its scores by a tensor")

@@ -69,9 +69,9 @@ class Architecture:
         name: Hugging Face's class.
         names: Hugging Face's module of each tensor, by llama.cpp's name; ``{}`` is the index of an expert.
         is_permuted: query and key rows are permuted within each head.
-        norm_offset: what llama.cpp's converter adds to the weights of norms.
+        norm_offset: number that llama.cpp's converter adds to the weights of norms.
         keys: metadata keys that `config` reads, besides those of all architectures.
-        config: reads them, given the common part of the config.
+        config: function of `Key` and the common keys of the config that returns the other keys of the config.
     """
 
     name: str
@@ -220,9 +220,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 MIXTRAL = Architecture(
     "MixtralForCausalLM", {**_DENSE, **_MIXTRAL}, is_permuted=True, keys=_MOE_KEYS[:2], config=_mixtral
 )
-"""Architecture of files of the kind ``llama`` that have experts."""
+"""Architecture of ``llama`` files that have experts."""
 
 
-def architecture_of(kind: str, metadata: Mapping[str, Any]) -> Architecture | None:
-    """Return the architecture of a file; None for an unknown one."""
-    return MIXTRAL if kind == "llama" and metadata.get("llama.expert_count") else ARCHITECTURES.get(kind)
+def architecture_of(arch: str, metadata: Mapping[str, Any]) -> Architecture | None:
+    """Return the architecture of a file by its ``general.architecture``; None for an unknown one."""
+    return MIXTRAL if arch == "llama" and metadata.get("llama.expert_count") else ARCHITECTURES.get(arch)

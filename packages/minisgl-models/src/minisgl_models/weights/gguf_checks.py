@@ -104,10 +104,10 @@ def check_metadata(path: Path, metadata: Mapping[str, Any]) -> None:
     Raises:
         ModelFormatError: a key is invalid; the error names it, its value and what is allowed.
     """
-    kind = metadata.get("general.architecture")
-    if not isinstance(kind, str):
-        raise ModelFormatError(f"{path}: general.architecture={_shown(kind)} must be a string")
-    checks = {**_KEYS, **{f"{kind}.{name}": check for name, check in {**_COMMON_KEYS, **_OTHER_KEYS}.items()}}
+    arch = metadata.get("general.architecture")
+    if not isinstance(arch, str):
+        raise ModelFormatError(f"{path}: general.architecture={_shown(arch)} must be a string")
+    checks = {**_KEYS, **{f"{arch}.{name}": check for name, check in {**_COMMON_KEYS, **_OTHER_KEYS}.items()}}
     for key, (is_valid, allowed) in checks.items():
         if key in metadata and not is_valid(metadata[key]):
             raise ModelFormatError(f"{path}: {key}={_shown(metadata[key])} must be {allowed}")
@@ -132,12 +132,12 @@ _WITHOUT_EFFECT = ("vocab_size", "tensor_data_layout", "attention.value_length")
 """Keys whose content also follows from the tensors."""
 
 
-def check_keys(path: Path, kind: str, metadata: Mapping[str, Any], read: Collection[str]) -> None:
+def check_keys(path: Path, arch: str, metadata: Mapping[str, Any], read: Collection[str]) -> None:
     """Refuse keys of the architecture that are not read, unless they are known to have no effect.
 
     Args:
         path: the file, for messages.
-        kind: the architecture, which prefixes the keys.
+        arch: ``general.architecture``, which prefixes the keys.
         metadata: the file's metadata.
         read: keys that this architecture reads besides the common ones.
 
@@ -145,10 +145,10 @@ def check_keys(path: Path, kind: str, metadata: Mapping[str, Any], read: Collect
         ModelFormatError: the error names the key.
     """
     for key, value in metadata.items():
-        name = key.removeprefix(f"{kind}.")
+        name = key.removeprefix(f"{arch}.")
         if name == key or name in (*_COMMON_KEYS, *_WITHOUT_EFFECT, *read):
             continue
-        if kind == "granite" and name == "rope.scaling.finetuned" and value is False:
+        if arch == "granite" and name == "rope.scaling.finetuned" and value is False:
             raise ModelFormatError(f"{path}: {key}=False is not supported; it is a Granite without rotary embedding")
         allowed = _FIXED_KEYS.get(name, ())
         if value not in allowed:

@@ -43,14 +43,14 @@ class GgufWeights(WeightSource):
         self._tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
         if len(self._tensors) != sum(len(file.tensors) for file in files):
             raise ModelFormatError(f"{path}: two parts of the split file hold the same tensor")
-        self._kind: str = self._metadata["general.architecture"]
-        architecture = architecture_of(self._kind, self._metadata)
+        self._arch: str = self._metadata["general.architecture"]
+        architecture = architecture_of(self._arch, self._metadata)
         if architecture is None:
             raise ModelFormatError(
-                f"{path}: the GGUF architecture {self._kind!r} is not supported (known: {', '.join(ARCHITECTURES)})"
+                f"{path}: the GGUF architecture {self._arch!r} is not supported (known: {', '.join(ARCHITECTURES)})"
             )
         self._architecture = architecture
-        check_keys(path, self._kind, self._metadata, architecture.keys)
+        check_keys(path, self._arch, self._metadata, architecture.keys)
 
     def _key(self, name: str, default: Any = _REQUIRED) -> Any:
         """Return the value of a key of the architecture, or `default`.
@@ -58,9 +58,9 @@ class GgufWeights(WeightSource):
         Raises:
             ModelFormatError: the key is missing, and no default is given.
         """
-        value = self._metadata.get(f"{self._kind}.{name}", default)
+        value = self._metadata.get(f"{self._arch}.{name}", default)
         if value is _REQUIRED:
-            raise ModelFormatError(f"{self._path}: {self._kind}.{name} is missing from the metadata")
+            raise ModelFormatError(f"{self._path}: {self._arch}.{name} is missing from the metadata")
         return value
 
     @cached_property
@@ -116,7 +116,7 @@ class GgufWeights(WeightSource):
             block, stem, suffix = match.groups() if (match := _NAME.fullmatch(name)) else (None, "", "")
             target = self._architecture.names.get(stem, "{}")
             if suffix == "weight" and len(tensor.shape) == 2 and tensor.is_quantized and "{}" not in target:
-                types[(f"model.layers.{block}." if block else "") + target] = tensor.kind.name
+                types[(f"model.layers.{block}." if block else "") + target] = tensor.ggml_type.name
         return {"quant_method": "gguf", "types": types} if types else None
 
     def _rope(self) -> dict[str, Any]:
@@ -141,11 +141,11 @@ class GgufWeights(WeightSource):
             }
         head_dim = self._head_dim()
         rotary_dim = self._key("rope.dimension_count", head_dim)
-        if rotary_dim != head_dim and self._kind == "phi3":
+        if rotary_dim != head_dim and self._arch == "phi3":
             rope["partial_rotary_factor"] = rotary_dim / head_dim
         elif rotary_dim != head_dim:
             raise ModelFormatError(
-                f"{self._path}: {self._kind}.rope.dimension_count={rotary_dim} is not the head size {head_dim}; "
+                f"{self._path}: {self._arch}.rope.dimension_count={rotary_dim} is not the head size {head_dim}; "
                 "heads of which only a part is rotated are not supported in GGUF files"
             )
         if _ROPE_FACTORS in self._tensors:

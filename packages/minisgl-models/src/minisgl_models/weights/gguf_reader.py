@@ -64,14 +64,14 @@ class GgufFile:
             raise ModelFormatError(f"{path} is not a readable GGUF file: {error}") from error
         body: npt.NDArray[np.uint8] = np.memmap(path, mode="r", dtype=np.uint8)[start:]
         self.tensors: dict[str, GgufTensor] = {}
-        for name, shape, kind, offset in tensors:
+        for name, shape, ggml_type, offset in tensors:
             if name in self.tensors:
                 raise ModelFormatError(f"{path}: tensor {name[:80]!r} is defined twice")
             if offset % alignment:
                 raise ModelFormatError(
                     f"{path}: tensor {name[:80]!r} has offset {offset}, not a multiple of {alignment}"
                 )
-            self.tensors[name] = GgufTensor.from_data(path, name, body, shape, kind, offset)
+            self.tensors[name] = GgufTensor.from_data(path, name, body, shape, ggml_type, offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,19 +82,19 @@ class GgufTensor:
         path: the file, for messages.
         name: llama.cpp's name.
         shape: shape in elements.
-        kind: GGML's data type.
+        ggml_type: data type.
         rows: memory-mapped bytes, uint8 [product of the leading dimensions, bytes per row].
     """
 
     path: Path
     name: str
     shape: tuple[int, ...]
-    kind: gguf.GGMLQuantizationType
+    ggml_type: gguf.GGMLQuantizationType
     rows: npt.NDArray[np.uint8]
 
     @classmethod
     def from_data(
-        cls, path: Path, name: str, data: npt.NDArray[np.uint8], shape: tuple[int, ...], kind: int, offset: int
+        cls, path: Path, name: str, data: npt.NDArray[np.uint8], shape: tuple[int, ...], ggml_type: int, offset: int
     ) -> GgufTensor:
         """Make the tensor at `offset` of the file's data section.
 
@@ -102,12 +102,12 @@ class GgufTensor:
             ModelFormatError: its type is unknown, its rows are no whole blocks, or its data exceed the file.
         """
         try:
-            known = gguf.GGMLQuantizationType(kind)
+            known = gguf.GGMLQuantizationType(ggml_type)
             block, block_bytes = gguf.GGML_QUANT_SIZES[known]
         except (ValueError, KeyError):
             raise ModelFormatError(
-                f"{path}: tensor {name[:80]!r} has the GGML type {kind}, which gguf {version('gguf')} does not know; a newer "
-                "gguf package may"
+                f"{path}: tensor {name[:80]!r} has the GGML type {ggml_type}, which gguf {version('gguf')} does not know; "
+                "a newer gguf package may"
             ) from None
         if shape[-1] % block:
             raise ModelFormatError(
@@ -124,11 +124,11 @@ class GgufTensor:
     @property
     def is_quantized(self) -> bool:
         """Return True if the values are in quantized blocks."""
-        return self.kind not in _TORCH_DTYPES
+        return self.ggml_type not in _TORCH_DTYPES
 
     def packed(self) -> GgufTensor:
         """Return the tensor's bytes as an int8 tensor [..., bytes per row]."""
-        return replace(self, shape=(*self.shape[:-1], self.rows.shape[1]), kind=gguf.GGMLQuantizationType.I8)
+        return replace(self, shape=(*self.shape[:-1], self.rows.shape[1]), ggml_type=gguf.GGMLQuantizationType.I8)
 
     def read(self, rows: slice, columns: slice = slice(None)) -> torch.Tensor:
         """Dequantize a slice; row indices count over all leading dimensions. Only the quantization blocks in it are read.
@@ -139,17 +139,17 @@ class GgufTensor:
         Raises:
             ModelFormatError: the gguf package cannot dequantize this type.
         """
-        block, block_bytes = gguf.GGML_QUANT_SIZES[self.kind]
+        block, block_bytes = gguf.GGML_QUANT_SIZES[self.ggml_type]
         start, stop, _ = columns.indices(self.shape[-1])
         first, last = start // block, -(-stop // block)
         data = np.ascontiguousarray(self.rows[rows, first * block_bytes : last * block_bytes])
         if not data.size:
             return torch.empty(len(data), stop - start)
-        dtype = _TORCH_DTYPES.get(self.kind)
+        dtype = _TORCH_DTYPES.get(self.ggml_type)
         if dtype is not None:
             return torch.from_numpy(data if data.flags.writeable else data.copy()).view(dtype)
         try:
-            values = gguf.dequantize(data, self.kind)
+            values = gguf.dequantize(data, self.ggml_type)
         except NotImplementedError as error:
             raise ModelFormatError(f"{self.path}: tensor {self.name!r} cannot be dequantized: {error}") from error
         return torch.from_numpy(values)[:, start - first * block : stop - first * block]

@@ -52,10 +52,10 @@ def build_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Any:
         raise ModelFormatError(
             f"{path}: tokenizer.ggml.model={model!r} is not supported; gpt2 (byte-level BPE) and llama (SentencePiece) are"
         )
-    kind = metadata.get("tokenizer.ggml.pre")
-    if model == "gpt2" and kind not in SPLITS:
+    pre = metadata.get("tokenizer.ggml.pre")
+    if model == "gpt2" and pre not in SPLITS:
         raise ModelFormatError(
-            f"{path}: tokenizer.ggml.pre={kind!r} is not supported (known: {', '.join(SPLITS)}); its pre-tokenizer is not "
+            f"{path}: tokenizer.ggml.pre={pre!r} is not supported (known: {', '.join(SPLITS)}); its pre-tokenizer is not "
             "known, and another one would give other tokens"
         )
     try:
@@ -117,7 +117,7 @@ def _sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def _merges(metadata: Mapping[str, Any], vocab: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Return all pairs of tokens that make a token, those with the highest score first.
+    """Return all pairs of tokens that make a token, by decreasing score; for equal scores, those of similar lengths first.
 
     Raises:
         ValueError: the vocabulary has no scores, or its tokens are too long or make too many pairs.
@@ -135,10 +135,10 @@ def _merges(metadata: Mapping[str, Any], vocab: Mapping[str, int]) -> list[tuple
         )
     found = []
     for piece in pieces:
-        for cut in range(1, len(piece)):
-            left, right = piece[:cut], piece[cut:]
+        for length in range(1, len(piece)):
+            left, right = piece[:length], piece[length:]
             if left in pieces and right in pieces:
-                found.append((-scores[vocab[piece]], len(piece) - 2 * min(cut, len(piece) - cut), left, right))
+                found.append((-scores[vocab[piece]], abs(len(left) - len(right)), left, right))
         if len(found) > _MAX_MERGES:
             raise ValueError(f"tokenizer.ggml.tokens has more than {_MAX_MERGES} pairs of tokens that make a token")
     return [(left, right) for *_, left, right in sorted(found)]
