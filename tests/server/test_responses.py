@@ -329,7 +329,14 @@ def test_refused_by_name(http: httpx.Client, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("query", "param"),
-    [("?stream=true", "stream"), ("?x=1", "x"), ("/input_items?limit=0", "limit"), ("/input_items?after=a", "after")],
+    [
+        ("?stream=true", "stream"),
+        ("?x=1", "x"),
+        ("/input_items?limit=0", "limit"),
+        ("/input_items?limit=000000001999", "limit"),
+        ("/input_items?limit=" + 5000 * "9", "limit"),
+        ("/input_items?after=a", "after"),
+    ],
 )
 def test_queries_are_refused_by_name(client: openai.OpenAI, http: httpx.Client, query: str, param: str) -> None:
     answer = http.get(f"/v1/responses/{ask(client, max_output_tokens=1).id}{query}")

@@ -466,7 +466,9 @@ def test_grammar_of_an_output(engine_tokenizer: Any) -> None:
     form = SamplingParams(max_tokens=8, structured_outputs=StructuredOutputs(json={"type": "null"}))
     rig = Rig(engine_tokenizer, "hermes")
     rig.submit(sampling=form, grammar_name="guided_json")
-    assert rig.scheduler.pop().grammar == GrammarSource("json_schema", '{"type": "null"}', "guided_json")
+    submit = rig.scheduler.pop()
+    assert submit.grammar == GrammarSource("json_schema", '{"type": "null"}', "guided_json")
+    assert submit.sampling.structured_outputs is None, "the schema is sent once"
     rig.submit("b", text=None, messages=QUESTION, tools=TOOLS)
     grammar = rig.scheduler.pop().grammar
     assert grammar.kind == "tagged_json"

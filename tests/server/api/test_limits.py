@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 import typing
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -13,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from starlette.requests import Request
 
 from minisgl_core.protocol.messages import EngineInfo, Logprob, Text, TokenLogprobs
 from minisgl_core.sampling_params import SamplingParams
@@ -165,6 +168,36 @@ def test_many_copies_of_large_sampling_parameters_are_refused() -> None:
     with pytest.raises(ApiError, match=r"At most 2\d\d outputs") as caught:
         Choices("x", "m", [prompt] * 1000, engine())
     assert caught.value.param == "prompt"
+    long_user = msgspec.structs.replace(prompt, sampling=SamplingParams(), user="x" * MIB)
+    Choices("x", "m", [long_user], engine())
+    with pytest.raises(ApiError, match="sampling parameters and the user take"):
+        Choices("x", "m", [long_user] * 1000, engine())
+
+
+def test_a_session_id_is_bounded() -> None:
+    request = CompletionRequest.model_validate({"prompt": "x"})
+    choices = Choices(
+        "x", "m", [make_tokenize(request, RequestSampling(SamplingParams(), False, {}), text="x")], engine()
+    )
+    http = Request({"type": "http", "headers": [(b"x-session-id", b"x" * 1025)]})
+    with pytest.raises(ApiError, match="1025 characters"):
+        asyncio.run(choices.start(None, http))  # type: ignore[arg-type]
+
+
+def test_the_usage_of_many_outputs_is_not_added_up_for_each_chunk() -> None:
+    request = CompletionRequest.model_validate({"prompt": "x"})
+    prompt = make_tokenize(request, RequestSampling(SamplingParams(n=2), False, {}), text="x")
+    choices = Choices("x", "m", [prompt] * 2000, engine())
+    started_s = time.process_time()
+    for cached in (3, 5):  # a request that was preempted may find more tokens in the cache
+        fields = {"num_prompt_tokens": 7, "num_cached_tokens": cached, "num_reasoning_tokens": cached}
+        for index in range(4000):
+            choices.count_tokens([(index, Text(request_id="", text="", token_ids=[1, 2], **fields))])
+            usage = choices.usage()
+    assert time.process_time() - started_s < 0.5
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (14_000, 16_000, 30_000)
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 10_000
+    assert usage["completion_tokens_details"]["reasoning_tokens"] == 20_000
 
 
 @pytest.mark.parametrize(("fields", "most"), [({}, 6), ({"stream": True}, 1000)])

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from minisgl_core.contracts import structured_outputs
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.protocol.messages import EngineInfo
 from minisgl_server.api.generate import GenerateRequest, generate_sampling
+from minisgl_server.api.openai.choices import make_tokenize
 from minisgl_server.api.openai.sampling import RequestSampling, request_sampling
 from minisgl_server.api.openai.schemas import ChatRequest, CompletionRequest
 
@@ -25,13 +29,14 @@ INFO = EngineInfo(
     choices=[],
     max_requests=8,
 )
+SCHEMA: dict[str, Any] = {"name": "x", "schema": {"type": "object"}}
 QUESTION = [{"role": "user", "content": "Hi"}]
 
 
 def wanted(**body: Any) -> RequestSampling:
     """A chat has messages, `/generate` a text, a completion a prompt."""
     if "text" in body:
-        return generate_sampling(GenerateRequest.model_validate(body), INFO)[0]
+        return generate_sampling(GenerateRequest.model_validate(body), INFO)
     kind: Any = ChatRequest if "messages" in body else CompletionRequest
     return request_sampling(kind.model_validate(body), INFO)
 
@@ -46,9 +51,9 @@ def wanted(**body: Any) -> RequestSampling:
     ],
 )
 def test_only_a_requested_limit_is_enforced(body: dict[str, Any], limit_name: str, default: int) -> None:
-    sampling, is_default, _ = wanted(**body)
+    sampling, is_default, *_ = wanted(**body)
     assert (sampling.max_tokens, is_default, sampling.top_k) == (default, True, 20)
-    sampling, is_default, names = wanted(**body, **{limit_name: default})
+    sampling, is_default, names, _ = wanted(**body, **{limit_name: default})
     assert (sampling.max_tokens, is_default) == (default, False)
     assert names.get("max_tokens", "max_tokens") == limit_name
 
@@ -56,9 +61,25 @@ def test_only_a_requested_limit_is_enforced(body: dict[str, Any], limit_name: st
 def test_min_tokens_raises_only_the_default_limit() -> None:
     long = {"sampling_params": {"min_new_tokens": 500}}
     bodies: list[dict[str, Any]] = [{"messages": QUESTION}, {"prompt": "x"}]
-    for sampling, is_default, _ in (wanted(text="x", **long), *(wanted(min_tokens=500, **body) for body in bodies)):
+    for sampling, is_default, *_ in (wanted(text="x", **long), *(wanted(min_tokens=500, **body) for body in bodies)):
         assert (sampling.max_tokens, sampling.min_tokens, is_default) == (500, 500, True)
     with pytest.raises(InvalidValueError, match="min_new_tokens=500"):
         wanted(text="x", max_tokens=400, **long)
     with pytest.raises(InvalidValueError, match="min_tokens=500"):
         wanted(prompt="x", max_tokens=400, min_tokens=500)
+
+
+def test_a_schema_is_encoded_once_for_all_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[Any] = []
+
+    def dumps(value: Any, **options: Any) -> str:
+        encoded.append(value)
+        return json.dumps(value, **options)
+
+    monkeypatch.setattr(structured_outputs, "json_module", SimpleNamespace(dumps=dumps))
+    body = {"prompt": ["x"] * 10, "response_format": {"type": "json_schema", "json_schema": SCHEMA}}
+    request = CompletionRequest.model_validate(body)
+    sampling = request_sampling(request, INFO)
+    prompts = [make_tokenize(request, sampling, text="x") for _ in range(10)]
+    assert {each.grammar_name for each in prompts} == {"response_format.json_schema.schema"}
+    assert encoded == [SCHEMA["schema"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -27,3 +28,17 @@ def test_arguments_are_an_object() -> None:
         with pytest.raises(InvalidValueError, match="must be the JSON schema of an object") as caught:
             tool_use(chat(None, wrong))
         assert caught.value.name == "tools[1].function.parameters"
+
+
+def test_many_allowed_tools_are_found_at_once() -> None:
+    """A request may have as many tools as an eighth of the context has tokens."""
+    names = [f"tool_number_{number}" for number in range(20_000)]
+    named = [{"type": "function", "function": {"name": name}} for name in names]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": named}}
+    body = {"messages": [{"role": "user", "content": "Hi"}], "tools": named, "tool_choice": choice}
+    request = ChatRequest.model_validate(body)
+    started_s = time.process_time()
+    tools = tool_use(request)
+    assert tools is not None
+    assert tools.names == names
+    assert time.process_time() - started_s < 1

@@ -68,7 +68,8 @@ class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
         """Tools that the model sees."""
         if self.allowed is None:
             return self.tools
-        return [tool for tool in self.tools if tool["function"]["name"] in self.allowed]
+        allowed = set(self.allowed)
+        return [tool for tool in self.tools if tool["function"]["name"] in allowed]
 
     @property
     def names(self) -> list[str]:
@@ -215,7 +216,7 @@ class Submit(msgspec.Struct, tag=True, kw_only=True):
     adapter_id: str = ""
     """Adapter to apply; empty for the base model, which is all that this engine supports."""
     grammar: GrammarSource | None = None
-    """Grammar of the output; `sampling.structured_outputs` is not read any more."""
+    """Grammar of the output; `sampling` has no structured outputs."""
     bad_words: list[list[int]] = msgspec.field(default_factory=list)
     """Token sequences of `sampling`'s bad_words; see `minisgl_core.text.bad_words`."""
 

@@ -87,7 +87,7 @@ async def generate(request: Request) -> Response:
     info, model = served_model(request.app)
     body = await parse_request(GenerateRequest, request)
     prompts, is_single = _prompts(body)
-    sampling, grammar_name = generate_sampling(body, info)
+    sampling = generate_sampling(body, info)
     messages = [
         Tokenize(
             request_id="",
@@ -95,7 +95,7 @@ async def generate(request: Request) -> Response:
             max_tokens_is_default=sampling.max_tokens_is_default,
             priority=body.priority or 0,
             is_streamed=bool(body.stream),
-            grammar_name=grammar_name,
+            grammar_name=sampling.grammar_name,
             field_names={**sampling.field_names, "prompt": name},
             text=prompt if isinstance(prompt, str) else None,
             token_ids=None if isinstance(prompt, str) else prompt,
@@ -118,7 +118,7 @@ class GeneratedOutput:
 
     def __init__(self, name: str, started_s: float) -> None:
         self._name, self._started_s = name, started_s
-        self._text = ""
+        self._pieces: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[Any] | None = None
         self._top_logprobs: list[Any] = []
@@ -126,7 +126,7 @@ class GeneratedOutput:
 
     def add(self, text: Text) -> None:
         """Add new output."""
-        self._text += text.text
+        self._pieces.append(text.text)
         self._token_ids += text.token_ids
         self._last = text
         if text.logprobs is not None:
@@ -147,7 +147,7 @@ class GeneratedOutput:
         }
         if self._logprobs is not None:
             meta["output_token_logprobs"], meta["output_top_logprobs"] = self._logprobs, self._top_logprobs
-        return {"text": self._text, "output_ids": self._token_ids, "meta_info": meta}
+        return {"text": "".join(self._pieces), "output_ids": self._token_ids, "meta_info": meta}
 
 
 class GenerateEvents(StreamEvents):
@@ -195,8 +195,8 @@ def _prompts(body: GenerateRequest) -> tuple[dict[str, Any], bool]:
     return prompts, name in prompts
 
 
-def generate_sampling(body: GenerateRequest, info: EngineInfo) -> tuple[RequestSampling, str]:
-    """Return the sampling parameters, and the name of the field that asks for structured output, or "".
+def generate_sampling(body: GenerateRequest, info: EngineInfo) -> RequestSampling:
+    """Return the sampling parameters.
 
     Raises:
         InvalidValueError: a value is not allowed, or two fields contradict each other.
@@ -225,6 +225,6 @@ def generate_sampling(body: GenerateRequest, info: EngineInfo) -> tuple[RequestS
     if is_default := "max_tokens" not in values:
         values["max_tokens"] = max(GENERATE_MAX_TOKENS, values.get("min_tokens", 0))
     try:
-        return RequestSampling(SamplingParams(**values), is_default, names), grammar_name
+        return RequestSampling(SamplingParams(**values), is_default, names, grammar_name)
     except InvalidValueError as error:
         raise error.renamed(names) from None

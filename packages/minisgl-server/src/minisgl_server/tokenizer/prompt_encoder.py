@@ -99,7 +99,9 @@ class PromptEncoder:
         return token_ids[-num_kept:]
 
     def check_limits(self, message: Tokenize, token_ids: list[int]) -> SamplingParams:
-        """Check a request against the engine's limits; return its sampling parameters with max_tokens bounded.
+        """Check a request against the engine's limits; return its sampling parameters as the scheduler needs them.
+
+        Their max_tokens is bounded. They have no structured outputs: `grammar` returns the grammar, so that it is sent once.
 
         Raises:
             InvalidValueError: the prompt is empty, prompt and output exceed the context, or a token id is out of range.
@@ -119,7 +121,7 @@ class PromptEncoder:
         self.check_token_ids("allowed_token_ids", sampling.allowed_token_ids or ())
         if num_output > room:
             raise self._too_long(message, token_ids, num_output, limit_name)
-        return replace(sampling, max_tokens=min(sampling.max_tokens, room))
+        return replace(sampling, max_tokens=min(sampling.max_tokens, room), structured_outputs=None)
 
     def check_num_tokens(self, message: Tokenize, token_ids: list[int]) -> None:
         """Refuse a text beyond the limit in a request for tokens only.

@@ -85,13 +85,13 @@ class MessageEvents(StreamEvents):
 
     def output(self, index: int, text: Text) -> bytes:
         """See `StreamEvents.output`."""
-        events = b""
+        events = []
         for segment, piece in self._message.segments.push(text):
             if segment is not self._open:
-                events += self._stop() + self._start(segment)
+                events += [self._stop(), self._start(segment)]
             if piece:
-                events += self._delta + _encode(piece) + b"}}\n\n"
-        return events
+                events += [self._delta, _encode(piece), b"}}\n\n"]
+        return b"".join(events)
 
     def end(self) -> bytes:
         """Return the events after the last output."""

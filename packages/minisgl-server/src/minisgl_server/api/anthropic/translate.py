@@ -108,13 +108,12 @@ def _messages(message: MessageParam, name: str) -> list[dict[str, Any]]:
 
 
 def _assistant(blocks: list[Block]) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": ""}
+    content = "".join([block.text for block in blocks if isinstance(block, TextBlock)])
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if thinking := [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]:
+        message["reasoning_content"] = "".join(thinking)
     for block in blocks:
-        if isinstance(block, TextBlock):
-            message["content"] += block.text
-        elif isinstance(block, ThinkingBlock):
-            message["reasoning_content"] = message.get("reasoning_content", "") + block.thinking
-        elif isinstance(block, ToolUseBlock):
+        if isinstance(block, ToolUseBlock):
             function = {"name": block.name, "arguments": msgspec.json.encode(block.input).decode()}
             message.setdefault("tool_calls", []).append({"id": block.id, "type": "function", "function": function})
     return message

@@ -104,6 +104,8 @@ class _ChoiceBuilder:
         self._pieces: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[dict[str, Any]] = []
+        self._arguments: list[list[str]] = []
+        """Pieces of the arguments of each call."""
         self._logprobs: list[dict[str, Any]] | None = None
         self._last = Text(request_id="", text="", token_ids=[])
 
@@ -112,21 +114,24 @@ class _ChoiceBuilder:
         self._reasoning.append(text.reasoning)
         for delta in text.tool_calls:
             if delta.id is not None:
-                function = {"name": delta.name, "arguments": ""}
-                self._calls.append({"id": delta.id, "type": "function", "function": function})
-            self._calls[delta.index]["function"]["arguments"] += delta.arguments
+                self._calls.append({"id": delta.id, "type": "function", "function": {"name": delta.name}})
+                self._arguments.append([])
+            self._arguments[delta.index].append(delta.arguments)
         self._last = text
         self._token_ids += text.token_ids
         if text.prompt_token_ids is not None:
             self.prompt_fields = prompt_fields(self._chat, text)
         if (logprobs := chat_logprobs(text, bool(self._chat.return_tokens_as_token_ids))) is not None:
-            self._logprobs = (self._logprobs or []) + logprobs["content"]
+            self._logprobs = self._logprobs or []
+            self._logprobs += logprobs["content"]
 
     def entry(self, index: int) -> dict[str, Any]:
         logprobs = None if self._logprobs is None else {"content": self._logprobs, "refusal": None}
         message: dict[str, Any] = {"role": "assistant", "content": "".join(self._pieces), "refusal": None}
         if reasoning := "".join(self._reasoning):
             message["reasoning_content"] = message["reasoning"] = reasoning
+        for call, arguments in zip(self._calls, self._arguments, strict=True):
+            call["function"]["arguments"] = "".join(arguments)
         if self._calls:
             message["content"] = message["content"] or None
             message["tool_calls"] = self._calls

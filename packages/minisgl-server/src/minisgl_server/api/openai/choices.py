@@ -10,19 +10,20 @@ import msgspec
 from fastapi import Request
 
 from minisgl_core.protocol.messages import EngineInfo, Text, Tokenize
-from minisgl_core.sampling_params import MAX_LOGPROBS, SamplingParams
+from minisgl_core.sampling_params import MAX_LOGPROBS
 from minisgl_core.utils.logs import REQUEST_ID
 from minisgl_server.api.engine_client import EngineClient, Generation
 from minisgl_server.api.errors import ApiError
 from minisgl_server.api.http.request_log import access_record
 from minisgl_server.api.limits import RequestLimits
 from minisgl_server.api.openai.requests import next_number
-from minisgl_server.api.openai.response_format import requested_output
 from minisgl_server.api.openai.sampling import RequestSampling
 from minisgl_server.api.openai.schemas import GenerationRequest
 
 _MAX_COPIED_BYTES = 32 * 2**20
-"""Bytes of all copies of the sampling parameters; every output of a request has its own copy."""
+"""Maximum bytes of the fields that every output of a request has its own copy of, over all outputs."""
+_MAX_SESSION_CHARS = 1024
+"""Maximum length of the header X-Session-Id, of which every output has a copy, too."""
 _MAX_LOGPROBS_HELD = 2**20
 """Log-probabilities of a response that is held in memory until it is complete. One output of a long context may have more."""
 
@@ -64,7 +65,7 @@ class Choices:
                 "n" if n > 1 else prompts[0].field_names.get("prompt", "prompt"),
             )
         RequestLimits.of(info).check_conversation(prompts[0])
-        _check_copies(self.sampling, count)
+        _check_copies(prompts[0], count)
         self.output_ids = [f"{self.id}-{index}" for index in range(count)]
         self._requests = [
             msgspec.structs.replace(
@@ -76,19 +77,24 @@ class Choices:
         is_held = not prompts[0].is_streamed if is_held is None else is_held
         self._max_logprobs = max(_MAX_LOGPROBS_HELD, (MAX_LOGPROBS + 1) * info.max_seq_len) if is_held else None
         self._num_logprobs = 0
+        self._num_reasoning_tokens = [0] * count
         self._num_prompt_tokens = [0] * len(prompts)
         self._num_cached_tokens = [0] * len(prompts)
-        self._num_output_tokens = 0
-        self._num_reasoning_tokens = [0] * count
+        self._totals = dict.fromkeys(("prompt", "cached", "output", "reasoning"), 0)
+        """Tokens of all outputs by kind. `usage` may be called for each chunk of each output, so it must not add them up."""
 
     async def start(self, client: EngineClient, request: Request) -> Self:
         """Send the requests to the engine and wait for the first outputs, so that a rejection can set the HTTP status.
 
         Raises:
-            ApiError: a request was rejected.
+            ApiError: a request was rejected, or the header X-Session-Id is too long.
         """
+        session_id = request.headers.get("x-session-id", "")
+        if len(session_id) > _MAX_SESSION_CHARS:
+            message = f"The header has {len(session_id)} characters, and at most {_MAX_SESSION_CHARS} are allowed."
+            raise ApiError(400, message, "X-Session-Id")
         for each in self._requests:
-            each.session_id = request.headers.get("x-session-id", "")
+            each.session_id = session_id
         self.generation = client.start(self._requests, request.receive)
         access_record(request.scope).usage = self.usage
         try:
@@ -117,12 +123,17 @@ class Choices:
         """
         if self._max_logprobs is not None:
             self._count_logprobs(outputs, self._max_logprobs)
+        totals = self._totals
         for index, text in outputs:
-            self._num_output_tokens += len(text.token_ids)
+            totals["output"] += len(text.token_ids)
+            totals["reasoning"] += text.num_reasoning_tokens - self._num_reasoning_tokens[index]
             self._num_reasoning_tokens[index] = text.num_reasoning_tokens
-            if index % self._n == 0:
-                self._num_prompt_tokens[index // self._n] = text.num_prompt_tokens
-                self._num_cached_tokens[index // self._n] = text.num_cached_tokens
+            prompt, sibling = divmod(index, self._n)
+            if sibling == 0:
+                totals["prompt"] += text.num_prompt_tokens - self._num_prompt_tokens[prompt]
+                totals["cached"] += text.num_cached_tokens - self._num_cached_tokens[prompt]
+                self._num_prompt_tokens[prompt] = text.num_prompt_tokens
+                self._num_cached_tokens[prompt] = text.num_cached_tokens
             if text.finish_reason == "abort":
                 raise ApiError(500, "The engine aborted the request.", code="aborted")
         return outputs
@@ -148,27 +159,30 @@ class Choices:
 
     def usage(self) -> dict[str, Any]:
         """Return OpenAI's usage object of the tokens so far."""
-        num_prompt = sum(self._num_prompt_tokens)
+        totals = self._totals
         return {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": self._num_output_tokens,
-            "total_tokens": num_prompt + self._num_output_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(self._num_cached_tokens)},
-            "completion_tokens_details": {"reasoning_tokens": sum(self._num_reasoning_tokens)},
+            "prompt_tokens": totals["prompt"],
+            "completion_tokens": totals["output"],
+            "total_tokens": totals["prompt"] + totals["output"],
+            "prompt_tokens_details": {"cached_tokens": totals["cached"]},
+            "completion_tokens_details": {"reasoning_tokens": totals["reasoning"]},
         }
 
 
-def _check_copies(sampling: SamplingParams, num_outputs: int) -> None:
-    """Refuse many outputs with large sampling parameters, as each output is sent to the engine with its own copy.
+def _check_copies(prompt: Tokenize, num_outputs: int) -> None:
+    """Refuse many outputs with large sampling parameters or user, as each output is sent to the engine with its own copy.
 
     Raises:
         ApiError: 400, all copies together are too large.
     """
-    num_bytes = len(msgspec.msgpack.encode(sampling))
+    if num_outputs == 1:
+        return
+    num_bytes = len(msgspec.msgpack.encode(prompt.sampling)) + len(prompt.user)
     if num_outputs * num_bytes > _MAX_COPIED_BYTES:
-        message = f"The sampling parameters take {num_bytes} bytes, and there are {num_outputs} outputs that each need a copy."
+        fields = "sampling parameters and the user" if prompt.user else "sampling parameters"
+        message = f"The {fields} take {num_bytes} bytes, and there are {num_outputs} outputs that each need a copy."
         allowed = f"At most {_MAX_COPIED_BYTES // num_bytes} outputs are allowed with them."
-        raise ApiError(400, f"{message} {allowed}", "n" if sampling.n > 1 else "prompt")
+        raise ApiError(400, f"{message} {allowed}", "n" if prompt.sampling.n > 1 else "prompt")
 
 
 def make_tokenize(
@@ -183,7 +197,7 @@ def make_tokenize(
         user=request.user or "",
         is_streamed=bool(request.stream),
         cache_salt=request.cache_salt or "",
-        grammar_name=requested_output(request)[1],
+        grammar_name=sampling.grammar_name,
         add_special_tokens=request.add_special_tokens,
         truncate_prompt_tokens=request.truncate_prompt_tokens,
         return_prompt_ids=bool(request.return_token_ids),

@@ -23,11 +23,13 @@ class RequestSampling(NamedTuple):
         sampling: values of the request, and the model's defaults for the others.
         max_tokens_is_default: the request has no limit, so that max_tokens may be lowered to fit the context.
         field_names: the request's name of each field of `sampling` that it calls differently.
+        grammar_name: the request's field that asks for structured output; empty if there is none.
     """
 
     sampling: SamplingParams
     max_tokens_is_default: bool
     field_names: dict[str, str]
+    grammar_name: str = ""
 
 
 def request_sampling(request: GenerationRequest, info: EngineInfo) -> RequestSampling:
@@ -55,11 +57,11 @@ def request_sampling(request: GenerationRequest, info: EngineInfo) -> RequestSam
     if values["prompt_logprobs"] != request.prompt_logprobs:
         prompt_logprobs_name = logprobs_name
     _check_grammar_provider(request, info)
-    values["structured_outputs"] = requested_output(request)[0]
+    values["structured_outputs"], grammar_name = requested_output(request)
     values["max_tokens"] = max(default_max_tokens, request.min_tokens or 0) if max_tokens is None else max_tokens
     names = {"max_tokens": limit_name, "logprobs": logprobs_name, "prompt_logprobs": prompt_logprobs_name}
     try:
-        return RequestSampling(SamplingParams(**values), max_tokens is None, names)
+        return RequestSampling(SamplingParams(**values), max_tokens is None, names, grammar_name)
     except InvalidValueError as error:
         raise error.renamed(names) from None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from typing import Any
 
 from minisgl_core.errors import InvalidValueError
@@ -23,7 +24,7 @@ def tool_use(chat: ChatRequest) -> ToolUse | None:
             given = choice.model_dump() if isinstance(choice, StrictModel) else choice
             raise InvalidValueError("tool_choice", given, "none, auto or left out unless there are tools")
         return None
-    tools, names = tool_dicts(chat.tools), [tool.function.name for tool in chat.tools]
+    tools, names = tool_dicts(chat.tools), dict.fromkeys(tool.function.name for tool in chat.tools)
     if choice == "none":
         return None
     if isinstance(choice, NamedTool):
@@ -38,7 +39,7 @@ def tool_use(chat: ChatRequest) -> ToolUse | None:
     return ToolUse(tools=tools, allowed=allowed, is_required=choice == "required", parallel=parallel is not False)
 
 
-def _check_name(tool: NamedTool, names: list[str], field: str) -> None:
+def _check_name(tool: NamedTool, names: Collection[str], field: str) -> None:
     if tool.function.name not in names:
         raise InvalidValueError(field, tool.function.name, f"one of the tools: {', '.join(names)}")
 

@@ -50,20 +50,20 @@ class ResponseEvents(StreamEvents):
 
     def output(self, index: int, text: Text) -> bytes:
         """See `StreamEvents.output`."""
-        events = b""
+        events = []
         first_logprob = self._num_logprobs()
         for segment, piece in self._response.segments.push(text):
             if segment is not self._open:
-                events += self._close("completed") + self._add(segment)
+                events += [self._close("completed"), self._add(segment)]
                 first_logprob = 0
             if not piece:
                 continue
             self._number += 1
-            events += self._delta + b"%d" % self._number + b',"delta":' + _encode(piece)
+            events += [self._delta, b"%d" % self._number, b',"delta":', _encode(piece)]
             if segment.kind == "text":
-                events += b',"logprobs":' + _encode(segment.logprobs[first_logprob:])
-            events += b"}\n\n"
-        return events
+                events += [b',"logprobs":', _encode(segment.logprobs[first_logprob:])]
+            events.append(b"}\n\n")
+        return b"".join(events)
 
     def end(self) -> bytes:
         """Return the events after the last output."""

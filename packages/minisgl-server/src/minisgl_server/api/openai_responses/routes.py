@@ -30,6 +30,8 @@ from minisgl_server.api.openapi import route_docs
 router = APIRouter()
 
 _MAX_ITEMS = 100
+"""Maximum of ``limit``, which is OpenAI's."""
+_MAX_LIMIT_DIGITS = 3
 _ID_PREFIXES = {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 
@@ -106,7 +108,7 @@ async def input_items(request: Request, response_id: str) -> Response:
     """List the input items of a stored response, without those of previous responses."""
     query = _query_params(request, {"limit": None, "order": ("asc", "desc"), "after": None})
     limit = query.get("limit", "20")
-    if not limit.isdecimal() or not 1 <= int(limit[:9]) <= _MAX_ITEMS:
+    if not (limit.isdecimal() and len(limit) <= _MAX_LIMIT_DIGITS and 1 <= int(limit) <= _MAX_ITEMS):
         raise InvalidValueError("limit", limit, f"a number from 1 to {_MAX_ITEMS}")
     items: list[dict[str, Any]] = msgspec.json.decode(_store(request).get(response_id).items)
     if query.get("order", "desc") == "desc":

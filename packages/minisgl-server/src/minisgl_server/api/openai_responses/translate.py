@@ -140,15 +140,19 @@ def template_hints(request: PromptFields) -> dict[str, Any]:
 
 def to_chat_message(segments: Iterable[Segment]) -> dict[str, Any]:
     """Return an output as a chat message."""
-    message: dict[str, Any] = {"role": "assistant", "content": ""}
+    pieces: dict[str, list[str]] = {"text": [], "reasoning": []}
+    calls = []
     for segment in segments:
         if segment.kind == "call":
             function = {"name": segment.name, "arguments": segment.content}
-            call = {"id": segment.call_id, "type": "function", "function": function}
-            message.setdefault("tool_calls", []).append(call)
+            calls.append({"id": segment.call_id, "type": "function", "function": function})
         else:
-            name = "content" if segment.kind == "text" else "reasoning_content"
-            message[name] = message.get(name, "") + segment.content
+            pieces[segment.kind] += segment.pieces
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(pieces["text"])}
+    if pieces["reasoning"]:
+        message["reasoning_content"] = "".join(pieces["reasoning"])
+    if calls:
+        message["tool_calls"] = calls
     return message
 
 
