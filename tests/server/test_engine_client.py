@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +13,9 @@ import pytest
 from minisgl_core.protocol.messages import Abort, EngineInfo, NoReplica, Rejected, Stop, Text, TextBatch, Tokenize
 from minisgl_core.runtime.ipc import IpcAddresses, Receiver, Sender
 from minisgl_core.sampling_params import SamplingParams
-from minisgl_server.api.engine_client import EngineClient, Generation
+from minisgl_server.api.engine_client import MAX_UNSENT_BYTES, EngineClient, Generation
 from minisgl_server.api.errors import ApiError, ClientGoneError
+from minisgl_server.api.openai.event_stream import EventStreamResponse, StreamEvents, event
 
 INFO = EngineInfo(
     model="m",
@@ -203,5 +206,47 @@ def test_requests_are_refused_until_a_replica_is_ready_again() -> None:
         while client.no_replica is not None:
             await asyncio.sleep(0.001)
         assert client.ready_info() == INFO
+
+    run(test)
+
+
+def test_output_that_a_client_does_not_read_is_bounded() -> None:
+    """A stream whose client does not read is aborted, and ends with an error. Other streams go on."""
+
+    class Events(StreamEvents):
+        def output(self, index: int, text: Text) -> bytes:
+            return event(text.text)
+
+    async def test(client: EngineClient, engine: Engine) -> None:
+        can_send = asyncio.Event()
+        sent: list[bytes] = []
+
+        async def send(message: MutableMapping[str, Any]) -> None:
+            sent.append(message.get("body", b""))
+            if len(sent) > 1:  # the first message has the headers
+                await can_send.wait()
+
+        stalled, running = start(client, "a"), start(client, "b")
+        await engine.received(2)
+        engine.text("a", "first")
+        choices: Any = SimpleNamespace(
+            generation=stalled, first=await stalled.next(), count_tokens=lambda outputs: outputs
+        )
+        response = asyncio.create_task(EventStreamResponse(choices, Events())({"type": "http"}, connected, send))
+        num_texts = MAX_UNSENT_BYTES // 5000 + 1
+        for number in range(num_texts):
+            engine.text("a", "x" * 5000)
+            engine.text("b", "y" * 5000, "stop" if number == num_texts - 1 else None)
+        assert await engine.received(1) == [Abort("a")]
+        assert not response.done()
+        can_send.set()
+        await response
+        assert sent[1] == event("first")
+        assert json.loads(sent[-1].removeprefix(b"data: "))["error"]["code"] == "slow_client"
+        num_read = 0
+        while got := await running.next():
+            num_read += len(got)
+        assert num_read == num_texts, "output is not limited while nothing is being sent"
+        running.close()
 
     run(test)

@@ -252,6 +252,35 @@ def test_a_slow_response_does_not_time_out_its_request() -> None:
         assert read(connection).count(b"HTTP/1.1 200 ") == 2
 
 
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_client_that_reads_nothing_is_disconnected(reads: bool) -> None:
+    app = application()
+    num_bytes, ended = 32 * 2**20, threading.Event()
+
+    @app.get("/large")
+    async def large() -> StreamingResponse:
+        async def parts() -> AsyncIterator[bytes]:
+            try:
+                for _ in range(num_bytes // 2**18):
+                    yield bytes(2**18)
+            finally:
+                ended.set()
+
+        return StreamingResponse(parts())
+
+    with serving(app, write_timeout_s=0.5) as (address, _), socket.create_connection(address) as connection:
+        connection.sendall(b"GET /large HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        if not reads:
+            assert ended.wait(10)
+            return
+        num_read, begun = 0, time.monotonic()
+        while part := connection.recv(2**18):
+            num_read += len(part)
+            if time.monotonic() - begun < 2:
+                time.sleep(0.05)
+        assert num_read > num_bytes
+
+
 def test_a_pipelined_request_may_take_long() -> None:
     app = application()
     with serving(app, keep_alive_s=1) as (address, _), socket.create_connection(address) as connection:

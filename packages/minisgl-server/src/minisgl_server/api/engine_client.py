@@ -33,19 +33,29 @@ from minisgl_server.api.errors import (
     not_ready,
     rejected,
     shutting_down,
+    slow_client,
 )
 
 logger = logging.getLogger(__name__)
 
+MAX_UNSENT_BYTES = 4 * 2**20
+"""Approximate memory of the output that a stream holds for a client that does not read; beyond it, the request is aborted."""
+_BYTES_PER_TEXT, _BYTES_PER_TOKEN, _BYTES_PER_LOGPROB = 500, 40, 100
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Incoming = EngineInfo | TextBatch | Tokens | Rejected | Count | EngineSnapshot | NoSnapshot | NoReplica | Stop
 
 
 class Generation:
-    """Requests to the engine for one HTTP request. Created by `EngineClient.start`; must be closed."""
+    """Requests to the engine for one HTTP request. Created by `EngineClient.start`; must be closed.
+
+    Attributes:
+        is_sending: output is being sent to the client. If that has to wait for the client, new output takes memory.
+    """
 
     def __init__(self, client: EngineClient, request_ids: Sequence[str]) -> None:
         self._client = client
+        self.is_sending = False
+        self._num_unsent_bytes = 0
         self._running = {request_id: index for index, request_id in enumerate(request_ids)}
         self._arrived: list[tuple[int, Text]] = []
         self._error: Exception | None = None
@@ -62,7 +72,7 @@ class Generation:
         """Wait for new outputs: index of the request among those started together, and new text. Empty at the end.
 
         Raises:
-            ApiError: one of the requests was rejected, or the engine stops.
+            ApiError: one of the requests was rejected, the engine stops, or the client reads too slowly.
             ClientGoneError: the client disconnected.
         """
         while not self._arrived and self._error is None and self._running:
@@ -70,7 +80,7 @@ class Generation:
             await self._wake
         if self._error is not None:
             raise self._error
-        arrived, self._arrived = self._arrived, []
+        arrived, self._arrived, self._num_unsent_bytes = self._arrived, [], 0
         return arrived
 
     def close(self) -> None:
@@ -87,6 +97,7 @@ class Generation:
         """Have `next` raise an error, and abort the requests that still run."""
         if self._error is None:
             self._error = error
+        self._arrived.clear()
         self.close()
 
     def abort_on_disconnect(self, receive: Receive) -> None:
@@ -100,6 +111,10 @@ class Generation:
             del self._running[text.request_id]
         self._arrived.append((index, text))
         self._wake_up()
+        if self.is_sending and self._running:
+            self._num_unsent_bytes += _num_bytes(text)
+            if self._num_unsent_bytes > MAX_UNSENT_BYTES:
+                self.fail(slow_client())
 
     def reject(self, message: Rejected) -> None:
         """End all requests, as one of them was rejected."""
@@ -115,6 +130,14 @@ class Generation:
             pass
         self._disconnect_task = None
         self.fail(ClientGoneError())
+
+
+def _num_bytes(text: Text) -> int:
+    """Return the approximate memory of an output."""
+    num_chars = len(text.text) + len(text.reasoning) + sum([len(call.arguments) for call in text.tool_calls])
+    num_logprobs = sum([1 + len(each.top) for each in text.logprobs or ()])
+    num_bytes = _BYTES_PER_TEXT + num_chars + _BYTES_PER_TOKEN * len(text.token_ids)
+    return num_bytes + _BYTES_PER_LOGPROB * num_logprobs
 
 
 class EngineClient:
@@ -271,6 +294,7 @@ class EngineClient:
                 case TextBatch(outputs):
                     for text in outputs:
                         self._deliver(text)
+                    await asyncio.sleep(0)  # a message that has arrived already does not suspend `receive`
                 case Tokens() as tokens:
                     if (query := self._queries.get(tokens.request_id)) and not query.done():
                         query.set_result(tokens)

@@ -23,6 +23,7 @@ class ConnectionLimits:
         max_total: maximum number of open connections.
         max_per_address: maximum number of open connections per address; addresses of this host have no limit.
         headers_timeout_s: maximum time until a request's headers are complete.
+        write_timeout_s: maximum time for which a client reads nothing of a response that is sent.
         max_unfinished_bytes: maximum bytes of incomplete headers over all connections.
         num_unfinished_bytes: current bytes of incomplete headers.
     """
@@ -30,6 +31,7 @@ class ConnectionLimits:
     max_total: int
     max_per_address: int
     headers_timeout_s: float = 20.0
+    write_timeout_s: float = 300.0
     max_unfinished_bytes: int = 64 * 2**20
     num_unfinished_bytes: int = 0
     _per_address: Counter[str] = field(default_factory=Counter)

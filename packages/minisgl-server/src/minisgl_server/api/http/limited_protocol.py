@@ -2,7 +2,7 @@
 
 A client that has not sent complete headers has passed no middleware, so it is not authenticated. The cost of such
 clients is limited here: number, size and time of headers, trailers, chunk extensions, pipelined requests and connections.
-Nothing here runs per chunk of a response.
+A connection whose client does not read its response is closed, too. Nothing here runs per chunk of a response.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._num_pending = self._num_charged = 0
         self._refusal: ApiError | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._num_unsent = 0
         if error := self.limits.add(self._host, len(self.connections)):
             self._refuse(error)
         else:
@@ -58,8 +60,19 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
         self._stop_timer()
+        self._stop_write_timer()
         self._charge(0)
         self.limits.remove(self._host)
+
+    def pause_writing(self) -> None:
+        """Start the timeout of a client that does not read."""
+        super().pause_writing()
+        self._start_write_timer()
+
+    def resume_writing(self) -> None:
+        """Stop the timeout of a client that does not read."""
+        super().resume_writing()
+        self._stop_write_timer()
 
     def data_received(self, data: bytes) -> None:
         """Parse received bytes; refuse malformed requests and those beyond the limits."""
@@ -172,6 +185,23 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._refuse(ApiError(408, f"The headers were not complete after {seconds:g} s.", code="headers_timeout"))
         else:
             self.transport.close()
+
+    def _start_write_timer(self) -> None:
+        self._num_unsent = self.transport.get_write_buffer_size()
+        self._write_timer = self.loop.call_later(self.limits.write_timeout_s, self._time_out_write)
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def _time_out_write(self) -> None:
+        """Close the connection, unless the client has read a part of the response since the timer was started."""
+        if self.transport.get_write_buffer_size() < self._num_unsent:
+            self._start_write_timer()
+        else:
+            self.limits.log_refused(self._host, "the client does not read its response")
+            self.transport.abort()
 
     def _refuse(self, error: ApiError) -> None:
         """Send the error if no response of the application has begun, drop further input, and close the connection soon."""

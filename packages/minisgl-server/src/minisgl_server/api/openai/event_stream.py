@@ -139,6 +139,8 @@ class EventStreamResponse(Response):
             body += encode(outputs)
             if generation.is_over:
                 return body + self._events.end()
+            generation.is_sending = True
             await send({"type": "http.response.body", "body": body, "more_body": True})
+            generation.is_sending = False
             body = b""
             outputs = choices.count_tokens(await generation.next())
