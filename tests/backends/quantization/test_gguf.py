@@ -78,6 +78,7 @@ def check_type(kind: str) -> None:
     op, weight, x = method.prepare(), modules["m"].weight, torch.randn(37, 768)
     assert relative(op(x), in_8_bits(x) @ weight.double().T) < 1e-6
     assert torch.equal(op(x[5:6]), op(x)[5:6])
+    assert op(x[:0]).shape == (0, 83)
     ids = torch.tensor([82, 0, 17, 17], dtype=torch.int32)
     assert relative(op.rows(ids), weight[ids].double()) < 1e-6
     assert op.rows(torch.tensor([83, 0, -1])).isnan().all(1).tolist() == [True, False, True]
@@ -94,7 +95,7 @@ def test_every_type(kind: str) -> None:
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86")
 @pytest.mark.parametrize("flag", ["-mno-avx512f", "-mno-avx2"])
 def test_every_type_on_older_processors(flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With AVX2, and in portable C."""
+    """Compile for AVX2, and in portable C."""
     monkeypatch.setenv("CC", f"{os.environ.get('CC') or 'gcc'} {flag}")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     older = library.load.__wrapped__(torch.float32)

@@ -261,9 +261,10 @@ static void quantize(XBlock *to, const T *x, int64_t blocks, int type) {
 
 /* out [rows, size] = x [rows, 32 * blocks] @ weight.T, plus bias [size] unless it is null; or, if `gated`, silu(gate) * up, where
    the tiles of `up` follow those of `gate`. Rows of x and out are `x_stride` and `out_stride` apart. `scratch` has 44 bytes per
-   block of x. If it is null, there is one row, and each thread has its quantized activations on its stack. */
+   block of x. If it is null, there is at most one row, and each thread has its quantized activations on its stack. */
 void packed_linear(T *out, int64_t out_stride, const T *x, int64_t x_stride, const uint8_t *packed, const T *bias,
                    XBlock *scratch, int64_t type, int64_t rows, int64_t size, int64_t blocks, int64_t gated) {
+    if (!rows) return; /* without `scratch`, a row of x is read */
     const int64_t tiles = (size + TILE - 1) / TILE, stride = tile_bytes(type, blocks);
     const int64_t fit = CHUNK_BYTES / (blocks * (int64_t)sizeof(XBlock)) / MAX_ROWS * MAX_ROWS;
     const int64_t chunk = fit < MAX_ROWS ? MAX_ROWS : fit;
