@@ -40,8 +40,8 @@ class HopperAttention(TritonAttention):
         super().__init__(spec, pool, page_table)
         self._hopper_decode = decode.HopperDecode(pool, spec.num_q_heads)
 
-    def _workspace(self, num_requests: int) -> None:
-        """Start a step: `HopperDecode` has a workspace of its own."""
+    def _begin_decodes(self, num_requests: int) -> None:
+        """Start a step of `HopperDecode`, which has a workspace of its own."""
         self._hopper_decode.begin_step()
 
     def rotates(self, plan: StepPlan, rotation: Rotation) -> bool:

@@ -80,7 +80,7 @@ class TritonAttention(FusedStoreAttention):
     def plan(self, batch: AttentionBatch) -> StepPlan:
         """Allocate the decodes' workspace, and split the prefills' queries into tiles."""
         n = batch.num_decodes
-        workspace = self._workspace(n) if n else None
+        workspace = self._begin_decodes(n) if n else None
         if n == batch.num_requests:
             return StepPlan(batch, workspace)
         prefills = batch.prefills()
@@ -88,12 +88,13 @@ class TritonAttention(FusedStoreAttention):
 
     def plan_capture(self, batch: AttentionBatch) -> StepPlan:
         """Allocate the workspace. The kernels compute the split-KV partitions on the device, in every replay."""
-        return StepPlan(batch, self._workspace(batch.num_requests))
+        return StepPlan(batch, self._begin_decodes(batch.num_requests))
 
     def plan_replay(self, batch: AttentionBatch) -> None:
         """Do nothing: the captured kernels read the batch's own tensors."""
 
-    def _workspace(self, num_requests: int) -> SplitKVWorkspace | None:
+    def _begin_decodes(self, num_requests: int) -> SplitKVWorkspace | None:
+        """Prepare a step with this many decodes, and return its workspace; see `StepPlan`."""
         spec, make = self.spec, self._decode_kernels.SplitKVWorkspace.make
         heads = (spec.num_q_heads, spec.num_kv_heads)
         return make(num_requests, *heads, spec.head_dim, spec.device, self._num_programs)

@@ -44,7 +44,9 @@ class OneShotCommunicator(NcclCommunicator):
         if reasons := super().unsupported(spec):
             return reasons
         if spec.only_messages:
-            return ["its messages are NCCL's, which torch and pynccl send without its buffers"]
+            return [
+                "it speeds up all-reduces only, and pipeline stages only send and receive (torch and pynccl do that by NCCL)"
+            ]
         if spec.spans_hosts:
             return ["all ranks must be on one host"]
         if spec.size not in _SIZES:

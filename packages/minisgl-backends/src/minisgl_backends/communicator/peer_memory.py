@@ -19,14 +19,17 @@ class _IpcHandle(ctypes.Structure):
 
 
 _LAZY_PEER_ACCESS = 1
-PROTOTYPES |= {
-    "cuMemAlloc_v2": (POINTER(c_uint64), c_size_t),
-    "cuMemFree_v2": (c_uint64,),
-    "cuMemsetD32_v2": (c_uint64, c_uint, c_size_t),
-    "cuIpcGetMemHandle": (POINTER(_IpcHandle), c_uint64),
-    "cuIpcOpenMemHandle_v2": (POINTER(c_uint64), _IpcHandle, c_uint),
-    "cuIpcCloseMemHandle": (c_uint64,),
-}
+"""CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS."""
+PROTOTYPES.update(
+    {
+        "cuMemAlloc_v2": (POINTER(c_uint64), c_size_t),
+        "cuMemFree_v2": (c_uint64,),
+        "cuMemsetD32_v2": (c_uint64, c_uint, c_size_t),
+        "cuIpcGetMemHandle": (POINTER(_IpcHandle), c_uint64),
+        "cuIpcOpenMemHandle_v2": (POINTER(c_uint64), _IpcHandle, c_uint),
+        "cuIpcCloseMemHandle": (c_uint64,),
+    }
+)
 
 
 class PeerMemory:

@@ -58,7 +58,9 @@ class _LaunchConfig(ctypes.Structure):
 
 
 _CLUSTER_DIMENSION, _DEPENDENT_LAUNCH = 4, 6
+"""CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION and CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION."""
 _MAX_DYNAMIC_SHARED_BYTES = 8
+"""CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
 PROTOTYPES |= {
     "cuModuleLoadData": (POINTER(c_void_p), c_char_p),
     "cuModuleGetFunction": (POINTER(c_void_p), c_void_p, c_char_p),
@@ -135,6 +137,7 @@ class TensorMap:
         address: address of the 128 bytes that are passed to the kernel.
     """
 
+    # Values of CUtensorMapDataType, CUtensorMapSwizzle and CUtensorMapL2promotion.
     _BFLOAT16, _SWIZZLE_128 = 9, 3
     _PROMOTIONS: ClassVar = {128: 2, 256: 3}
 

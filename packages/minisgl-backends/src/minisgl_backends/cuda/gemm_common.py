@@ -35,7 +35,7 @@ class GemmVariant(Hashable, Protocol):
 
 @cache
 def compiled(variant: GemmVariant) -> Future[bytes]:
-    """Start compiling a variant, unless that was done before, and return its cubin."""
+    """Start compiling a variant, unless that was done before, and return the future of its cubin."""
     return compile_async(variant.source())
 
 

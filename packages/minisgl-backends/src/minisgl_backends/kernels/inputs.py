@@ -7,12 +7,12 @@ import triton
 import triton.language as tl
 
 _BLOCK = 128
-_MOST_COLUMNS = 4096
+_MAX_COLUMNS = 4096
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _decode_inputs(
-    shared, turn, inputs, last_tokens, table, known, slots, num_tokens, stride,
+    shared, turn, inputs, last_tokens, table, ids, slots, num_tokens, stride,
     K: tl.constexpr, K_BLOCK: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Read the step inputs from mapped pinned memory. All loads precede the first use, so that their latencies overlap."""
@@ -20,7 +20,7 @@ def _decode_inputs(
     mask = token < num_tokens
     start = shared + tl.load(turn) * K * num_tokens + token
     row = tl.load(start, mask=mask, other=0)
-    given = tl.load(start + num_tokens, mask=mask, other=0)
+    given_id = tl.load(start + num_tokens, mask=mask, other=0)
     position = tl.load(start + 2 * num_tokens, mask=mask, other=0)
     new = tl.load(start + 3 * num_tokens, mask=mask, other=-1)
     kind = 4 + tl.arange(0, K_BLOCK)[:, None]
@@ -28,7 +28,7 @@ def _decode_inputs(
     rest = tl.load(start[None, :] + kind * num_tokens, mask=rest_mask, other=0)
     to = inputs + token
     tl.store(to, row, mask=mask)
-    tl.store(to + num_tokens, given, mask=mask)
+    tl.store(to + num_tokens, given_id, mask=mask)
     tl.store(to + 2 * num_tokens, position, mask=mask)
     tl.store(to + 3 * num_tokens, new, mask=mask)
     tl.store(to[None, :] + kind * num_tokens, rest, mask=rest_mask)
@@ -37,7 +37,7 @@ def _decode_inputs(
     page = tl.where(new < 0, tl.load(entry, mask=mask, other=0), new)
     tl.store(entry, new, mask=mask & (new >= 0))
     tl.store(slots + token, page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE, mask=mask)
-    tl.store(known + token, tl.where(given < 0, tl.load(last_tokens + row, mask=mask, other=0), given), mask=mask)
+    tl.store(ids + token, tl.where(given_id < 0, tl.load(last_tokens + row, mask=mask, other=0), given_id), mask=mask)
 
 
 def decode_inputs(
@@ -50,12 +50,12 @@ def decode_inputs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `minisgl_core.contracts.ops.StepOps.decode_inputs`. Only the rows of the page table may be strided."""
     kinds, count = inputs.shape
-    known, slots = (torch.empty(count, dtype=dtype, device=inputs.device) for dtype in (torch.int32, torch.int64))
+    ids, slots = (torch.empty(count, dtype=dtype, device=inputs.device) for dtype in (torch.int32, torch.int64))
     _decode_inputs[(triton.cdiv(count, _BLOCK),)](
-        shared, turn, inputs, last_tokens, page_table, known, slots, count, page_table.stride(0),
+        shared, turn, inputs, last_tokens, page_table, ids, slots, count, page_table.stride(0),
         K=kinds, K_BLOCK=triton.next_power_of_2(max(kinds - 4, 1)), PAGE_SIZE=page_size, BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip
-    return known, slots
+    return ids, slots
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -92,7 +92,7 @@ def gather_rows(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     size = table.shape[1]
     out = table.new_empty(len(index), size)
     if out.numel():
-        block = min(triton.next_power_of_2(size), _MOST_COLUMNS)
+        block = min(triton.next_power_of_2(size), _MAX_COLUMNS)
         _gather_rows[(len(index), triton.cdiv(size, block))](table, index, out, size, BLOCK=block, num_warps=4)
     return out
 

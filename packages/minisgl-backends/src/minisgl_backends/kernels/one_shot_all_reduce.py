@@ -110,7 +110,7 @@ def _all_gather(
 
 @triton.jit
 def _reset_last_buffer(own, state, buffer, SIZE: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr):
-    """Fill the words that this program read in the previous call with EMPTY."""
+    """Fill a part of the words that the previous call received with EMPTY. That call has ended, so any program may do it."""
     num_rows = tl.load(state + 1)
     num_words = tl.load(state + 2)
     last = own + (buffer + 2) % 3 * (2 * SIZE * ROW)

@@ -72,8 +72,8 @@ def _packed_gemm(
     total = tl.zeros((COLS, ROWS), tl.float32)
     gated = tl.zeros((COLS, ROWS), tl.float32)
     await_previous(PDL)
-    share = tl.cdiv(chunks, SPLITS)
-    for chunk in range(split * share, tl.minimum((split + 1) * share, chunks)):
+    chunks_per_split = tl.cdiv(chunks, SPLITS)
+    for chunk in range(split * chunks_per_split, tl.minimum((split + 1) * chunks_per_split, chunks)):
         for i in tl.static_range(PARTS):
             part = chunk * CHUNK + i * SUB
             if i % PER_CODE == 0:

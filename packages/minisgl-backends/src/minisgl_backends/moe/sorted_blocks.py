@@ -42,21 +42,21 @@ def _sort(  # type: ignore[no-untyped-def]
     CHUNK: tl.constexpr,
 ):
     """Program e writes the blocks of expert e, and the last program marks the unused blocks. Each program counts all rows."""
-    mine = tl.program_id(0)
-    lane, everyone = tl.arange(0, CHUNK), tl.arange(0, E_BLOCK)
+    own_expert = tl.program_id(0)
+    lane, all_experts = tl.arange(0, CHUNK), tl.arange(0, E_BLOCK)
     counts = tl.zeros((E_BLOCK,), dtype=tl.int32)
     for start in range(0, num_rows, CHUNK):
         chunk = tl.load(ids + start + lane, mask=start + lane < num_rows, other=num_experts)
         counts += tl.histogram(chunk.to(tl.int32), E_BLOCK)
     blocks = (counts + BLOCK_SIZE - 1) // BLOCK_SIZE
-    first = tl.sum(tl.where(everyone < mine, blocks, 0))
-    end = num_blocks if mine == num_experts else first + tl.sum(tl.where(everyone == mine, blocks, 0))
+    first = tl.sum(tl.where(all_experts < own_expert, blocks, 0))
+    end = num_blocks if own_expert == num_experts else first + tl.sum(tl.where(all_experts == own_expert, blocks, 0))
     for start in range(first, end, CHUNK):
-        tl.store(experts + start + lane, mine, mask=start + lane < end)
-    if mine < num_experts:
+        tl.store(experts + start + lane, own_expert, mask=start + lane < end)
+    if own_expert < num_experts:
         out, count = rows + first * BLOCK_SIZE, 0
         for start in range(0, num_rows, CHUNK):
-            hit = tl.load(ids + start + lane, mask=start + lane < num_rows, other=num_experts) == mine
+            hit = tl.load(ids + start + lane, mask=start + lane < num_rows, other=num_experts) == own_expert
             place = count + tl.cumsum(hit.to(tl.int32), 0) - 1
             tl.store(out + place, start + lane, mask=hit)
             count += tl.sum(hit.to(tl.int32))

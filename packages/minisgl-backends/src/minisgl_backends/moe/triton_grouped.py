@@ -1,7 +1,8 @@
 """The two grouped GEMMs of a gated expert layer. Imports triton.
 
-Shape legend: T tokens, K experts per token, R = T * K rows, E experts, H hidden size, I intermediate size. Each program
-computes one block of rows, which belong to one expert, and one block of output columns.
+Shape legend: T tokens, K experts per token, R = T * K rows, E experts, H hidden size, I intermediate size. With packed
+weights, G blocks of inputs have a scale each. Each program computes one block of rows, which belong to one expert, and one block
+of output columns.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ def _gate_up_activation(  # type: ignore[no-untyped-def]
     x,  # [T, H]
     x_scales,  # [T], float32
     weights,  # [E, 2 * I, H], gate above up
-    scales,  # [E, 2 * I], float32
-    zeros,
+    scales,  # [E, 2 * I], float32, or of blocks: [E, 2 * I, G]
+    zeros,  # [E, 2 * I, G], uint8
     bias,  # [E, 2 * I]
     out,  # [R, I]
     block_rows,
@@ -143,8 +144,8 @@ def _weighted_down(  # type: ignore[no-untyped-def]
     hidden,  # [R, I]
     hidden_scales,  # [R], float32
     weights,  # [E, H, I]
-    scales,  # [E, H], float32
-    zeros,
+    scales,  # [E, H], float32, or of blocks: [E, H, G]
+    zeros,  # [E, H, G], uint8
     bias,  # [E, H]
     row_weights,  # [R], float32
     out,  # [R, H]

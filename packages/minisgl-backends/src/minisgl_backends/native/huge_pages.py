@@ -41,7 +41,7 @@ class HugePages:
 
 
 def _mapping(num_bytes: int) -> np.ndarray:
-    """Return a mapping in huge pages. What does not fill one is in small pages, which take no more memory than they hold."""
+    """Return a mapping in huge pages. The rest is in small pages, which take no more memory than they hold."""
     memory = mmap.mmap(-1, num_bytes + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     start = -np.frombuffer(memory, np.uint8).ctypes.data % _HUGE
     with suppress(OSError):  # the kernel has no huge pages

@@ -1,5 +1,5 @@
-/* RMSNorm, RoPE, activation, sampling and the KV store for CPUs, in portable C with OpenMP. `library.py` compiles this file once per
-   element type.
+/* RMSNorm, RoPE, activation, sampling and the KV store for CPUs, in portable C with OpenMP. `library.py` compiles this file once
+   per element type.
 
    Shape legend: N requests or tokens, Hq and Hkv heads, G = Hq / Hkv, D head dimension, S tokens per page. */
 #include "common.h"
@@ -101,8 +101,8 @@ void argmax(int64_t *out, const T *x, int64_t rows, int64_t size) {
 
 /* ---- Step inputs and outputs, sampling ---- */
 
-/* See StepOps.decode_inputs: `inputs` [count][tokens] = shared[turn]; the first rows are rows of the table, token ids, positions and
-   new pages. */
+/* See StepOps.decode_inputs: `inputs` [count][tokens] = shared[turn]; the first rows are rows of the table, token ids, positions
+   and new pages. */
 void decode_inputs(int32_t *ids, int64_t *slots, int32_t *inputs, const int32_t *shared, const int32_t *turn,
                    const int32_t *last_tokens, int32_t *table, int64_t columns, int64_t page_size, int64_t count, int64_t tokens) {
     memcpy(inputs, shared + *turn * count * tokens, count * tokens * sizeof *inputs);
@@ -115,7 +115,9 @@ void decode_inputs(int32_t *ids, int64_t *slots, int32_t *inputs, const int32_t 
     }
 }
 
-void decode_outputs(const int64_t *sampled, const int32_t *rows, int32_t *last_tokens, int64_t *shared, int32_t *turn, int64_t tokens) {
+/* See StepOps.decode_outputs. */
+void decode_outputs(const int64_t *sampled, const int32_t *rows, int32_t *last_tokens, int64_t *shared, int32_t *turn,
+                    int64_t tokens) {
     memcpy(shared + *turn * tokens, sampled, tokens * sizeof *sampled);
     for (int64_t i = 0; i < tokens; i++) last_tokens[rows[i]] = (int32_t)sampled[i];
     *turn = 1 - *turn;
@@ -131,8 +133,9 @@ INLINE float exp_weights(float *weights, const T *x, int64_t count, float best, 
     return sum;
 }
 
-/* Token per row: the first of the largest logits where the temperature is 0, else the first at which the cumulative sum of
-   exp(logit / temperature) exceeds `uniform` times its total. Sums are kept per part, so that only the crossing part is computed again. */
+/* Token per row: the first of the largest logits if the temperature is 0, else the first at which the cumulative sum of
+   exp(logit / temperature) exceeds `uniform` times its total. Sums are kept per part of the vocabulary, so that only the part with
+   the crossing is computed again. */
 void sample(int64_t *out, const T *x, const float *temperature, const float *uniform, int64_t rows, int64_t size) {
     const int64_t parts = (size + SAMPLE_PART - 1) / SAMPLE_PART, rest = size - (parts - 1) * SAMPLE_PART;
     argmax(out, x, rows, size);

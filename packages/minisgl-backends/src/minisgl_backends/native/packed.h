@@ -6,8 +6,9 @@
    A weight is scale * (code - zero), or scale * code + minimum. (ggml subtracts the minima of K-quants; here they are negated.)
 
    Planes are ordered from the highest bits to the lowest: 3 bits are 1 + 2, 5 are 1 + 4, and 6 are 2 + 4. So a block is read in
-   ascending order, which hardware prefetchers follow. A plane is an array of 32-bit words [..][16 rows]. Byte j of a word has columns 4k + j of its row, so that a SIMD register of words, one per
-   row, is multiplied by word k of x, broadcast to all lanes (VNNI's vpdpbusd). */
+   ascending order, which hardware prefetchers follow. A plane is an array of 32-bit words [..][16 rows]. Byte j of a word has
+   columns 4k + j of its row. So a SIMD register of words, one per row, is multiplied by word k of x, which is broadcast to all
+   lanes (VNNI's vpdpbusd). */
 #pragma once
 #include "common.h"
 

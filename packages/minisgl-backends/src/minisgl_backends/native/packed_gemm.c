@@ -5,6 +5,7 @@
    the other rows nor on their number. */
 #include "packed.h"
 
+/* Quantized activations of one row and one block of 32 columns. */
 typedef struct {
     float scale;
     union {

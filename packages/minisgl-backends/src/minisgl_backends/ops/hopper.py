@@ -31,7 +31,7 @@ class HopperOps(TritonLinear, TritonNorm, TritonRotary):
         from minisgl_backends.cuda import gated_gemm, small_m_gemm
 
         self._gated = gated_gemm
-        self._small_m, self._stream_scratch = small_m_gemm, small_m_gemm.StreamKWorkspace(device)
+        self._small_m, self._stream_k_workspace = small_m_gemm, small_m_gemm.StreamKWorkspace(device)
         self._max_small_m_rows = 0
 
     def overlaps(self, num_rows: int) -> bool:
@@ -50,11 +50,11 @@ class HopperOps(TritonLinear, TritonNorm, TritonRotary):
 
     def prepare_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
         """See `LinearOps.prepare_gated`."""
-        few = self._with_small_m_gemm(super().prepare_gated(weight, bias), weight, bias, gated=True)
+        other = self._with_small_m_gemm(super().prepare_gated(weight, bias), weight, bias, gated=True)
         if not self._gated.fits(weight, bias):
-            return few
-        many = self._gated.HopperGatedGemm(weight)
-        return lambda x: many(x) if x.dim() == 2 and many.takes(x) else few(x)
+            return other
+        large = self._gated.HopperGatedGemm(weight)
+        return lambda x: large(x) if x.dim() == 2 and large.takes(x) else other(x)
 
     def _row_sizes(self, weight: torch.Tensor, *, gated: bool) -> list[int]:
         max_rows = worthwhile_rows(*weight.shape, gated=gated)
@@ -67,5 +67,7 @@ class HopperOps(TritonLinear, TritonNorm, TritonRotary):
             return other
         row_sizes = self._row_sizes(weight, gated=gated)
         self._max_small_m_rows = max(self._max_small_m_rows, *row_sizes)
-        own = self._small_m.HopperSmallMGemm(weight, bias, self._stream_scratch, gated=gated, row_sizes=row_sizes)
-        return lambda x: own(x) if x.dim() == 2 and own.takes(x) else other(x)
+        small_m = self._small_m.HopperSmallMGemm(
+            weight, bias, self._stream_k_workspace, gated=gated, row_sizes=row_sizes
+        )
+        return lambda x: small_m(x) if x.dim() == 2 and small_m.takes(x) else other(x)

@@ -18,8 +18,6 @@ from minisgl_core.platforms.cpu_graphs import call
 _DTYPES = (torch.bfloat16, torch.float32)
 _PACK_ROWS = 16
 """Rows of x that the packed layout is chosen for. GEMMs with other numbers of rows use the same layout."""
-
-
 _MAX_PLAIN_BYTES = psutil.virtual_memory().total // 10
 """Maximum total size of the plain weights that are kept in addition to the packed ones."""
 
@@ -48,20 +46,20 @@ class PackedLinear:
 class PackedGated:
     """``silu(x @ gate.T) * (x @ up.T)``, with the activation and the multiplication in the GEMMs' epilogues."""
 
-    __slots__ = ("_gate", "_gemm", "_plain", "_times", "_up")
+    __slots__ = ("_gate", "_gemm", "_gemm_and_mul", "_plain", "_up")
 
     def __init__(self, weight: torch.Tensor, keep: bool) -> None:
         self._plain = weight if keep else None
         self._gate, self._up = (_pack(half) for half in weight.chunk(2))
         self._gemm = torch.ops.mkldnn._linear_pointwise.default
-        self._times = torch.ops.mkldnn._linear_pointwise.binary
+        self._gemm_and_mul = torch.ops.mkldnn._linear_pointwise.binary
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._plain is not None and len(x) == 1:
             gate, up = _one_row(x, self._plain, None).chunk(2, dim=-1)
             return F.silu(gate).mul_(up)
         activated = self._gemm(x, self._gate, None, "swish", [], "")
-        out: torch.Tensor = self._times(x, activated, self._up, None, "mul")
+        out: torch.Tensor = self._gemm_and_mul(x, activated, self._up, None, "mul")
         return out
 
 

@@ -16,7 +16,7 @@ class TritonLinear(TritonProvider, LinearOps):
         from minisgl_backends.kernels import quantize, small_m_gemm, split_k
 
         self._small_m_gemm, self._quantize = small_m_gemm, quantize
-        self._split_scratch = split_k.SplitKWorkspace(device)
+        self._workspace = split_k.SplitKWorkspace(device)
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
         """See `LinearOps.prepare_linear`."""
@@ -67,7 +67,7 @@ class TritonLinear(TritonProvider, LinearOps):
     ) -> LinearOp:
         if self.dtype != torch.bfloat16 or not self._small_m_gemm.fits(weight):
             return large
-        small_m = self._small_m_gemm.SmallMGemm(weight, bias, self._split_scratch, gated=gated, scales=scales)
+        small_m = self._small_m_gemm.SmallMGemm(weight, bias, self._workspace, gated=gated, scales=scales)
         max_rows, quantize_rows = self._small_m_gemm.MAX_ROWS, self._quantize.quantize_rows
         return lambda x: small_m(*quantize_rows(x)) if len(x) <= max_rows else large(x)
 
@@ -76,7 +76,7 @@ class TritonLinear(TritonProvider, LinearOps):
     ) -> LinearOp:
         if not self._small_m_gemm.fits(weight):
             return large
-        small_m = self._small_m_gemm.SmallMGemm(weight, bias, self._split_scratch, gated=gated)
+        small_m = self._small_m_gemm.SmallMGemm(weight, bias, self._workspace, gated=gated)
         max_rows = self._small_m_gemm.MAX_ROWS
         return lambda x: small_m(x) if len(x) <= max_rows else large(x)
 

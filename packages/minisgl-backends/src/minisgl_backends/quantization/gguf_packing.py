@@ -83,7 +83,7 @@ def _q3_k(block: torch.Tensor) -> Unpacked:
     return (
         low | _split(block[..., :32], 1).flatten(-2) << 2,
         (low_scales | high_scales << 4) - 32,
-        _alone(block[..., 108:]),
+        _without_min(block[..., 108:]),
     )
 
 
@@ -100,7 +100,7 @@ def _q5_k(block: torch.Tensor) -> Unpacked:
 def _q6_k(block: torch.Tensor) -> Unpacked:
     low = _split(_grouped(block[..., :128], 2), 4).flatten(-3)
     high = _split(_grouped(block[..., 128:192], 2), 2).flatten(-3)
-    return low | high << 4, block[..., 192:208], _alone(block[..., 208:])
+    return low | high << 4, block[..., 192:208], _without_min(block[..., 208:])
 
 
 def _k_scales(block: torch.Tensor) -> torch.Tensor:
@@ -116,7 +116,7 @@ def _negative_min(halves: torch.Tensor) -> torch.Tensor:
     return halves ^ halves.new_tensor([0, 0, 0, 128])
 
 
-def _alone(half: torch.Tensor) -> torch.Tensor:
+def _without_min(half: torch.Tensor) -> torch.Tensor:
     """Return the float16 of a superblock without minimum as a pair with 0."""
     return F.pad(half, (0, 2))
 

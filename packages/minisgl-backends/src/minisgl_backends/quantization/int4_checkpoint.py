@@ -168,7 +168,7 @@ class StoredPart:
         """Return the order in which the loaded columns are stored.
 
         Raises:
-            ModelFormatError: the group of an input is out of range, or is not the one that its place gives without act-order.
+            ModelFormatError: a group is out of range, or the inputs are not in the order of their groups without act-order.
         """
         size, columns = self._group_size, self._columns
         groups, most = self._index.long(), self._groups.total
