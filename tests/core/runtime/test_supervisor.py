@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -107,6 +108,19 @@ def test_a_killed_child_is_named_before_those_that_fail(supervisor: Supervisor) 
         time.sleep(0.01)  # not waited for, as the supervisor reads their exit codes
     with pytest.raises(WorkerDiedError, match="'victim' was killed by SIGKILL"):
         supervisor.wait_ready()
+
+
+def test_a_killed_child_whose_end_becomes_visible_after_a_failure_is_named(supervisor: Supervisor) -> None:
+    supervisor.start("peer", children.fail_by_bug)
+    supervisor.start("victim", children.never_ready)
+    peer, victim = (psutil.Process(supervisor.pid(name)) for name in ("peer", "victim"))
+    while peer.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)  # not waited for, as the supervisor reads its exit code
+    killer = threading.Timer(0.3, victim.kill)
+    killer.start()
+    with pytest.raises(WorkerDiedError, match="'victim' was killed by SIGKILL"):
+        supervisor.wait_ready()
+    killer.join()
 
 
 def test_a_killed_child_is_named_with_its_signal(supervisor: Supervisor) -> None:

@@ -37,6 +37,8 @@ _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that children ignore."""
 GRACE_S = 3.0
 """Time from `END_SIGNAL` to SIGKILL."""
+_KILLED_S = 1.0
+"""Time from the failure of a child in which the end of a killed one is its cause."""
 _MAX_WAIT_S = 3600.0
 """Longest timeout of one system call, which counts milliseconds in 32 bits."""
 
@@ -147,9 +149,7 @@ class Supervisor:
             watched = [pipe for name, pipe in self._pipes.items() if name not in self._ending]
             wait_s = _MAX_WAIT_S if remaining is None else min(remaining, _MAX_WAIT_S)
             events = connection.wait([*watched, *exits, *([] if wake is None else [wake])], wait_s)
-            # Report a killed child first: the others fail because they lose their connection to it.
-            for name in sorted(self._pipes, key=self._was_killed, reverse=True):
-                self._check_child(name)
+            self._check_children()
             if remaining == 0 or (wake is not None and wake in events):
                 return until()
 
@@ -176,9 +176,23 @@ class Supervisor:
         self._processes.clear()
         self._pipes.clear()
 
-    def _was_killed(self, name: str) -> bool:
-        """Return True if a signal ended a child."""
-        return (self._processes[name].exitcode or 0) < 0
+    def _check_children(self) -> None:
+        """Read the messages of all children. Raise an error if one failed or died; a killed child is reported first."""
+        try:
+            for name in self._pipes:
+                self._check_child(name)
+        except WorkerDiedError as error:
+            # Children fail because they lose their connection to a killed one, whose end may become visible only after that.
+            deadline = time.monotonic() + (0.0 if isinstance(error, WorkerRefusedError) else _KILLED_S)
+            while not (killed := self._killed()) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            for name in killed:
+                self._check_child(name)
+            raise
+
+    def _killed(self) -> list[str]:
+        """Return the names of the children that a signal ended, without those that were asked to end."""
+        return [name for name, each in self._processes.items() if name not in self._ending and (each.exitcode or 0) < 0]
 
     def _check_child(self, name: str) -> None:
         """Read a child's messages. Raise an error if it failed or died."""
