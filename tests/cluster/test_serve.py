@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import openai
 import pytest
 import tiny_folder
 from launched import DEADLINE_S
@@ -136,12 +137,19 @@ def test_the_cluster_serves_without_a_killed_api_or_launch(nodes: list[RayNode])
     flags = ("--replicas", "2", "--model", tiny_folder.llama())
     first = Launch(nodes[0], *flags).wait_started()
     try:
-        with ThreadPoolExecutor(1) as pool:
+        with ThreadPoolExecutor(2) as pool:
             stream = pool.submit(first.stream, started, 2000)
+            whole = pool.submit(
+                first.client.completions.create, model="m", prompt="w", extra_body={"min_tokens": 2000}, max_tokens=2000
+            )
             assert started.acquire(timeout=DEADLINE_S)
+            time.sleep(0.3)
             [api] = [each for node in nodes for each in node.processes("ServeReplica:minisgl:API")]
             api.kill()
-            assert stream.result(DEADLINE_S)[-1] in ("APIError", "APIConnectionError")  # the connection is closed
+            assert stream.result(DEADLINE_S)[-1] == "replica_lost"
+            with pytest.raises(openai.InternalServerError) as error:
+                whole.result(DEADLINE_S)
+            assert (error.value.status_code, error.value.code) == (503, "replica_lost")
         deadline = time.monotonic() + DEADLINE_S
         while first.stream(started, 4)[-1] != "length":
             assert time.monotonic() < deadline

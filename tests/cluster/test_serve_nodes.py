@@ -15,7 +15,7 @@ from hosts import Hosts
 from launched import DEADLINE_S
 from many_streams import count_errors
 from ray_node import RayNode
-from serve_launch import Launch, engines, wait_for_engines
+from serve_launch import Launch, Service, engines, wait_for_engines
 
 pytest.importorskip("ray", reason="ray is not installed")
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
@@ -116,14 +116,20 @@ def test_the_loss_of_the_head_ends_streams_and_the_launch(
 ) -> None:
     started = threading.Semaphore(0)
     running = [*launch.processes(*nodes), *(each for node in nodes for each in node.processes("ServeReplica"))]
-    with ThreadPoolExecutor(4) as pool:
+    other = Service()  # by the proxy of the second node
+    other.connect(launch.url.replace(nodes[0].address, nodes[1].address))
+    with ThreadPoolExecutor(8) as pool:
         streams = [pool.submit(launch.stream, started, NUM_TOKENS) for _ in range(4)]
-        for _ in streams:
+        others = [pool.submit(other.stream, started, NUM_TOKENS) for _ in range(4)]
+        for _ in (*streams, *others):
             assert started.acquire(timeout=DEADLINE_S)
         report = Report(capsys)
         nodes[0].processes("/gcs_server")[0].kill()
         assert {each.result(DEADLINE_S)[-1] for each in streams} == {"APIConnectionError"}  # the connection is closed
-        report("the last stream ended")
+        report("the last stream through the head ended")
+        ends = {each.result(DEADLINE_S)[-1] for each in others}
+        report(f"the last stream through the other node ended; {ends}")
+        assert ends <= {"replica_lost", "engine_stopped"}
         assert launch.process.wait(DEADLINE_S) == 1
         report("the launch ended")
     assert "The head of the Ray cluster has not answered" in launch.stderr()

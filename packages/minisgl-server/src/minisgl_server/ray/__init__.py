@@ -7,6 +7,7 @@
 - `api` runs the application of `minisgl_server.api`, and calls an engine for each request of the tokenizer workers.
 - `engine` runs the ranks of one engine, and sends its output to the callers.
 - `request_router` is Serve's request router for these calls, with the policies of ``--router``.
+- `proxy_middleware` is loaded by the proxy. It ends responses with an error if the replica of the API or the head is lost.
 - `launch` is ``minisgl launch --executor ray --replicas``.
 
 A call lasts as long as its request. So Serve counts requests, scales by them, lets them end before it stops a replica, and tells
@@ -18,6 +19,9 @@ from __future__ import annotations
 from typing import Any
 
 from minisgl_core.errors import MinisglError
+
+API_APP = "minisgl"
+"""Serve application of the API."""
 
 
 def build_app(config: dict[str, Any]) -> Any:

@@ -28,12 +28,12 @@ from minisgl_core.protocol.messages import Decoder, EngineInfo
 from minisgl_server.launch.allowed_hosts import allowed_hosts
 from minisgl_server.launch.launcher import listen, url_host
 from minisgl_server.options import ServerOptions
-from minisgl_server.ray import require_serve
+from minisgl_server.ray import API_APP, require_serve
 
-API_APP = "minisgl"
-"""Serve application of the API."""
 ENGINES_APP = "minisgl-engines-"
 """Beginning of the names of the engines' applications."""
+PROXY_ENVIRONMENT = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "minisgl_server.ray.proxy_middleware:middlewares"}
+"""Environment variables of Serve's proxies, which have them from the controller."""
 POLL_S = 1.0
 DRAIN_SLACK_S = 10.0
 """Time beyond ``--drain-timeout`` that an application has to end."""
@@ -105,7 +105,9 @@ def _deploy(config: EngineConfig, options: ServerOptions, name: str, environment
     if not port:
         with listen(options.host, 0) as listener:
             port = listener.getsockname()[1]
-    serve.start(proxy_location="EveryNode", http_options={"host": options.host, "port": port})
+    controller = {"runtime_env": {"env_vars": PROXY_ENVIRONMENT}}
+    http_options = {"host": options.host, "port": port}
+    serve.start(proxy_location="EveryNode", http_options=http_options, controller_options=controller)
     http = _get_global_client().http_config  # if Serve runs already, it keeps its own
     if (http.host, http.port) != (options.host, port):
         options, port = replace(options, host=http.host), http.port
