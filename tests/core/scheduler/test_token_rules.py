@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import timeit
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.protocol.messages import Submit
-from minisgl_core.sampling_params import SamplingParams
+from minisgl_core.sampling_params import MAX_BAD_WORDS, SamplingParams
 from minisgl_core.scheduler.token_rules import TokenRules
 
 PROMPTS = [(5, 9, 3), (30,), (44, 44, 44, 7)]
@@ -90,6 +91,15 @@ def test_what_would_complete_a_bad_word_is_banned(bad_words: list[list[int]], ou
     expected = {each[-1] for each in bad_words if output[len(output) - len(each) + 1 :] == each[:-1]}
     expected &= {each[-1] for each in bad_words if len(each) - 1 <= len(output)}
     assert (set() if rules is None else rules.banned_after(np.array(output, np.int32))) == expected
+
+
+def test_many_bad_words_with_one_last_token_but_one_take_little_time() -> None:
+    words = [[3 + i // 32, 3 + i % 32, *[9] * 12, 5, 7] for i in range(MAX_BAD_WORDS)]
+    submit = Submit(request_id="r", token_ids=np.array([5], np.int32), sampling=SamplingParams(), bad_words=words)
+    rules = TokenRules.of(submit)
+    assert rules is not None
+    output = np.array([5] * 1000, np.int32)
+    assert min(timeit.repeat(lambda: rules.banned_after(output), number=10, repeat=10)) < 10 * 0.25e-3
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -16,17 +17,19 @@ from minisgl_core.scheduler.int32_buffer import Int32
 class TokenRules:
     """Token restrictions of one request.
 
-    Bad words are indexed by the token before their last one, so that the cost of a step does not grow with their number.
+    Bad words are indexed by their last token but one, so that a step usually compares few of them with the output. A client can
+    choose words that all have the same one, so they are compared as bytes, which is fast.
 
     Attributes:
         allowed: the only tokens that may be generated; None for all.
         banned: tokens that are bad words by themselves.
-        sequences: bad words of several tokens, indexed by their last token but one.
+        sequences: bad words of several tokens, indexed by their last token but one. Each is the int32 bytes of all tokens but the
+            last, and the last token.
     """
 
     allowed: tuple[int, ...] | None
     banned: frozenset[int]
-    sequences: dict[int, list[list[int]]] = field(default_factory=dict)
+    sequences: dict[int, list[tuple[bytes, int]]] = field(default_factory=dict)
     _mask: Masks | None = None
 
     @classmethod
@@ -39,7 +42,8 @@ class TokenRules:
         )
         for sequence in submit.bad_words:
             if len(sequence) > 1:
-                rules.sequences.setdefault(sequence[-2], []).append(sequence)
+                prefix = array("i", sequence[:-1]).tobytes()
+                rules.sequences.setdefault(sequence[-2], []).append((prefix, sequence[-1]))
         return rules
 
     def allowed_mask(self, width: int) -> Masks | None:
@@ -59,5 +63,8 @@ class TokenRules:
         """Return the tokens that would complete a bad word after these output tokens."""
         if not self.sequences or not len(output):
             return self.banned
-        candidates = self.sequences.get(int(output[-1]), ())
-        return self.banned.union(each[-1] for each in candidates if output[1 - len(each) :].tolist() == each[:-1])
+        candidates = self.sequences.get(int(output[-1]))
+        if candidates is None:
+            return self.banned
+        known = output.tobytes()
+        return self.banned.union([last for prefix, last in candidates if known.endswith(prefix)])
