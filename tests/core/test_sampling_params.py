@@ -11,7 +11,7 @@ import tiny
 from minisgl_core.contracts.structured_outputs import StructuredOutputs
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.protocol.messages import Decoder, encode
-from minisgl_core.sampling_params import SamplingParams
+from minisgl_core.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 
 INTEGERS = sorted({edge + more for edge in (-(2**63), -(2**31), 0, 2**31, 2**63, 10**400) for more in (-1, 0, 1)})
 FLOATS = (-0.0, 0, 5e-324, 1e-46, 1e-38, 1e-6, 1e-5, 1 - 2**-53, 1, 2, 1e6, 3.4e38, 3.5e38, 1.7e308, 10**400)
@@ -78,6 +78,14 @@ def test_factors_that_would_lead_out_of_float32_are_refused(name: str, value: fl
 def test_a_repetition_penalty_of_next_to_nothing_is_refused(value: float) -> None:
     with pytest.raises(InvalidValueError, match="must be a number from 1e-6"):
         SamplingParams(repetition_penalty=value)
+
+
+def test_the_number_of_stop_tokens_is_limited() -> None:
+    assert len(SamplingParams(stop_token_ids=tuple(range(MAX_STOP_TOKEN_IDS))).stop_token_ids) == MAX_STOP_TOKEN_IDS
+    with pytest.raises(
+        InvalidValueError, match="stop_token_ids='1025 tokens' is not valid: must be at most 1024 tokens"
+    ):
+        SamplingParams(stop_token_ids=tuple(range(MAX_STOP_TOKEN_IDS + 1)))
 
 
 @pytest.mark.parametrize(

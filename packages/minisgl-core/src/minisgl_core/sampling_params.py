@@ -18,6 +18,8 @@ MAX_STOPS = 256
 """Most stop texts. Each of them is matched against every character."""
 MAX_STOP_CHARS = 2**15
 """Most characters of all stop texts together. A table has one entry per character."""
+MAX_STOP_TOKEN_IDS = 1024
+"""Most ``stop_token_ids``. Before ``min_tokens``, each step bans all of them."""
 MAX_BIASES = 1 << 20
 """Most entries of ``logit_bias`` or ``allowed_token_ids`` times ``n``, since each output is a separate request."""
 MAX_BAD_WORDS = 1024
@@ -88,6 +90,8 @@ class SamplingParams:
         for name in ("stop", "bad_words"):
             object.__setattr__(self, name, _texts(name, getattr(self, name)))
         object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        if (num_stops := len(self.stop_token_ids)) > MAX_STOP_TOKEN_IDS:
+            raise InvalidValueError("stop_token_ids", f"{num_stops} tokens", f"at most {MAX_STOP_TOKEN_IDS} tokens")
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         self._check_integers()
         self._check_numbers()
@@ -189,6 +193,8 @@ def _texts(name: str, value: Any) -> tuple[str, ...]:
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     ids = () if value is None else value
+    if isinstance(ids, list | tuple) and set(map(type, ids)) <= {int}:  # fast for the scheduler, which decodes many
+        return tuple(ids)
     if not isinstance(ids, Collection) or not all(_is_token_id(token) for token in ids):
         raise InvalidValueError(name, value, "a list of token ids, which are whole numbers")
     return tuple(int(token) for token in ids)

@@ -64,9 +64,8 @@ class SchedulerLimits:
             ("allowed_token_ids", submit.sampling.allowed_token_ids or ()),
             *(("bad_words", each) for each in submit.bad_words),
         ):
-            for token in ids:
-                if not 0 <= token < self.vocab_size:
-                    raise self._bad_token(name, token)
+            if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:  # faster than a loop over a large `logit_bias`
+                raise self._bad_token(name, next(token for token in ids if not 0 <= token < self.vocab_size))
         if submit.adapter_id:
             raise InvalidValueError("adapter_id", submit.adapter_id, "left out", "This engine has no adapters.")
         self._check_rules(submit)
