@@ -20,12 +20,12 @@ from minisgl_core.utils.suggestions import did_you_mean
 from minisgl_server.launch.api_keys import api_key_digests
 from minisgl_server.options import ServerOptions
 from minisgl_server.ray.api import API
-from minisgl_server.ray.engine import Engine
+from minisgl_server.ray.engine import HEALTH_CHECK_S, Engine
 
 SPARE_SLOTS = 8
 """Slots of the routing policy for replicas that are stopping."""
-HEALTH_TIMEOUT_S = 30.0
-"""Longest time that a scheduler may take to answer; three misses end a replica."""
+HEALTH_TIMEOUT_S = 2 * HEALTH_CHECK_S
+"""Longest time that a replica may take to return from `Engine.check_health`; three misses in a row end it."""
 
 
 def parse(config: dict[str, Any]) -> tuple[EngineConfig, ServerOptions, dict[str, Any]]:

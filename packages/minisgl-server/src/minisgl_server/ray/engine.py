@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -44,6 +45,10 @@ IDLE_S = 60.0
 """Time without requests after which the connection to a caller is closed."""
 HEARTBEAT_S = 2.0
 """Time between two heartbeats to each caller."""
+HEALTH_CHECK_S = 15.0
+"""Longest time that the scheduler may take to answer a health check."""
+MAX_MISSED_CHECKS = 3
+"""Missed health checks in a row after which the replica ends."""
 
 
 class Route(NamedTuple):
@@ -82,6 +87,7 @@ class Engine:
         self._running: dict[str, _Running] = {}
         self._callers: dict[str, _Caller] = {}
         self._health: asyncio.Future[None] | None = None
+        self._num_missed_checks = 0
         self._decode = Decoder(Submit)
         try:
             info = await asyncio.to_thread(self._start)
@@ -149,10 +155,27 @@ class Engine:
             caller.last_used_s = time.monotonic()
 
     async def check_health(self) -> None:
-        """Wait until the scheduler answers, and close idle connections. Serve calls this, and limits its time."""
+        """Wait until the scheduler answers, and close idle connections. Serve calls this every few seconds.
+
+        Serve itself would let the running requests of an unhealthy replica finish, which they do not if the scheduler hangs. So
+        this kills the scheduler, and `_watch` ends the replica.
+
+        Raises:
+            TimeoutError: the scheduler has not answered in time.
+        """
         self._health = asyncio.get_running_loop().create_future()
         self._scheduler.send(Count(worker=0, query=1))
-        await self._health
+        try:
+            await asyncio.wait_for(self._health, HEALTH_CHECK_S)
+        except TimeoutError:
+            self._num_missed_checks += 1
+            if self._num_missed_checks == MAX_MISSED_CHECKS:
+                logger.error(
+                    "The scheduler has not answered for %g s, and is killed.", MAX_MISSED_CHECKS * HEALTH_CHECK_S
+                )
+                os.kill(self._supervisor.pid("scheduler rank 0"), signal.SIGKILL)
+            raise
+        self._num_missed_checks = 0
         in_use = {each.route.address for each in self._running.values()}
         for address, caller in list(self._callers.items()):
             if address not in in_use and time.monotonic() - caller.last_used_s > IDLE_S:

@@ -1,0 +1,51 @@
+"""Health checks of the deployment Engine, without a cluster."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("ray", reason="ray is not installed")
+
+from minisgl_core.protocol.messages import Count
+from minisgl_server.ray import engine as engine_module
+from minisgl_server.ray.engine import MAX_MISSED_CHECKS, Engine
+
+
+@pytest.fixture
+def scheduler() -> Iterator[subprocess.Popen[bytes]]:
+    """A process in place of the scheduler."""
+    process = subprocess.Popen(["sleep", "100"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+async def test_a_scheduler_that_misses_checks_in_a_row_is_killed(
+    scheduler: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "HEALTH_CHECK_S", 0.05)
+    engine = Engine.__new__(Engine)
+    engine._endpoints = SimpleNamespace(remove=lambda: None)  # type: ignore[assignment]
+    engine._supervisor = SimpleNamespace(pid={"scheduler rank 0": scheduler.pid}.get)  # type: ignore[assignment]
+    engine._running, engine._callers, engine._num_missed_checks = {}, {}, 0
+    answers = False
+
+    def send(message: Count) -> None:
+        assert engine._health is not None
+        if answers:
+            engine._health.set_result(None)
+
+    engine._scheduler = SimpleNamespace(send=send)  # type: ignore[assignment]
+    for num_missed in (MAX_MISSED_CHECKS - 1, MAX_MISSED_CHECKS - 1, MAX_MISSED_CHECKS):
+        assert scheduler.poll() is None
+        answers = True
+        await engine.check_health()
+        answers = False
+        for _ in range(num_missed):
+            with pytest.raises(TimeoutError):
+                await engine.check_health()
+    assert scheduler.wait(5) == -9
