@@ -489,7 +489,7 @@ def test_structured_output_begins_after_reasoning(engine_tokenizer: Any) -> None
     form = SamplingParams(max_tokens=8, structured_outputs=StructuredOutputs(choice=("a",)))
     rig = Rig(engine_tokenizer, "none", "deepseek_r1")
     rig.submit(text=None, messages=QUESTION, sampling=form)
-    assert rig.scheduler.pop().grammar.after_token is None
+    assert rig.scheduler.pop().grammar.reasoning_end_token is None
     rig.output("a", finish_reason="stop")
     [answer] = rig.take()
     assert (answer.text, answer.reasoning) == ("a", ""), "what the form holds for is the answer"
@@ -498,13 +498,16 @@ def test_structured_output_begins_after_reasoning(engine_tokenizer: Any) -> None
     rig = Rig(thinking, "none", "deepseek_r1")
     rig.submit(text=None, messages=QUESTION, sampling=form)
     grammar = rig.scheduler.pop().grammar
-    assert (grammar.after_token, grammar.free_if_begun_by) == (thinking.convert_tokens_to_ids("</think>"), None)
+    assert (grammar.reasoning_end_token, grammar.reasoning_begin_token) == (
+        thinking.convert_tokens_to_ids("</think>"),
+        None,
+    )
     thinking.add_tokens(["<think>"])
     rig = Rig(thinking, "none", "qwen3")
     rig.submit(text=None, messages=QUESTION, sampling=form)
     grammar = rig.scheduler.pop().grammar
     tags = tuple(thinking.convert_tokens_to_ids(["</think>", "<think>"]))
-    assert (grammar.after_token, grammar.free_if_begun_by) == tags, "it may answer without a thought"
+    assert (grammar.reasoning_end_token, grammar.reasoning_begin_token) == tags, "it may answer without a thought"
 
 
 def test_requests_of_a_lost_engine_are_retried_or_fail(engine_tokenizer: Any) -> None:

@@ -276,62 +276,62 @@ class SamplesWhatIsRuledOut(SamplingOps):
 
 
 class ForgetsNewPages(StepOps):
-    def decode_inputs(self, shared, turn, inputs, last_tokens, page_table, page_size) -> Any:
-        return super().decode_inputs(shared, turn, inputs, last_tokens, page_table.clone(), page_size)
+    def decode_inputs(self, mapped_inputs, buffer_index, inputs, last_tokens, page_table, page_size) -> Any:
+        return super().decode_inputs(mapped_inputs, buffer_index, inputs, last_tokens, page_table.clone(), page_size)
 
 
 class LooksUpBeforeItWrites(StepOps):
-    def decode_inputs(self, shared, turn, inputs, last_tokens, page_table, page_size) -> Any:
-        rows, _, positions = shared[int(turn), :3]
+    def decode_inputs(self, mapped_inputs, buffer_index, inputs, last_tokens, page_table, page_size) -> Any:
+        rows, _, positions = mapped_inputs[int(buffer_index), :3]
         slots = page_table[rows, positions // page_size].long() * page_size + positions % page_size
-        return super().decode_inputs(shared, turn, inputs, last_tokens, page_table, page_size)[0], slots
+        return super().decode_inputs(mapped_inputs, buffer_index, inputs, last_tokens, page_table, page_size)[0], slots
 
 
 class TakesLastTokensByPlace(StepOps):
-    def decode_inputs(self, shared, turn, inputs, last_tokens, page_table, page_size) -> Any:
-        known, slots = super().decode_inputs(shared, turn, inputs, last_tokens, page_table, page_size)
+    def decode_inputs(self, mapped_inputs, buffer_index, inputs, last_tokens, page_table, page_size) -> Any:
+        known, slots = super().decode_inputs(mapped_inputs, buffer_index, inputs, last_tokens, page_table, page_size)
         return torch.where(inputs[1] < 0, last_tokens.repeat(5)[: len(known)], known), slots
 
 
 class ReadsTheTableFlat(StepOps):
-    def decode_inputs(self, shared, turn, inputs, last_tokens, page_table, page_size) -> Any:
-        return super().decode_inputs(shared, turn, inputs, last_tokens, flat(page_table), page_size)
+    def decode_inputs(self, mapped_inputs, buffer_index, inputs, last_tokens, page_table, page_size) -> Any:
+        return super().decode_inputs(mapped_inputs, buffer_index, inputs, last_tokens, flat(page_table), page_size)
 
 
 class TakesTheFirstPlace(StepOps):
-    def decode_inputs(self, shared, turn, inputs, last_tokens, page_table, page_size) -> Any:
-        return super().decode_inputs(shared, turn * 0, inputs, last_tokens, page_table, page_size)
+    def decode_inputs(self, mapped_inputs, buffer_index, inputs, last_tokens, page_table, page_size) -> Any:
+        return super().decode_inputs(mapped_inputs, buffer_index * 0, inputs, last_tokens, page_table, page_size)
 
 
 class CopiesWhatItReadsItself(StepOps):
-    def decode_inputs(self, shared, turn, inputs, last_tokens, page_table, page_size) -> Any:
-        return super().decode_inputs(shared[:, :4], turn, inputs[:4], last_tokens, page_table, page_size)
+    def decode_inputs(self, mapped_inputs, buffer_index, inputs, last_tokens, page_table, page_size) -> Any:
+        return super().decode_inputs(mapped_inputs[:, :4], buffer_index, inputs[:4], last_tokens, page_table, page_size)
 
 
 class ForgetsTheHost(StepOps):
-    def decode_outputs(self, tokens, rows, last_tokens, shared, turn) -> None:
-        super().decode_outputs(tokens, rows, last_tokens, shared.clone(), turn)
+    def decode_outputs(self, tokens, rows, last_tokens, mapped_tokens, buffer_index) -> None:
+        super().decode_outputs(tokens, rows, last_tokens, mapped_tokens.clone(), buffer_index)
 
 
 class ForgetsTheNextStep(StepOps):
-    def decode_outputs(self, tokens, rows, last_tokens, shared, turn) -> None:
-        super().decode_outputs(tokens, rows, last_tokens.clone(), shared, turn)
+    def decode_outputs(self, tokens, rows, last_tokens, mapped_tokens, buffer_index) -> None:
+        super().decode_outputs(tokens, rows, last_tokens.clone(), mapped_tokens, buffer_index)
 
 
 class LeavesTokensOneTurnLate(StepOps):
-    def decode_outputs(self, tokens, rows, last_tokens, shared, turn) -> None:
-        super().decode_outputs(tokens, rows, last_tokens, shared, 1 - turn)
-        turn.neg_().add_(1)
+    def decode_outputs(self, tokens, rows, last_tokens, mapped_tokens, buffer_index) -> None:
+        super().decode_outputs(tokens, rows, last_tokens, mapped_tokens, 1 - buffer_index)
+        buffer_index.neg_().add_(1)
 
 
 class KeepsItsTurn(StepOps):
-    def decode_outputs(self, tokens, rows, last_tokens, shared, turn) -> None:
-        super().decode_outputs(tokens, rows, last_tokens, shared, turn.clone())
+    def decode_outputs(self, tokens, rows, last_tokens, mapped_tokens, buffer_index) -> None:
+        super().decode_outputs(tokens, rows, last_tokens, mapped_tokens, buffer_index.clone())
 
 
 class LeavesTokensByRow(StepOps):
-    def decode_outputs(self, tokens, rows, last_tokens, shared, turn) -> None:
-        super().decode_outputs(tokens[rows.argsort()], rows.sort().values, last_tokens, shared, turn)
+    def decode_outputs(self, tokens, rows, last_tokens, mapped_tokens, buffer_index) -> None:
+        super().decode_outputs(tokens[rows.argsort()], rows.sort().values, last_tokens, mapped_tokens, buffer_index)
 
 
 class TakesRowsByPlace(StepOps):

@@ -41,9 +41,9 @@ for store, norm, (size, half) in itertools.product((False, True), (False, True),
         compiled(_rotary, kinds, constants, num_warps=4)
 
 # What a step begins and ends with.
-kinds = dict.fromkeys(("shared", "turn", "inputs", "last_tokens", "table", "known", "rows"), "*i32") | {"slots": "*i64"}
+kinds = dict.fromkeys("mapped_inputs buffer_index inputs last_tokens table ids rows".split(), "*i32") | {"slots": "*i64"}
 compiled(_decode_inputs, dict(kinds), {"K": 7, "K_BLOCK": 4, "PAGE_SIZE": 16, "BLOCK": 128}, num_warps=4)
-compiled(_decode_outputs, kinds | {"tokens": "*i64", "shared": "*i64"}, {"BLOCK": 256}, num_warps=4)
+compiled(_decode_outputs, kinds | {"tokens": "*i64", "mapped_tokens": "*i64"}, {"BLOCK": 256}, num_warps=4)
 for index in ("*i32", "*i64"):
     compiled(_gather_rows, {"table": "*bf16", "out": "*bf16", "index": index}, {"BLOCK": 1024}, num_warps=4)
 compiled(_scatter, {"table": "*i32", "index": "*i32", "values": "*i64"}, {"BLOCK": 128}, num_warps=4)

@@ -96,7 +96,7 @@ def test_a_laptop_gets_cpu_providers_and_float32() -> None:
     flat = resolved.config.flat()
     assert (flat["attn"], flat["ops"], flat["cache"]) == ("native", "native,torch", "radix")
     assert (flat["dtype"], flat["disable_overlap"]) == ("float32", True)
-    reasons = {choice.what: choice.reason for choice in resolved.choices}
+    reasons = {choice.name: choice.reason for choice in resolved.choices}
     assert "bfloat16 is slow" in reasons["dtype"]
 
 
@@ -110,7 +110,7 @@ def test_a_gpu_gets_the_first_supported_provider_and_reasons() -> None:
     assert choose(H200).config.backends.ops == "hopper,triton"
     resolved = choose(H200, refused=["fa", "hopper"])
     assert (resolved.config.backends.attn, resolved.config.backends.ops) == ("fi,triton", "triton")
-    reason = next(choice.reason for choice in resolved.choices if choice.what == "attn")
+    reason = next(choice.reason for choice in resolved.choices if choice.name == "attn")
     assert "fa is not for this" in reason
     assert choose(H200, refused=["fa", "fi"]).config.backends.attn == "hopper"
     assert choose(H200, refused=["fa", "fi", "hopper"]).config.backends.attn == "triton"
@@ -132,7 +132,7 @@ def test_a_plugin_may_prefer_its_own() -> None:
 
 def ops_of(hardware: Hardware, **more: Any) -> tuple[str, str]:
     resolved = choose(hardware, **more)
-    return resolved.config.backends.ops, next(choice.reason for choice in resolved.choices if choice.what == "ops")
+    return resolved.config.backends.ops, next(choice.reason for choice in resolved.choices if choice.name == "ops")
 
 
 def test_each_role_of_ops_goes_to_the_first_that_has_it() -> None:
@@ -188,7 +188,7 @@ def test_stages_may_have_another_communicator_than_their_ranks() -> None:
     def unsupported(kind: str, name: str, *spec: Any) -> list[str]:
         if kind != "communicator":
             return []
-        return ["not for messages alone"] if name == "oneshot" and spec[0].only_messages else []
+        return ["not for messages alone"] if name == "oneshot" and spec[0].is_p2p_only else []
 
     def chosen(**options: Any) -> tuple[str, str]:
         config = EngineConfig.from_flat(**options)
@@ -196,7 +196,7 @@ def test_stages_may_have_another_communicator_than_their_ranks() -> None:
         resolved = resolve(config, H200, MODEL, installed.__getitem__, unsupported, {}.get, ROLES.__getitem__)
         again = resolve(resolved.config, H200, MODEL, installed.__getitem__, unsupported, {}.get, ROLES.__getitem__)
         assert again.config == resolved.config
-        reasons = {choice.what: choice.reason for choice in resolved.choices}
+        reasons = {choice.name: choice.reason for choice in resolved.choices}
         return resolved.config.backends.communicator, reasons.get("pp", "")
 
     assert chosen(tp=2) == ("oneshot", "")
@@ -218,7 +218,7 @@ def test_one_host_communicators_are_not_chosen_across_hosts() -> None:
         two_gpus = replace(H200, num_devices=2)
         functions = installed.__getitem__, unsupported, {}.get, ROLES.__getitem__
         resolved = resolve(config, two_gpus, MODEL, *functions, placement=placement)
-        reasons = {choice.what: choice.reason for choice in resolved.choices}
+        reasons = {choice.name: choice.reason for choice in resolved.choices}
         return resolved.config.backends.communicator, reasons["placement"]
 
     assert chosen("aa", tp=2) == ("oneshot", "ranks 0-1 on a")
@@ -240,7 +240,7 @@ def test_a_models_attention_is_part_of_what_backends_are_asked() -> None:
     spec = specs[0]
     assert (spec.soft_caps, spec.sliding_windows, spec.has_sinks, spec.value_head_dim) == ((50.0,), (64,), True, 4)
     assert resolved.config.backends.attn == "torch"
-    reason = next(choice.reason for choice in resolved.choices if choice.what == "attn")
+    reason = next(choice.reason for choice in resolved.choices if choice.name == "attn")
     assert "native: it has no soft cap of the scores" in reason
 
 
@@ -279,7 +279,7 @@ def test_auto_quantizes_if_checkpoint_and_hardware_do() -> None:
     for hardware, refused in ((LAPTOP, ["gguf", "int4"]), (H200, ["gguf", "int4", "fp8"])):
         resolved = choose(hardware, refused, model=fp8)
         assert resolved.config.backends.quantization == "none"
-        reason = next(choice.reason for choice in resolved.choices if choice.what == "quantization")
+        reason = next(choice.reason for choice in resolved.choices if choice.name == "quantization")
         assert "the checkpoint's weights are fp8, and are dequantized to --dtype" in reason
     with pytest.raises(ProviderUnsupportedError, match="fp8 is not for this"):
         choose(H200, refused=["fp8"], quantization="fp8")
@@ -288,6 +288,9 @@ def test_auto_quantizes_if_checkpoint_and_hardware_do() -> None:
         assert choose(hardware, model=packed).config.backends.quantization == "gguf"
         assert choose(hardware, model=packed, quantization="none").config.backends.quantization == "none"
         assert choose(hardware, ["gguf"], model=packed).config.backends.quantization == "none"  # not int4 of these
+        resolved = choose(hardware, preferred={"quantization": "int4"}, model=packed)
+        assert resolved.config.backends.quantization == "gguf", "no plugin may have it quantized again"
+        assert any("int4: a plugin prefers it, but" in choice.reason for choice in resolved.choices)
     experts = replace(fp8, moe=MoeConfig(8, 2, 64, True))
     assert choose(H200, model=experts, moe="torch").config.backends.quantization == "none"
     assert choose(H200, model=experts, moe="torch", quantization="fp8").config.backends.quantization == "fp8"
@@ -302,7 +305,7 @@ def test_the_pool_is_of_the_models_dtype_unless_asked_otherwise() -> None:
 
 def attention(*uncompiled: str, refused: Iterable[str] = (), **options: Any) -> tuple[str, tuple[str, ...], str]:
     resolved = choose(H200, refused, uncompiled=uncompiled, **options)
-    reason = next(choice.reason for choice in resolved.choices if choice.what == "attn")
+    reason = next(choice.reason for choice in resolved.choices if choice.name == "attn")
     return resolved.config.backends.attn, resolved.uncompiled, reason
 
 

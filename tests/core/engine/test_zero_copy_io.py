@@ -48,9 +48,9 @@ def test_each_step_reads_its_inputs_and_keeps_its_tokens(steps: list[tuple[int, 
     unread: list[tuple[list[int], PendingTokens]] = []
 
     def step(number: int) -> None:
-        known, _ = ops.decode_inputs(io.inputs, io.turn, inputs, last_tokens, table, 1)
+        known, _ = ops.decode_inputs(io.inputs, io.buffer_index, inputs, last_tokens, table, 1)
         seen.append(inputs[4].tolist())
-        ops.decode_outputs(known.long() * 10 + number, inputs[0], last_tokens, io.tokens, io.turn)
+        ops.decode_outputs(known.long() * 10 + number, inputs[0], last_tokens, io.tokens, io.buffer_index)
 
     for number, (count, num_reads) in enumerate(steps):
         buffer = io.begin()
@@ -72,6 +72,6 @@ def test_each_step_reads_its_inputs_and_keeps_its_tokens(steps: list[tuple[int, 
 
 def test_restart_resets_the_buffer_index_on_the_device() -> None:
     io = ZeroCopyIO(LateDevice(), 1, 1)
-    io.turn.fill_(1)
+    io.buffer_index.fill_(1)
     io.restart()
-    assert io.turn.tolist() == [0]
+    assert io.buffer_index.tolist() == [0]

@@ -56,14 +56,14 @@ class SharesMemory(CpuPlatform):
 
 
 class SharesACopy(CpuPlatform):
-    def share_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def allocate_mapped_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
 
 
 class SharesOneBlockWithAll(CpuPlatform):
     _block = torch.zeros(1 << 21, dtype=torch.int64)
 
-    def share_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def allocate_mapped_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         shared = self._block.view(dtype)[: np.prod(shape)].view(shape).zero_()
         return shared, shared
 

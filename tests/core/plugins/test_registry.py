@@ -296,6 +296,21 @@ class Old(MoeKernel):
         Registry.from_environment().load("moe", "old")
 
 
+@pytest.mark.parametrize("method", ["capture_pieces", "borrow", "share_memory"])
+def test_a_platform_of_version_1_is_told_what_changed(site, method):
+    source = f"""
+from minisgl_core.platforms.cpu import CpuPlatform
+
+class Old(CpuPlatform):
+    def {method}(self, *inputs): pass
+"""
+    site.install("one", {"platform": {"old": "old_platform:Old"}}, old_platform=source)
+    with pytest.raises(
+        ProviderLoadError, match=rf"has {method}, which belongs to version 1 .* {method}\(\) is \w+\(\)"
+    ):
+        Registry.from_environment().load("platform", "old")
+
+
 def test_lists_hide_providers_and_say_so(site):
     site.install("My_Plugin", {"policy": {"a": "x:A", "b": "x:B"}})
     site.install("other", {"policy": {"c": "x:C"}})

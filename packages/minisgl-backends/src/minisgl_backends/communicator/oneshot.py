@@ -43,7 +43,7 @@ class OneShotCommunicator(NcclCommunicator):
         """Name the GPUs without peer access to each other, an unsupported number of ranks, or missing packages."""
         if reasons := super().unsupported(spec):
             return reasons
-        if spec.only_messages:
+        if spec.is_p2p_only:
             return [
                 "it speeds up all-reduces only, and pipeline stages only send and receive (torch and pynccl do that by NCCL)"
             ]

@@ -12,13 +12,13 @@ _MAX_COLUMNS = 4096
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _decode_inputs(
-    shared, turn, inputs, last_tokens, table, ids, slots, num_tokens, stride,
+    mapped_inputs, buffer_index, inputs, last_tokens, table, ids, slots, num_tokens, stride,
     K: tl.constexpr, K_BLOCK: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Read the step inputs from mapped pinned memory. All loads precede the first use, so that their latencies overlap."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = token < num_tokens
-    start = shared + tl.load(turn) * K * num_tokens + token
+    start = mapped_inputs + tl.load(buffer_index) * K * num_tokens + token
     row = tl.load(start, mask=mask, other=0)
     given_id = tl.load(start + num_tokens, mask=mask, other=0)
     position = tl.load(start + 2 * num_tokens, mask=mask, other=0)
@@ -41,8 +41,8 @@ def _decode_inputs(
 
 
 def decode_inputs(
-    shared: torch.Tensor,
-    turn: torch.Tensor,
+    mapped_inputs: torch.Tensor,
+    buffer_index: torch.Tensor,
     inputs: torch.Tensor,
     last_tokens: torch.Tensor,
     page_table: torch.Tensor,
@@ -52,31 +52,35 @@ def decode_inputs(
     kinds, count = inputs.shape
     ids, slots = (torch.empty(count, dtype=dtype, device=inputs.device) for dtype in (torch.int32, torch.int64))
     _decode_inputs[(triton.cdiv(count, _BLOCK),)](
-        shared, turn, inputs, last_tokens, page_table, ids, slots, count, page_table.stride(0),
+        mapped_inputs, buffer_index, inputs, last_tokens, page_table, ids, slots, count, page_table.stride(0),
         K=kinds, K_BLOCK=triton.next_power_of_2(max(kinds - 4, 1)), PAGE_SIZE=page_size, BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip
     return ids, slots
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _decode_outputs(tokens, rows, last_tokens, shared, turn, num_tokens, BLOCK: tl.constexpr):
-    """Write tokens to the host and to `last_tokens`, in one program, since it flips `turn` after all threads have read it."""
-    now = tl.load(turn)
+def _decode_outputs(tokens, rows, last_tokens, mapped_tokens, buffer_index, num_tokens, BLOCK: tl.constexpr):
+    """Write tokens to the host and to `last_tokens`, in one program, since it flips `buffer_index` after all threads read it."""
+    now = tl.load(buffer_index)
     for start in range(0, num_tokens, BLOCK):
         place = start + tl.arange(0, BLOCK)
         mask = place < num_tokens
         token = tl.load(tokens + place, mask=mask, other=0)
-        tl.store(shared + now * num_tokens + place, token, mask=mask)
+        tl.store(mapped_tokens + now * num_tokens + place, token, mask=mask)
         tl.store(last_tokens + tl.load(rows + place, mask=mask, other=0), token.to(tl.int32), mask=mask)
     tl.debug_barrier()
-    tl.store(turn, 1 - now)
+    tl.store(buffer_index, 1 - now)
 
 
 def decode_outputs(
-    tokens: torch.Tensor, rows: torch.Tensor, last_tokens: torch.Tensor, shared: torch.Tensor, turn: torch.Tensor
+    tokens: torch.Tensor,
+    rows: torch.Tensor,
+    last_tokens: torch.Tensor,
+    mapped_tokens: torch.Tensor,
+    buffer_index: torch.Tensor,
 ) -> None:
     """See `minisgl_core.contracts.ops.StepOps.decode_outputs`. All tensors are contiguous."""
-    _decode_outputs[(1,)](tokens, rows, last_tokens, shared, turn, len(tokens), BLOCK=256, num_warps=4)
+    _decode_outputs[(1,)](tokens, rows, last_tokens, mapped_tokens, buffer_index, len(tokens), BLOCK=256, num_warps=4)
 
 
 @triton.jit(do_not_specialize_on_alignment=["index"])

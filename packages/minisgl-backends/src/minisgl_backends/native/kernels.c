@@ -101,11 +101,11 @@ void argmax(int64_t *out, const T *x, int64_t rows, int64_t size) {
 
 /* ---- Step inputs and outputs, sampling ---- */
 
-/* See StepOps.decode_inputs: `inputs` [count][tokens] = shared[turn]; the first rows are rows of the table, token ids, positions
-   and new pages. */
-void decode_inputs(int32_t *ids, int64_t *slots, int32_t *inputs, const int32_t *shared, const int32_t *turn,
+/* See StepOps.decode_inputs: `inputs` [count][tokens] = mapped_inputs[buffer_index]; the first rows are rows of the table, token
+   ids, positions and new pages. */
+void decode_inputs(int32_t *ids, int64_t *slots, int32_t *inputs, const int32_t *mapped_inputs, const int32_t *buffer_index,
                    const int32_t *last_tokens, int32_t *table, int64_t columns, int64_t page_size, int64_t count, int64_t tokens) {
-    memcpy(inputs, shared + *turn * count * tokens, count * tokens * sizeof *inputs);
+    memcpy(inputs, mapped_inputs + *buffer_index * count * tokens, count * tokens * sizeof *inputs);
     for (int64_t i = 0; i < tokens; i++) {
         int64_t row = inputs[i], id = inputs[tokens + i], position = inputs[2 * tokens + i], page = inputs[3 * tokens + i];
         int32_t *entry = table + row * columns + position / page_size;
@@ -116,11 +116,11 @@ void decode_inputs(int32_t *ids, int64_t *slots, int32_t *inputs, const int32_t 
 }
 
 /* See StepOps.decode_outputs. */
-void decode_outputs(const int64_t *sampled, const int32_t *rows, int32_t *last_tokens, int64_t *shared, int32_t *turn,
-                    int64_t tokens) {
-    memcpy(shared + *turn * tokens, sampled, tokens * sizeof *sampled);
+void decode_outputs(const int64_t *sampled, const int32_t *rows, int32_t *last_tokens, int64_t *mapped_tokens,
+                    int32_t *buffer_index, int64_t tokens) {
+    memcpy(mapped_tokens + *buffer_index * tokens, sampled, tokens * sizeof *sampled);
     for (int64_t i = 0; i < tokens; i++) last_tokens[rows[i]] = (int32_t)sampled[i];
-    *turn = 1 - *turn;
+    *buffer_index = 1 - *buffer_index;
 }
 
 #define SAMPLE_PART 1024

@@ -141,8 +141,8 @@ class NativeOps(OneDnnOps, StepOps):
 
     def decode_inputs(
         self,
-        shared: torch.Tensor,
-        turn: torch.Tensor,
+        mapped_inputs: torch.Tensor,
+        buffer_index: torch.Tensor,
         inputs: torch.Tensor,
         last_tokens: torch.Tensor,
         page_table: torch.Tensor,
@@ -152,7 +152,7 @@ class NativeOps(OneDnnOps, StepOps):
         count, tokens = inputs.shape
         ids, slots = torch.empty(tokens, dtype=torch.int32), torch.empty(tokens, dtype=torch.int64)
         self._kernels.decode_inputs(
-            ids.data_ptr(), slots.data_ptr(), inputs.data_ptr(), shared.data_ptr(), turn.data_ptr(),
+            ids.data_ptr(), slots.data_ptr(), inputs.data_ptr(), mapped_inputs.data_ptr(), buffer_index.data_ptr(),
             last_tokens.data_ptr(), page_table.data_ptr(), page_table.stride(0), page_size, count, tokens,
         )  # fmt: skip
         return ids, slots
@@ -162,11 +162,11 @@ class NativeOps(OneDnnOps, StepOps):
         tokens: torch.Tensor,
         rows: torch.Tensor,
         last_tokens: torch.Tensor,
-        shared: torch.Tensor,
-        turn: torch.Tensor,
+        mapped_tokens: torch.Tensor,
+        buffer_index: torch.Tensor,
     ) -> None:
         """See `StepOps.decode_outputs`."""
-        addresses = (each.data_ptr() for each in (tokens, rows, last_tokens, shared, turn))
+        addresses = (each.data_ptr() for each in (tokens, rows, last_tokens, mapped_tokens, buffer_index))
         self._kernels.decode_outputs(*addresses, len(tokens))
 
     def rotary(

@@ -81,26 +81,26 @@ class TritonOps(TritonLinear, TritonNorm, TritonRotary, SamplingOps, StepOps, Ro
 
     def decode_inputs(
         self,
-        shared: torch.Tensor,
-        turn: torch.Tensor,
+        mapped_inputs: torch.Tensor,
+        buffer_index: torch.Tensor,
         inputs: torch.Tensor,
         last_tokens: torch.Tensor,
         page_table: torch.Tensor,
         page_size: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `StepOps.decode_inputs`."""
-        return self._inputs.decode_inputs(shared, turn, inputs, last_tokens, page_table, page_size)
+        return self._inputs.decode_inputs(mapped_inputs, buffer_index, inputs, last_tokens, page_table, page_size)
 
     def decode_outputs(
         self,
         tokens: torch.Tensor,
         rows: torch.Tensor,
         last_tokens: torch.Tensor,
-        shared: torch.Tensor,
-        turn: torch.Tensor,
+        mapped_tokens: torch.Tensor,
+        buffer_index: torch.Tensor,
     ) -> None:
         """See `StepOps.decode_outputs`."""
-        self._inputs.decode_outputs(tokens.contiguous(), rows, last_tokens, shared, turn)
+        self._inputs.decode_outputs(tokens.contiguous(), rows, last_tokens, mapped_tokens, buffer_index)
 
     def gather_rows(self, table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """See `StepOps.gather_rows`."""

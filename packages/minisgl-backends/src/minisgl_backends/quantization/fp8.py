@@ -46,7 +46,7 @@ class Fp8(Quantization):
     def unsupported(cls, spec: QuantizationSpec) -> list[str]:
         """Refuse weights of other formats, a GPU without float8 matmuls, and a dtype other than bfloat16 on a GPU."""
         reasons = []
-        if spec.checkpoint is not None and not (spec.checkpoint.is_float8 or spec.checkpoint.is_dequantized):
+        if spec.checkpoint is not None and not (spec.checkpoint.is_float8 or spec.checkpoint.is_gguf):
             supported = "quant_method 'fp8', 'compressed-tensors' of type 'float' with num_bits 8, and 16-bit weights"
             reasons.append(other_weights(spec.checkpoint, "float8", supported))
         if spec.device.type == "cuda" and torch.cuda.is_available():

@@ -45,7 +45,7 @@ class Int4(Quantization):
     def unsupported(cls, spec: QuantizationSpec) -> list[str]:
         """Refuse checkpoints with other quantized weights, experts with act-order, and old GPUs."""
         reasons = []
-        if spec.checkpoint is not None and not spec.checkpoint.is_dequantized:
+        if spec.checkpoint is not None and not spec.checkpoint.is_gguf:
             try:
                 formats = _formats(spec.checkpoint)
                 if spec.num_experts and any(each.has_group_index for each in formats):
@@ -75,7 +75,7 @@ class Int4(Quantization):
             ModelFormatError: the checkpoint quantizes some parts of a fused layer only, or in several ways.
         """
         stored = self.spec.checkpoint
-        if stored is None or stored.is_dequantized:
+        if stored is None or stored.is_gguf:
             group = next((size for size in _GROUPS if spec.in_features % size == 0), None)
             if group is None:
                 logger.warning(
@@ -97,7 +97,7 @@ class Int4(Quantization):
             reason = "it does not support checkpoints that store all experts in one tensor, as gpt-oss's do"
             raise ProviderUnsupportedError("quantization", type(self).__name__, [reason])
         stored = self.spec.checkpoint
-        if stored is None or stored.is_dequantized:
+        if stored is None or stored.is_gguf:
             return Int4Experts(spec, kernel)
         experts = range(spec.moe.num_experts)
         parts = [part for each in experts for part in (*spec.gate_up_parts(each), spec.down_part(each))]

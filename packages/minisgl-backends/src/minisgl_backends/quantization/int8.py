@@ -39,7 +39,7 @@ class Int8(Quantization):
     def unsupported(cls, spec: QuantizationSpec) -> list[str]:
         """Refuse experts, checkpoints with other quantized weights, and a GPU without triton."""
         reasons = []
-        if spec.checkpoint is not None and not spec.checkpoint.is_dequantized:
+        if spec.checkpoint is not None and not spec.checkpoint.is_gguf:
             try:
                 if not all([is_int8(spec.checkpoint, each) for each in spec.checkpoint.groups] or [False]):
                     supported = "quant_method 'compressed-tensors' of type 'int' with num_bits 8, and 16-bit weights"
@@ -59,7 +59,7 @@ class Int8(Quantization):
             ModelFormatError: the checkpoint quantizes some parts of a fused layer only.
         """
         stored = self.spec.checkpoint
-        if stored is None or stored.is_dequantized:
+        if stored is None or stored.is_gguf:
             return Int8Linear(spec, self.ops)
         quantized = {stored.weights_of(part.name) is not None for part in spec.parts}
         if len(quantized) > 1:

@@ -79,6 +79,9 @@ class ProviderPicker:
         slow: tuple[str, str] | None = None
         for name in ([hinted] if hinted else []) + ordered:
             parts = name.split(",")
+            if name in skipped:
+                passed_over.append(f"{name}: a plugin prefers it, but `auto` does not select it for this checkpoint")
+                continue
             if not installed.issuperset(parts):
                 if name == hinted:
                     passed_over.append(f"{name}: a plugin prefers it, but it is not installed")

@@ -33,12 +33,12 @@ class Choice:
     """One resolved option.
 
     Attributes:
-        what: name of the option.
+        name: name of the option.
         value: resolved value.
         reason: reason for the value.
     """
 
-    what: str
+    name: str
     value: str
     reason: str
 
@@ -141,7 +141,7 @@ def resolve(
         choices.append(Choice("quantization", quantization, why))
     elif quantization != AUTO or model.quantization:
         # The others would quantize the weights of a GGUF file again.
-        skipped = ("int4", "int8", "fp8") if stored is not None and stored.is_dequantized else ()
+        skipped = ("int4", "int8", "fp8") if stored is not None and stored.is_gguf else ()
         needs = quantization_spec(model, torch_dtype, device)
         quantization, why = picker.pick("quantization", quantization, needs, skipped=skipped)
         choices.append(Choice("quantization", quantization, _of_checkpoint(model, quantization, why)))
@@ -213,7 +213,7 @@ def _communicators(
         picks.append(picker.pick("communicator", names[0], within))
     if parallel.pp > 1:
         spans_hosts = placement.spans_hosts(placement.size)
-        between = CommunicatorSpec(0, parallel.pp, device, "", only_messages=True, spans_hosts=spans_hosts)
+        between = CommunicatorSpec(0, parallel.pp, device, "", is_p2p_only=True, spans_hosts=spans_hosts)
         picks.append(picker.pick("communicator", names[-1], between))
     names, reasons = (list(dict.fromkeys(each)) for each in zip(*picks, strict=True))
     return ",".join(names), "; ".join(reasons)

@@ -76,7 +76,7 @@ class CheckpointQuantization:
             self._groups.append((_Modules(group, "targets"), weights))
 
     @property
-    def is_dequantized(self) -> bool:
+    def is_gguf(self) -> bool:
         """Return True for a GGUF file: its reader dequantizes the weights of layers that do not support packed ones."""
         return self.method == _GGUF
 

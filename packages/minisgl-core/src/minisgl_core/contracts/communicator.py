@@ -23,7 +23,7 @@ class CommunicatorSpec:
         device: device of this rank; its index is the local rank.
         init_method: torch.distributed URL, the same for all ranks, such as ``tcp://127.0.0.1:29500``.
         timeout_s: timeout of a collective that a rank does not join.
-        only_messages: True for a group of pipeline stages, which only sends and receives once the engine runs.
+        is_p2p_only: True for a group of pipeline stages, which only sends and receives once the engine runs.
         spans_hosts: True if the ranks may run on several hosts.
     """
 
@@ -32,7 +32,7 @@ class CommunicatorSpec:
     device: torch.device
     init_method: str
     timeout_s: float = 60.0
-    only_messages: bool = False
+    is_p2p_only: bool = False
     spans_hosts: bool = False
 
 

@@ -109,7 +109,7 @@ class Platform(ABC):
         """
         return tensor
 
-    def share_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def allocate_mapped_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Allocate zeroed mapped pinned memory. Return its host tensor, and its device tensor, valid while the former lives.
 
         A kernel or graph sees all that the host wrote before the launch. The host sees what the device wrote once an event
@@ -121,7 +121,7 @@ class Platform(ABC):
         """
         if self.device.type != "cpu":
             raise NotImplementedError(
-                f"the platform {self.name!r} has no mapped pinned memory; it must override share_memory()"
+                f"the platform {self.name!r} has no mapped pinned memory; it must override allocate_mapped_memory()"
             )
         shared = torch.zeros(shape, dtype=dtype)
         return shared, shared

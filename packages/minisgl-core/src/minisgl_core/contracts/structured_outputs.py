@@ -91,10 +91,10 @@ class GrammarSource(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         kind, text: see `minisgl_core.contracts.grammar.GrammarKind`.
         name: the user's name for the text, for errors.
-        after_token: token that ends the reasoning content. The output is unrestricted up to this token; None if the grammar
-            applies from the beginning.
-        free_if_begun_by: token that starts the reasoning content. If the output does not begin with it, the grammar applies
-            from the beginning; None if the output always begins in the reasoning content.
+        reasoning_end_token: token that ends the reasoning content. The output is unrestricted up to this token; None if the
+            grammar applies from the beginning.
+        reasoning_begin_token: token that starts the reasoning content. If the output does not begin with it, the grammar
+            applies from the beginning; None if the output always begins in the reasoning content.
         parts: schemas that `text` is made of, with the user's names for them. They are checked first, so that an error
             names the part at fault.
     """
@@ -102,8 +102,8 @@ class GrammarSource(msgspec.Struct, frozen=True, array_like=True):
     kind: GrammarKind
     text: str
     name: str
-    after_token: int | None = None
-    free_if_begun_by: int | None = None
+    reasoning_end_token: int | None = None
+    reasoning_begin_token: int | None = None
     parts: tuple[tuple[str, str], ...] = ()
 
     def check_size(self) -> None:
@@ -147,6 +147,8 @@ class StructuredOutputs:
     disable_any_whitespace: bool | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.json_object, bool):
+            raise InvalidValueError("structured_outputs.json_object", self.json_object, "true or false")
         given = self._given_fields()
         if len(given) != 1:
             allowed = f"exactly one of {', '.join(_KINDS)}"
@@ -193,7 +195,8 @@ class StructuredOutputs:
 
     def _given_fields(self) -> list[str]:
         """Return the names of the fields with a grammar; only one after construction."""
-        return [name for name in _KINDS if getattr(self, name) not in (None, False)]
+        values = {name: getattr(self, name) for name in _KINDS} | {"json_object": self.json_object or None}
+        return [name for name, value in values.items() if value is not None]
 
     @property
     def _whitespace(self) -> str | None:

@@ -305,7 +305,7 @@ def _info(
         grammar=resolved.config.backends.grammar,
         bos_token_id=model.bos_token_id,
         default_sampling=sampling,
-        choices=[(choice.what, choice.value, choice.reason) for choice in (*impl, *resolved.choices, pool)],
+        choices=[(choice.name, choice.value, choice.reason) for choice in (*impl, *resolved.choices, pool)],
         start_s=phases.seconds,
         uncompiled=list(resolved.uncompiled),
     )

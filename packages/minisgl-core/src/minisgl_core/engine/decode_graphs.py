@@ -204,8 +204,9 @@ class DecodeGraphs:
         results: list[torch.Tensor] = []
 
         def run(keep: Callable[[torch.Tensor], torch.Tensor] = self._platform.weak_ref) -> torch.Tensor:
-            turn = io.turn
-            known, slots = step.decode_inputs(io.inputs, turn, inputs, last_tokens, table.data, table.page_size)
+            known, slots = step.decode_inputs(
+                io.inputs, io.buffer_index, inputs, last_tokens, table.data, table.page_size
+            )
             batch.slots.copy_(slots)
             hidden = self._model.forward(known, inputs[2], attend)
             logits, shard = self._model.compute_logits(hidden), self._model.vocab_shard
@@ -213,7 +214,7 @@ class DecodeGraphs:
             tokens = (
                 sampling.sample(logits, *numbers) if shard is None else sampling.sample_shard(logits, *numbers, shard)
             )
-            step.decode_outputs(tokens, rows, last_tokens, io.tokens, turn)
+            step.decode_outputs(tokens, rows, last_tokens, io.tokens, io.buffer_index)
             results[:] = keep(hidden), keep(logits), keep(tokens)
             return tokens
 

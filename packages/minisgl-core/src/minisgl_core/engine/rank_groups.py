@@ -113,7 +113,7 @@ def join_groups(
     try:
         url = urls.of(f"pipeline-{tp_rank}", is_leader=stage == 0)
         spans_hosts = placement.spans_hosts(placement.size)
-        spec = CommunicatorSpec(stage, pp, device, url, _TIMEOUT_S, only_messages=True, spans_hosts=spans_hosts)
+        spec = CommunicatorSpec(stage, pp, device, url, _TIMEOUT_S, is_p2p_only=True, spans_hosts=spans_hosts)
         pipeline = _join(between, registry, spec)
     except BaseException:
         for leave in (tensor.abort, tensor.close):

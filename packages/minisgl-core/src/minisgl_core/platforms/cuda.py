@@ -77,7 +77,7 @@ class CudaPlatform(Platform):
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
 
-    def share_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def allocate_mapped_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         host = torch.zeros(shape, dtype=dtype, pin_memory=True)
         return host, self.weak_ref(host)
 

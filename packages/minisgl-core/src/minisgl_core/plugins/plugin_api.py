@@ -22,7 +22,8 @@ CHANGES = {
     "moe": "a kernel declares `capabilities`, and forward() takes `ExpertWeights`, which replaces forward_fp8()",
     "ops": "Ops is split into roles: subclass LinearOps, NormOps, RotaryOps, SamplingOps, StepOps or RoutingOps, each of"
     " which may be served alone; take_rows() and put() are gather_rows() and scatter()",
-    "platform": "the base class declares version 2, and nothing else changed",
+    "platform": "capture_pieces() is capture_piecewise(), borrow() is weak_ref(), and share_memory() is"
+    " allocate_mapped_memory()",
     "policy": "order() is told which requests run, and requests show their lengths, user and arrival time",
     "prefix_cache": "match() and insert() take a namespace",
     "quantization": "a provider makes a method object per layer, which loads the checkpoint's tensors for it",
@@ -34,6 +35,7 @@ REMOVED: dict[str, tuple[str, ...]] = {
     "models": ("forward_rows", "finalize", "compute_own_logits"),
     "moe": ("forward_fp8",),
     "ops": ("take_rows", "put"),
+    "platform": ("capture_pieces", "borrow", "share_memory"),
     "quantization": ("prepare_linear", "prepare_gated", "prepare_experts"),
 }
 """Attributes of version 1 that nothing reads any more."""

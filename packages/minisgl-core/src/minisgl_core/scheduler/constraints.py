@@ -56,10 +56,11 @@ class Constraint:
         opening: a token that may come next in addition to those that the grammar allows; None if there is none.
     """
 
-    __slots__ = ("_after_token", "_compiled", "_state", "error", "opening", "param")
+    __slots__ = ("_compiled", "_reasoning_end_token", "_state", "error", "opening", "param")
 
     def __init__(self, source: GrammarSource, compiled: Future[CompiledGrammar]) -> None:
-        self._compiled, self._after_token, self.opening = compiled, source.after_token, source.free_if_begun_by
+        self._compiled, self.opening = compiled, source.reasoning_begin_token
+        self._reasoning_end_token = source.reasoning_end_token
         self._state: GrammarState | None = None
         self.error = ""
         self.param: str | None = source.name
@@ -87,8 +88,8 @@ class Constraint:
 
     @property
     def active_state(self) -> GrammarState | None:
-        """The grammar state that restricts the next token. None while the output is unrestricted, before `after_token`."""
-        is_free = self._after_token is not None and self.opening is None
+        """The grammar state that restricts the next token; None in the reasoning content, which is unrestricted."""
+        is_free = self._reasoning_end_token is not None and self.opening is None
         return None if is_free else self._state
 
     def accept(self, token: int) -> None:
@@ -96,11 +97,11 @@ class Constraint:
         assert self._state is not None
         if self.opening is not None:
             if token != self.opening:
-                self._after_token = None
+                self._reasoning_end_token = None
             self.opening = None
-        if self._after_token is not None:
-            if token == self._after_token:
-                self._after_token = None
+        if self._reasoning_end_token is not None:
+            if token == self._reasoning_end_token:
+                self._reasoning_end_token = None
             return
         before = time.thread_time()
         is_allowed = self._state.accept(token)

@@ -131,11 +131,11 @@ class StepChecks(OpsChecks):
                     expected[row, position // page_size] = new
                 pages.append(int(expected[row, position // page_size]))
             given = torch.stack((rows, ids, positions, new_pages, *draw(-9, 9, 3, count + 4)))
-            for turn in (1, 0):
-                shared, inputs = torch.stack((given, given.flip(1))[:: 1 - 2 * turn]), torch.zeros_like(given)
-                turn_tensor = torch.tensor([turn], dtype=torch.int32, device=self.device)
+            for index in (1, 0):
+                mapped_inputs, inputs = torch.stack((given, given.flip(1))[:: 1 - 2 * index]), torch.zeros_like(given)
+                buffer_index = torch.tensor([index], dtype=torch.int32, device=self.device)
                 table = wide.clone()[:, :33]
-                tokens, slots = ops.decode_inputs(shared, turn_tensor, inputs, last_tokens, table, page_size)
+                tokens, slots = ops.decode_inputs(mapped_inputs, buffer_index, inputs, last_tokens, table, page_size)
                 assert torch.equal(inputs, given)
                 assert (tokens.dtype, slots.dtype) == (torch.int32, torch.int64)
                 assert tokens.tolist() == torch.where(ids < 0, last_tokens[rows.long()], ids).tolist()
@@ -147,20 +147,20 @@ class StepChecks(OpsChecks):
 
     @pytest.mark.parametrize("count", [1, 5, 300])
     def test_decode_outputs(self, count: int) -> None:
-        """Each token is stored in `last_tokens` and in the buffer of the current turn, and nothing else; `turn` flips."""
+        """Each token is stored in `last_tokens` and in the current buffer, and nothing else; `buffer_index` flips."""
         for ops in self.providers(StepOps, self.dtypes[:1]):
             last_tokens = torch.full((count + 20,), -7, dtype=torch.int32, device=self.device)
-            shared = torch.full((2, count), -5, device=self.device)
-            turn = torch.zeros(1, dtype=torch.int32, device=self.device)
-            expected_last, expected_shared = last_tokens.clone(), shared.clone()
+            mapped_tokens = torch.full((2, count), -5, device=self.device)
+            buffer_index = torch.zeros(1, dtype=torch.int32, device=self.device)
+            expected_last, expected_mapped = last_tokens.clone(), mapped_tokens.clone()
             for index in (0, 1, 0):
                 rows = torch.randperm(count + 20, device=self.device)[:count].int()
                 tokens = torch.randint(0, 200_000, (count,), device=self.device)
-                expected_last[rows.long()], expected_shared[index] = tokens.int(), tokens
-                ops.decode_outputs(tokens, rows, last_tokens, shared, turn)
+                expected_last[rows.long()], expected_mapped[index] = tokens.int(), tokens
+                ops.decode_outputs(tokens, rows, last_tokens, mapped_tokens, buffer_index)
                 assert torch.equal(last_tokens, expected_last)
-                assert torch.equal(shared, expected_shared)
-                assert turn.tolist() == [1 - index]
+                assert torch.equal(mapped_tokens, expected_mapped)
+                assert buffer_index.tolist() == [1 - index]
 
     def test_gather_rows(self) -> None:
         """`gather_rows` gathers rows of any length by an index in int32 or int64."""

@@ -124,7 +124,7 @@ class PlatformTests:
         platform = self.make()
         if not self.provider.supports_graphs and platform.device.type != "cpu":
             pytest.skip("only platforms with CUDA graphs need shared memory")
-        blocks = [platform.share_memory((3, size), dtype) for size in (1, 50, 1000)]
+        blocks = [platform.allocate_mapped_memory((3, size), dtype) for size in (1, 50, 1000)]
         for host, shared in blocks:
             assert (host.device.type, shared.device.type) == ("cpu", platform.device.type)
             assert host.shape == shared.shape
@@ -140,7 +140,7 @@ class PlatformTests:
                 for index, (host, _) in enumerate(blocks):
                     assert (host[1].numpy() == (number * 10 + index) * 2).all()
                     assert host[2].tolist() == [number + 1] + [0] * (host.shape[1] - 1)
-            host, _ = platform.share_memory((_NUM_WORDS,), dtype)
+            host, _ = platform.allocate_mapped_memory((_NUM_WORDS,), dtype)
             host.numpy()[:] = 3
             tensor, filled = platform.to_device(host.numpy()), torch.empty_like(host, device=platform.device)
             platform.fill(filled, host.numpy())
@@ -153,7 +153,7 @@ class PlatformTests:
         platform = self.make()
         if not self.provider.supports_graphs:
             pytest.skip("the platform does not support CUDA graphs")
-        (given, inputs), (results, outputs) = (platform.share_memory((2, 50), torch.int64) for _ in range(2))
+        (given, inputs), (results, outputs) = (platform.allocate_mapped_memory((2, 50), torch.int64) for _ in range(2))
         turn = torch.zeros(1, dtype=torch.int64, device=platform.device)
 
         def run() -> torch.Tensor:

@@ -157,7 +157,9 @@ class ChatFormat:
             splitter = HarmonySplitter()
         elif self._reasoning_parser is not None and chat.separate_reasoning:
             # An output that a grammar constrains from its first token on has no reasoning content.
-            is_constrained = grammar is not None and grammar.after_token is None and grammar.kind != "structural_tag"
+            is_constrained = (
+                grammar is not None and grammar.reasoning_end_token is None and grammar.kind != "structural_tag"
+            )
             splitter = ReasoningSplitter(False if is_constrained else self._begins_with_reasoning(chat, prompt))
         if chat.tools is not None:
             strict = chat.tools.strict_names if _is_structural(chat) else ()
@@ -195,7 +197,7 @@ class ChatFormat:
         if has_begun is False or end is None:
             return source
         begin = None if has_begun else self._token(BEGIN)
-        return msgspec.structs.replace(source, after_token=end, free_if_begun_by=begin)
+        return msgspec.structs.replace(source, reasoning_end_token=end, reasoning_begin_token=begin)
 
     def _token(self, tag: str) -> int | None:
         """Return the token id of a tag, or None if it is not a single token."""

@@ -15,8 +15,8 @@ class StepOps(OpsProvider):
 
     def decode_inputs(
         self,
-        shared: torch.Tensor,
-        turn: torch.Tensor,
+        mapped_inputs: torch.Tensor,
+        buffer_index: torch.Tensor,
         inputs: torch.Tensor,
         last_tokens: torch.Tensor,
         page_table: torch.Tensor,
@@ -32,8 +32,9 @@ class StepOps(OpsProvider):
         - the new page, if the page table does not have it yet; otherwise -1.
 
         Args:
-            shared: step inputs in mapped pinned memory (`Platform.share_memory`), int32 [2, K, T]. Reading it is slow.
-            turn: 0 or 1, int32 [1]; ``shared[turn]`` has this step's inputs.
+            mapped_inputs: step inputs in mapped pinned memory, which is slow to read, int32 [2, K, T]. See
+                `Platform.allocate_mapped_memory`.
+            buffer_index: 0 or 1, int32 [1]; ``mapped_inputs[buffer_index]`` has this step's inputs.
             inputs: device memory that they are copied to, int32 [K, T].
             last_tokens: last token of each page-table row, int32 [R].
             page_table: int32 [R, C]; the new pages are written to it.
@@ -42,7 +43,7 @@ class StepOps(OpsProvider):
         Returns:
             The token ids, int32 [T]; the slot (``page * page_size + offset``) of each, int64 [T].
         """
-        inputs.copy_(shared.index_select(0, turn)[0])
+        inputs.copy_(mapped_inputs.index_select(0, buffer_index)[0])
         rows, token_ids, positions, new_pages = inputs[:4].unbind(0)
         columns = positions // page_size
         pages = torch.where(new_pages < 0, page_table[rows, columns], new_pages)
@@ -55,10 +56,10 @@ class StepOps(OpsProvider):
         tokens: torch.Tensor,
         rows: torch.Tensor,
         last_tokens: torch.Tensor,
-        shared: torch.Tensor,
-        turn: torch.Tensor,
+        mapped_tokens: torch.Tensor,
+        buffer_index: torch.Tensor,
     ) -> None:
-        """End a decode step: store its tokens for the next step and for the host, and flip `turn`.
+        """End a decode step: store its tokens for the next step and for the host, and flip `buffer_index`.
 
         CUDA graphs capture it with decode steps.
 
@@ -66,12 +67,12 @@ class StepOps(OpsProvider):
             tokens: int64 [T].
             rows: page-table row of each token, int32 [T]. If a row occurs twice, either token becomes its last token.
             last_tokens: last token of each row, int32 [R], written at `rows`.
-            shared: mapped pinned memory, int64 [2, T]; ``shared[turn]`` is written.
-            turn: 0 or 1, int32 [1]; flipped.
+            mapped_tokens: mapped pinned memory, int64 [2, T]; ``mapped_tokens[buffer_index]`` is written.
+            buffer_index: 0 or 1, int32 [1]; flipped.
         """
         self.scatter(last_tokens, rows, tokens)
-        shared.index_copy_(0, turn.long(), tokens[None])
-        turn.neg_().add_(1)
+        mapped_tokens.index_copy_(0, buffer_index.long(), tokens[None])
+        buffer_index.neg_().add_(1)
 
     def gather_rows(self, table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """Return ``table[index]``, such as an embedding lookup.
