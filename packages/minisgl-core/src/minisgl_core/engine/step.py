@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import torch
@@ -138,16 +139,12 @@ class PendingStep:
         if self._prompt is None:
             return [[] for _ in self._plan.prompt_logprobs]
         plan = self._plan
-        counts = plan.num_new[plan.prompt_logprobs]
-        targets = np.split(plan.prompt_targets, np.cumsum(counts)[:-1])
-        wanted = [
-            int(num_top)
-            for part, num_top in zip(targets, plan.num_prompt_logprobs, strict=True)
-            for target in part
-            if target >= 0
-        ]
-        rows = iter(_rows(self._prompt, [int(t) for t in plan.prompt_targets if t >= 0], wanted))
-        return [[next(rows) for target in part if target >= 0] for part in targets]
+        is_target = plan.prompt_targets >= 0
+        ends = np.cumsum(plan.num_new[plan.prompt_logprobs])
+        num_targets = [int(part.sum()) for part in np.split(is_target, ends[:-1])]
+        wanted = np.repeat(plan.num_prompt_logprobs, num_targets).tolist()
+        rows = iter(_rows(self._prompt, plan.prompt_targets[is_target].tolist(), wanted))
+        return [list(islice(rows, count)) for count in num_targets]
 
 
 def _to_host(tensors: LogprobTensors | None, platform: Platform) -> LogprobTensors | None:
@@ -175,10 +172,10 @@ def _rows(tensors: LogprobTensors, token_ids: Sequence[int], num_top: Sequence[i
         strict=True,
     )
     for token, count, logprob, rank, top, top_ids in values:
+        count = max(count, 0)
         best = [
             Logprob(i, value, top_rank)
-            for top_rank, (i, value) in enumerate(zip(top_ids, top, strict=True), 1)
-            if top_rank <= max(count, 0)
+            for top_rank, (i, value) in enumerate(zip(top_ids[:count], top[:count], strict=True), 1)
         ]
         rows.append(TokenLogprobs(Logprob(token, logprob, rank), best))
     return rows
