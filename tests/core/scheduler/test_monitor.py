@@ -52,14 +52,14 @@ def check_pages(state: EngineSnapshot) -> None:
 def test_counts_while_requests_run_and_after() -> None:
     loop = new_loop(max_running_requests=2)
     watch = Monitor(loop.scheduler)
-    empty = watch.state(SnapshotRequest(worker=3))
+    empty = watch.snapshot(SnapshotRequest(worker=3))
     assert (empty.worker, empty.step, empty.num_running, empty.requests, empty.runs) == (3, 0, 0, [], [])
     check_pages(empty)
     for place in range(3):
         submit(loop, f"r{place}", (*SYSTEM, 20 + place, 30, 31))
     loop.step()
     loop.step()
-    state = watch.state(SnapshotRequest(worker=0, with_tokens=True))
+    state = watch.snapshot(SnapshotRequest(worker=0, with_tokens=True))
     check_pages(state)
     assert (state.num_running, state.num_waiting, state.step) == (2, 1, 2)
     first, second, third = state.requests
@@ -77,7 +77,7 @@ def test_counts_while_requests_run_and_after() -> None:
     assert shared.last_page == first.last_shared_page == second.last_shared_page
     assert first.token_ids.tolist()[:15] == [*SYSTEM, 20, 30, 31]
     assert state.has_tokens
-    private = watch.state(SnapshotRequest(worker=0))
+    private = watch.snapshot(SnapshotRequest(worker=0))
     assert not private.has_tokens
     assert [len(each.token_ids) for each in (*private.runs, *private.requests)] == [0] * 4
     assert [each.number for each in private.requests] == [1, 2, 3]
@@ -92,7 +92,7 @@ def test_counts_while_requests_run_and_after() -> None:
     )
     assert state.totals.num_cached_tokens == 12
     tiny.run(loop)
-    end = watch.state(SnapshotRequest(worker=0, since=2))
+    end = watch.snapshot(SnapshotRequest(worker=0, since=2))
     check_pages(end)
     assert (end.num_running, end.pages.num_private, end.pages.num_locked, end.requests) == (0, 0, 0, [])
     assert [step.step for step in end.steps] == list(range(3, end.step + 1))
@@ -105,7 +105,7 @@ def test_counts_while_requests_run_and_after() -> None:
 def test_a_snapshot_of_many_requests_stays_small() -> None:
     loop = new_loop(num_pages=3000, max_running_requests=256, max_prefill_length=4096)
     watch = Monitor(loop.scheduler)
-    watch.state(SnapshotRequest(worker=0))
+    watch.snapshot(SnapshotRequest(worker=0))
     for place in range(200):
         submit(loop, f"r{place}", (*SYSTEM, 3 + place % 50, 3 + place // 50, *[5] * 8), 20)
     tiny.run(loop)
@@ -113,7 +113,7 @@ def test_a_snapshot_of_many_requests_stays_small() -> None:
         submit(loop, f"s{place}", (*SYSTEM, 3 + place % 50, 3 + place // 50, *[5] * 8), 20)
     loop.step()
     loop.step()
-    state = watch.state(SnapshotRequest(worker=0, with_tokens=True))
+    state = watch.snapshot(SnapshotRequest(worker=0, with_tokens=True))
     assert len(state.runs) == MAX_RUNS
     assert state.steps[-1].num_tokens == 200
     assert len(state.steps[-1].requests) == MAX_STEP_REQUESTS
@@ -129,13 +129,13 @@ def test_a_snapshot_of_many_requests_stays_small() -> None:
 def test_of_many_requests_in_a_step_prefills_are_kept() -> None:
     loop = new_loop(num_pages=3000, max_running_requests=256, max_prefill_length=4096)
     watch = Monitor(loop.scheduler)
-    watch.state(SnapshotRequest(worker=0))
+    watch.snapshot(SnapshotRequest(worker=0))
     for place in range(MAX_STEP_REQUESTS + 10):
         submit(loop, f"r{place}", (3 + place % 50, 3 + place // 50))
     loop.step()
     submit(loop, "late", tuple(range(3, 33)), 4)
     loop.step()
-    step = watch.state(SnapshotRequest(worker=0)).steps[-1]
+    step = watch.snapshot(SnapshotRequest(worker=0)).steps[-1]
     assert (step.requests[-1], step.num_new[-1]) == (MAX_STEP_REQUESTS + 11, 30)
     assert len(step.requests) == MAX_STEP_REQUESTS
     tiny.run(loop)
@@ -146,25 +146,25 @@ def test_nothing_is_recorded_unless_somebody_watches(monkeypatch: pytest.MonkeyP
     watch = Monitor(loop.scheduler)
     submit(loop, "a", SYSTEM)
     loop.step()
-    assert not watch.is_recording
-    assert watch.state(SnapshotRequest(worker=0)).steps == []
+    assert loop.scheduler.step_planned is None
+    assert watch.snapshot(SnapshotRequest(worker=0)).steps == []
     loop.step()
-    assert watch.is_recording
+    assert loop.scheduler.step_planned is not None
     monkeypatch.setattr(monitor_module, "WATCH_S", -1.0)
-    assert len(watch.state(SnapshotRequest(worker=0)).steps) == 1
+    assert len(watch.snapshot(SnapshotRequest(worker=0)).steps) == 1
     loop.step()
-    assert not watch.is_recording, "nobody asked for a while"
+    assert loop.scheduler.step_planned is None, "nobody asked for a while"
     tiny.run(loop)
-    assert watch.state(SnapshotRequest(worker=0)).steps == []
+    assert watch.snapshot(SnapshotRequest(worker=0)).steps == []
 
 
 def test_the_steps_kept_are_bounded() -> None:
     loop = new_loop(max_seq_len_override=800)
     watch = Monitor(loop.scheduler)
-    watch.state(SnapshotRequest(worker=0))
+    watch.snapshot(SnapshotRequest(worker=0))
     submit(loop, "a", SYSTEM, MAX_STEPS + 50)
     tiny.run(loop)
-    state = watch.state(SnapshotRequest(worker=0))
+    state = watch.snapshot(SnapshotRequest(worker=0))
     assert [step.step for step in state.steps] == list(range(51, MAX_STEPS + 51))
     assert state.time_s <= time.monotonic()
 
@@ -174,7 +174,7 @@ def test_a_large_pool_is_mapped_in_strides() -> None:
     watch = Monitor(loop.scheduler)
     submit(loop, "a", tuple(3 + place % 50 for place in range(40)), 4)
     loop.step()
-    state = watch.state(SnapshotRequest(worker=0))
+    state = watch.snapshot(SnapshotRequest(worker=0))
     assert state.pages.stride == 8
     mapped = owners(state)
     assert len(mapped) == -(-state.pages.capacity // 8) <= MAX_MAPPED_PAGES

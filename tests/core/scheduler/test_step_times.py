@@ -14,7 +14,7 @@ from minisgl_core.engine.engine import BegunStep
 from minisgl_core.engine.step import PendingStep
 from minisgl_core.protocol.batch_plan import BatchPlan
 from minisgl_core.sampling_params import SamplingParams
-from minisgl_core.scheduler.step_times import LEAST_CHUNK, StepTimes
+from minisgl_core.scheduler.step_times import MIN_CHUNK, StepTimes
 
 
 def device_s(num_decodes: int, num_prompt_tokens: int) -> float:
@@ -40,7 +40,7 @@ def test_steps_like_those_before_are_predicted(num_decodes: int, num_prompt_toke
 def test_a_step_takes_at_most_the_limit_or_twice_its_decodes(num_decodes: int, most: int, max_step_s: float) -> None:
     tokens = measured(max_step_s).prompt_tokens(num_decodes, most)
     assert 1 <= tokens <= most
-    longest = max(max_step_s, 2 * device_s(num_decodes, 0), device_s(num_decodes, LEAST_CHUNK))
+    longest = max(max_step_s, 2 * device_s(num_decodes, 0), device_s(num_decodes, MIN_CHUNK))
     assert device_s(num_decodes, tokens) <= 1.02 * longest
     assert tokens == most or device_s(num_decodes, tokens + 2) >= 0.98 * max_step_s, "the time is used"
 
@@ -53,12 +53,12 @@ def test_without_decodes_or_a_limit_steps_are_full() -> None:
 def test_a_slow_first_step_is_forgotten() -> None:
     times = StepTimes(0.05)
     assert times.predict(4, 100) == 0, "unknown"
-    assert times.prompt_tokens(4, 8192) == LEAST_CHUNK
+    assert times.prompt_tokens(4, 8192) == MIN_CHUNK
     times.observe(0, 20, 5.0)
     times.observe(4, 0, 5.0)
     for _ in range(2):
         times.observe(4, 0, device_s(4, 0))
-        times.observe(4, LEAST_CHUNK, device_s(4, LEAST_CHUNK))
+        times.observe(4, MIN_CHUNK, device_s(4, MIN_CHUNK))
     assert times.predict(4, 100) == pytest.approx(device_s(4, 100), rel=0.02)
 
 

@@ -42,8 +42,8 @@ def run(detokenizer: IncrementalDetokenizer, pieces: list[list[int]]) -> tuple[l
 def tokens(request: pytest.FixtureRequest, engine_tokenizer: Any) -> TokenBytes:
     """`TokenBytes` of a byte-level tokenizer, which decodes bytes or, like other tokenizers, texts."""
     made = TokenBytes(engine_tokenizer)
-    assert made.make_up_texts
-    made.make_up_texts = request.param == "bytes"
+    assert made.is_byte_level
+    made.is_byte_level = request.param == "bytes"
     return made
 
 

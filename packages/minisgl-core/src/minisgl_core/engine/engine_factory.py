@@ -31,7 +31,7 @@ _MIN_PIECEWISE_TOKENS = 2048
 With overlap scheduling, the host returns a step's tokens only after it has launched the next step. So slow launches delay
 tokens even if they do not delay the device. 2,048 tokens cover the prompt tokens that ``--max-step-ms`` allows in a step with
 decodes."""
-_MOST_ON_CPU = 32
+_MAX_BATCH_ON_CPU = 32
 """Largest decode batch that ``auto`` captures on a CPU, where the Python code takes little of the time of larger ones."""
 
 
@@ -124,7 +124,7 @@ class EngineFactory:
         if reasons or wanted == 0:
             return []
         if platform.has_host_graphs:  # padding takes time, and sizes are captured when they are needed
-            return list(range(1, min(limit, _MOST_ON_CPU if wanted == AUTO else int(wanted)) + 1))
+            return list(range(1, min(limit, _MAX_BATCH_ON_CPU if wanted == AUTO else int(wanted)) + 1))
         return graph_sizes(min(limit, 256) if wanted == AUTO else min(limit, int(wanted)))
 
     def piecewise_sizes(self, has_decode_graphs: bool) -> list[int]:

@@ -98,7 +98,7 @@ class EngineLoop:
         """
         self.scheduler, self.engine, self.hooks, self.overlap = scheduler, engine, hooks, overlap
         self._is_pipeline = num_stages > 1
-        self._max_left = num_stages - 1 + overlap
+        self._max_in_flight = num_stages - 1 + overlap
         """Most steps in flight when `step` returns."""
         self._send_plan, self._receive_result = send_plan, receive_result
         self._in_flight: deque[_InFlight] = deque()
@@ -126,7 +126,7 @@ class EngineLoop:
         left_s = began_s + self.scheduler.step_times.predict(*oldest.sizes) - _LEAD_S - self._cpu_s - now
         if left_s < _POLL_S / 2 or oldest.done_s:
             return 0.0
-        if oldest.pending.is_done():  # it was shorter than predicted
+        if oldest.pending.is_done():  # it ended since the last check, earlier than predicted
             oldest.done_s = now - _POLL_S
             return 0.0
         return min(left_s, _POLL_S)
@@ -146,7 +146,7 @@ class EngineLoop:
             pending = self._finish(plan, begun)
             done_s = time.monotonic() if pending.is_done() else 0.0
             self._in_flight.append(_InFlight(plan, pending, launched_s, done_s))
-        if self._in_flight and (plan is None or len(self._in_flight) > self._max_left):
+        if self._in_flight and (plan is None or len(self._in_flight) > self._max_in_flight):
             outputs += self._process(self._in_flight.popleft())
         return outputs
 

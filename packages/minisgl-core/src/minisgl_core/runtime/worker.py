@@ -260,7 +260,7 @@ def _serve(
                 message.counts.update(_counts(loop.scheduler))
                 workers[message.worker].send(message)
             elif isinstance(message, SnapshotRequest):
-                workers[message.worker].send(monitor.state(message))
+                workers[message.worker].send(monitor.snapshot(message))
             elif isinstance(message, Stop):
                 return
         _deliver(loop.step(), workers, engine)

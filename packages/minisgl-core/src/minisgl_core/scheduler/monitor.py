@@ -50,12 +50,7 @@ class Monitor:
         self._steps: deque[StepSnapshot] = deque(maxlen=MAX_STEPS)
         self._until_s = 0.0
 
-    @property
-    def is_recording(self) -> bool:
-        """True while steps are kept for snapshots."""
-        return self._scheduler.step_planned is not None
-
-    def state(self, request: SnapshotRequest) -> EngineSnapshot:
+    def snapshot(self, request: SnapshotRequest) -> EngineSnapshot:
         """Return a snapshot of the scheduler. Call this between two steps."""
         scheduler, now_s = self._scheduler, time.monotonic()
         self._until_s = now_s + WATCH_S
@@ -73,8 +68,8 @@ class Monitor:
             num_running=scheduler.num_running,
             totals=msgspec.convert(stats, TotalsSnapshot, from_attributes=True),
             pages=self._pages(runs),
-            requests=[_request_state(each, now_s, num_tokens) for each in shown],
-            runs=[_run_state(run, now_s, num_tokens) for run in runs],
+            requests=[_request_snapshot(each, now_s, num_tokens) for each in shown],
+            runs=[_run_snapshot(run, now_s, num_tokens) for run in runs],
             steps=[step for step in self._steps if step.step > request.since],
             query=request.query,
             replica=self._replica,
@@ -132,7 +127,7 @@ class Monitor:
         )
 
 
-def _request_state(request: Request, now_s: float, num_tokens: int) -> RequestSnapshot:
+def _request_snapshot(request: Request, now_s: float, num_tokens: int) -> RequestSnapshot:
     return RequestSnapshot(
         request_id=request.request_id,
         number=request.arrival,
@@ -149,7 +144,7 @@ def _request_state(request: Request, now_s: float, num_tokens: int) -> RequestSn
     )
 
 
-def _run_state(run: CachedRun, now_s: float, num_tokens: int) -> CachedRunSnapshot:
+def _run_snapshot(run: CachedRun, now_s: float, num_tokens: int) -> CachedRunSnapshot:
     return CachedRunSnapshot(
         number=run.number,
         parent=run.parent,

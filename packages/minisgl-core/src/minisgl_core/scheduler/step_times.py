@@ -13,9 +13,9 @@ _NUM_KEPT = 5
 """Recent steps whose median is an estimate."""
 _DECODES_PER_GROUP = 8
 """Decode steps with similar numbers of requests share an estimate."""
-_LEAST_TOKENS = 16
+_MIN_TOKENS = 16
 """Fewest prompt tokens of a step that updates the estimate of the time per prompt token."""
-LEAST_CHUNK = 64
+MIN_CHUNK = 64
 """Smallest limit of prompt tokens per step, and the limit until a step with prompt tokens has run."""
 
 
@@ -35,7 +35,7 @@ class StepTimes:
         """Record the duration of a step."""
         if num_prompt_tokens == 0:
             self._decode_s[_group(num_decodes)].append(seconds)
-        elif num_prompt_tokens >= _LEAST_TOKENS:
+        elif num_prompt_tokens >= _MIN_TOKENS:
             self._token_s.append(max(seconds - self._decode_time(num_decodes), 0.0) / num_prompt_tokens)
 
     def predict(self, num_decodes: int, num_prompt_tokens: int) -> float:
@@ -53,10 +53,10 @@ class StepTimes:
         if not num_decodes or not self._max_step_s:
             return most
         if not self._token_s:
-            return min(most, LEAST_CHUNK)
+            return min(most, MIN_CHUNK)
         decode_s, token_s = self._decode_time(num_decodes), median(self._token_s)
         seconds = max(self._max_step_s - decode_s, decode_s)
-        return most if seconds >= most * token_s else min(most, max(LEAST_CHUNK, int(seconds / token_s)))
+        return most if seconds >= most * token_s else min(most, max(MIN_CHUNK, int(seconds / token_s)))
 
     def _decode_time(self, num_decodes: int) -> float:
         """Return the expected duration of a decode step; 0 without decodes or if unknown."""

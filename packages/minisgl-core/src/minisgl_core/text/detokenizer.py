@@ -43,7 +43,7 @@ class IncrementalDetokenizer:
         min_tokens: int = 0,
         include_stop: bool = False,
     ) -> None:
-        kind = _ByteDecoder if tokens.make_up_texts else _WindowDecoder
+        kind = _ByteDecoder if tokens.is_byte_level else _WindowDecoder
         self._decode: Callable[[Sequence[int], bool], str] = kind(tokens, skip_special_tokens).decode
         self._stop = StopFinder(stop, include_stop)
         self._num_unsearched = min_tokens if stop else 0

@@ -26,7 +26,7 @@ class TokenBytes(dict[int, bytes]):
     Attributes:
         tokenizer: a transformers tokenizer.
         special_ids: tokens that decoding may leave out.
-        make_up_texts: True if the text of tokens is the concatenation of their bytes, as for byte-level tokenizers.
+        is_byte_level: True for a byte-level tokenizer: the text of tokens is the concatenation of their bytes.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -35,8 +35,8 @@ class TokenBytes(dict[int, bytes]):
         self._added: dict[int, Any] = tokenizer.added_tokens_decoder
         self.special_ids = frozenset(index for index, token in self._added.items() if token.special)
         decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
-        self.make_up_texts = type(decoder).__name__ == "ByteLevel"
-        self._is_byte_level = "ByteLevel" in repr(decoder)
+        self.is_byte_level = type(decoder).__name__ == "ByteLevel"
+        self._uses_byte_alphabet = "ByteLevel" in repr(decoder)
 
     def __missing__(self, token_id: int) -> bytes:
         """Compute and cache the bytes of a token at its first lookup."""
@@ -47,14 +47,14 @@ class TokenBytes(dict[int, bytes]):
         token = self.tokenizer.convert_ids_to_tokens(token_id)
         if token is None:
             return b""
-        if self._is_byte_level and all(char in _ALPHABET for char in token):
+        if self._uses_byte_alphabet and all(char in _ALPHABET for char in token):
             return bytes(_ALPHABET[char] for char in token)
         if token_id in self._added:
             return str(token).encode()
         byte = _BYTE_TOKEN.fullmatch(token)
         if byte is not None:
             return bytes([int(byte[1], 16)])
-        return str(token if self._is_byte_level else token.replace("▁", " ")).encode()
+        return str(token if self._uses_byte_alphabet else token.replace("▁", " ")).encode()
 
 
 def max_token_bytes(tokenizer: Any) -> int:
@@ -66,6 +66,6 @@ def max_token_bytes(tokenizer: Any) -> int:
     # NFC turns three Hangul letters into one syllable.
     shrinks = {"NoneType": 1, "NFC": 3}.get(type(normalizer).__name__)
     strips = any(token.lstrip or token.rstrip for token in tokenizer.added_tokens_decoder.values())
-    if not TokenBytes(tokenizer).make_up_texts or shrinks is None or strips:
+    if not TokenBytes(tokenizer).is_byte_level or shrinks is None or strips:
         return 0
     return shrinks * max(len(token.encode()) for token in tokenizer.get_vocab())

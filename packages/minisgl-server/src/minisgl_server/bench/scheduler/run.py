@@ -109,7 +109,7 @@ class _Loop:
     def __init__(self, options: SchedulerOptions, num_requests: int) -> None:
         """Fill the cache."""
         self._options, self._rng = options, np.random.default_rng(0)
-        self._max_left = 0 if options.disable_overlap else 1
+        self._max_in_flight = 0 if options.disable_overlap else 1
         self._in_flight: deque[BatchPlan] = deque()
         self._num_submitted = 0
         num_rows = num_requests + _NUM_ADMITTED * _NUM_ADMISSIONS
@@ -162,7 +162,7 @@ class _Loop:
         scheduled = thread_time()
         assert plan is not None
         self._in_flight.append(plan)
-        if len(self._in_flight) <= self._max_left:
+        if len(self._in_flight) <= self._max_in_flight:
             return StepTimes(scheduled - start, 0.0, 0.0)
         plan = self._in_flight.popleft()
         result = StepResult(self._tokens(len(plan.sample.index)).astype(np.int64), [], [])
