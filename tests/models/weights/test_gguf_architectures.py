@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -298,3 +299,14 @@ def test_the_gate_of_shared_experts_is_a_matrix_of_its_own_shape(
     gate = dict(source.tensors(normalised(provider, source.config)))[name]
     assert tuple(gate.shape) == expected
     assert torch.equal(gate[slice(0, 1), slice(3, 6)], torch.tensor([[3.0, 4.0, 5.0]]))
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt-oss"])
+def test_a_huge_number_of_layers_is_refused_before_a_kind_is_listed_for_each(name: str, tmp_path: Path) -> None:
+    data = bytearray(made(name)[0].read_bytes())
+    place = data.index(b".block_count") + len(".block_count") + 4  # after the value's type
+    data[place : place + 4] = struct.pack("<I", 2**31)
+    path = tmp_path / "m.gguf"
+    path.write_bytes(data)
+    with pytest.raises(ModelFormatError, match=rf"{name}\.block_count=2147483648 must be 1 to"):
+        GgufWeights(path)

@@ -162,9 +162,15 @@ def test_a_missing_key_is_reported_by_its_name_in_the_file(key: str, tmp_path: P
     [
         ("general.alignment", np.uint32(0), "general.alignment=0 is not a power of two"),
         ("general.alignment", "x", "general.alignment=x is not a power of two"),
-        ("llama.block_count", np.uint32(2**31), "block_count=2147483648, but the file has tensors of 1 blocks"),
+        ("llama.block_count", np.uint32(2**31), "llama.block_count=2147483648 must be 1 to [0-9]+ layers"),
+        ("llama.block_count", np.uint32(2), "block_count=2, but the file has tensors of 1 blocks"),
         ("llama.embedding_length", np.uint32(2**31), r"token_embd.weight has the shape \(8, 32\)"),
-        ("llama.attention.head_count", np.uint32(2**30), "attn_q.weight has the shape"),
+        ("llama.attention.head_count", np.uint32(4), "attn_k.weight has the shape"),
+        (
+            "llama.attention.head_count",
+            np.uint32(2**30),
+            "length=32 must be at least llama.attention.head_count=1073741824",
+        ),
         ("llama.attention.head_count", "two", "head_count='two' must be an integer of at least 1"),
         ("llama.feed_forward_length", np.uint32(2**31), "ffn_gate.weight has the shape"),
         ("llama.context_length", np.uint32(2**31), "context_length=2147483648 must be 1 to"),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from minisgl_core.config.keys import MAX_LAYERS
 from minisgl_core.errors import ModelFormatError
 from minisgl_models.weights.gguf_reader import GgufTensor
 
@@ -73,7 +74,8 @@ _KEYS: Mapping[str, _Check] = {
     "tokenizer.ggml.scores": (_are_numbers, "an array of finite numbers"),
 }
 _COMMON_KEYS: Mapping[str, _Check] = {
-    **dict.fromkeys(("embedding_length", "feed_forward_length", "block_count", "attention.head_count"), _POSITIVE),
+    "block_count": (lambda value: _is_integer(value) and 0 < value <= MAX_LAYERS, f"1 to {MAX_LAYERS} layers"),
+    **dict.fromkeys(("embedding_length", "feed_forward_length", "attention.head_count"), _POSITIVE),
     **dict.fromkeys(("attention.head_count_kv", "attention.key_length", "rope.dimension_count"), _POSITIVE),
     "attention.layer_norm_rms_epsilon": (lambda value: _is_finite(value) and value >= 0, "a number of at least 0"),
     "context_length": (lambda value: _is_integer(value) and 0 < value <= MAX_CONTEXT, f"1 to {MAX_CONTEXT} tokens"),

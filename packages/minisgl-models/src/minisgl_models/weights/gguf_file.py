@@ -160,10 +160,13 @@ class GgufWeights(WeightSource):
         return {key: value for key, value in rope.items() if value is not None}
 
     def _head_dim(self) -> int:
-        return int(
-            self._key("attention.key_length", None)
-            or self._key("embedding_length") // self._key("attention.head_count")
-        )
+        hidden, heads = self._key("embedding_length"), self._key("attention.head_count")
+        head_dim: int = self._key("attention.key_length", hidden // heads)
+        if not head_dim:
+            raise ModelFormatError(
+                f"{self._path}: {self._arch}.embedding_length={hidden} must be at least {self._arch}.attention.head_count={heads}"
+            )
+        return head_dim
 
     def _factors(self, name: str) -> list[float]:
         shape = self._tensors[name].shape
