@@ -183,7 +183,8 @@ class Supervisor:
                 self._check_child(name)
         except WorkerDiedError as error:
             # Children fail because they lose their connection to a killed one, whose end may become visible only after that.
-            deadline = time.monotonic() + (0.0 if isinstance(error, WorkerRefusedError) else _KILLED_S)
+            may_be_late = len(self._processes) > 1 and not isinstance(error, WorkerRefusedError)
+            deadline = time.monotonic() + (_KILLED_S if may_be_late else 0.0)
             while not (killed := self._killed()) and time.monotonic() < deadline:
                 time.sleep(0.01)
             for name in killed:
