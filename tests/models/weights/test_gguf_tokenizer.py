@@ -245,3 +245,24 @@ def test_too_many_merges_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     types, scores = [UNKNOWN, NORMAL, NORMAL, NORMAL], [0.0] * 4
     with pytest.raises(ModelFormatError, match=r"tokenizer\.ggml\.tokens has more than 2 pairs"):
         write(tmp_path / "m.gguf", "llama", tokens, types, token_scores=scores).tokenizer()
+
+
+@pytest.mark.parametrize("bos", ["$B", "$A", "<s>:1", "bos", "eos"])
+def test_special_tokens_are_no_syntax_of_the_template(bos: str, tmp_path: Path) -> None:
+    tokens = [*byte_alphabet(), bos, "<|eos|>"]
+    source = write(
+        tmp_path / "m.gguf",
+        "gpt2",
+        tokens,
+        [NORMAL] * 256 + [CONTROL, CONTROL],
+        tokenizer_pre="gpt-2",
+        token_merges=[],
+        bos_token_id=256,
+        eos_token_id=257,
+        add_bos_token=True,
+        add_eos_token=True,
+    )
+    tokenizer = source.tokenizer()
+    [first, *text, last] = tokenizer("ab")["input_ids"]
+    assert (first, tokenizer.decode(text), last) == (256, "ab", 257)
+    assert tokenizer("ab", "c")["input_ids"] == [*tokenizer("ab")["input_ids"], *tokenizer("c")["input_ids"]]

@@ -81,6 +81,11 @@ def _byte_level(metadata: Mapping[str, Any]) -> Tokenizer:
     if wrong := [merge for merge in merges if len(merge) != 2]:
         raise ValueError(f"tokenizer.ggml.merges has {wrong[0][0][:40]!r}, not two tokens separated by a space")
     vocab = {token: index for index, token in enumerate(tokens)}
+    # The tokenizers package panics if the two make a token that is longer than all tokens.
+    if unknown := next((merge for merge in merges if "".join(merge) not in vocab), None):
+        raise ValueError(
+            f"tokenizer.ggml.merges has {' '.join(unknown)[:80]!r}, which make no token of tokenizer.ggml.tokens"
+        )
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=split.ignores_merges))
     tokenizer.pre_tokenizer = split.pre_tokenizer()
     tokenizer.decoder = decoders.ByteLevel()
@@ -163,20 +168,18 @@ def _add_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
 def _add_template(tokenizer: Tokenizer, metadata: Mapping[str, Any], adds_bos: bool, first: Any) -> None:
     """Add BOS and EOS as the metadata specify, by default BOS if `adds_bos`, after the post-processor `first`."""
     tokens = metadata["tokenizer.ggml.tokens"]
-    added = {}
+    added = []
     for name, default in (("bos", adds_bos), ("eos", False)):
         index = metadata.get(f"tokenizer.ggml.{name}_token_id")
         if index is not None and metadata.get(f"tokenizer.ggml.add_{name}_token", default):
             if not 0 <= index < len(tokens):
                 raise ValueError(f"tokenizer.ggml.{name}_token_id={index} is not below the {len(tokens)} tokens")
-            added[name] = (tokens[index], index)
-    pieces = [
-        added[name][0] if name != "text" else "$A" for name in ("bos", "text", "eos") if name == "text" or name in added
-    ]
+            # The template has names instead of the tokens, of which "$B" would stand for a second text.
+            added.append({"id": name, "ids": [index], "tokens": [tokens[index]]})
+    names = [each["id"] for each in added]
+    single = [name for name in ("bos", "$A", "eos") if name == "$A" or name in names]
     template = processors.TemplateProcessing(
-        single=pieces,
-        pair=[*pieces, *(piece.replace("$A", "$B") for piece in pieces)],
-        special_tokens=list(added.values()),
+        single=single, pair=[*single, *(name.replace("$A", "$B") for name in single)], special_tokens=added
     )
     steps = [each for each in (first, template if added else None) if each is not None]
     if steps:
