@@ -4,7 +4,7 @@ import pytest
 
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.config.providers import check_providers
-from minisgl_core.errors import PluginError
+from minisgl_core.errors import InvalidValueError, PluginError
 from minisgl_core.plugins.registry import Entry, Registry
 
 INSTALLED = Registry(
@@ -39,3 +39,9 @@ def test_names_of_what_is_installed_pass_without_an_import(options):
 def test_a_name_that_nothing_installed_has_is_refused(option, value, name):
     with pytest.raises(PluginError, match=f"--{option}: no .* is called '{name}'"):
         check_providers({option: value, "port": 5}, INSTALLED)
+
+
+@pytest.mark.parametrize(("option", "value"), [("attn", "auto,quick"), ("attn", "quick,auto"), ("communicator", "auto,auto")])
+def test_auto_among_several_names_is_refused(option, value):
+    with pytest.raises(InvalidValueError, match=f"--{option}='{value}' is not valid: must be auto alone"):
+        check_providers({option: value}, INSTALLED)

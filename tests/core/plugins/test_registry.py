@@ -238,7 +238,7 @@ def test_a_provider_that_breaks_the_contract_is_refused(site, attribute, reason)
     ("api", "reason"),
     [
         (">=3", r"versions >=3 of the plugin API, and this minisgl has 2\.0\. Install"),
-        (">=1,<2", r"versions >=1,<2 .* In version 2, order\(\) is told which requests run.*\. Install a version"),
+        (">=1,<2", r"versions >=1,<2 .* In version 2, order\(\) has the argument running.*\. Install a version"),
         ("new", "not a version range"),
     ],
 )

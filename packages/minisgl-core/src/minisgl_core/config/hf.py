@@ -26,7 +26,7 @@ _CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 key. An architecture whose entry lacks ``max_window_layers`` ignores that key."""
 
 _SAME_WINDOW = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen3MoeForCausalLM"})
-"""Architectures of which all layers have the same window, or none: they do not read ``layer_types``."""
+"""Architectures that do not read ``layer_types``: all layers have the same window, or none has one."""
 
 
 def model_config(
@@ -137,20 +137,20 @@ def _token_ids(raw: Mapping[str, Any], key: str, where: str = "config") -> list[
 def _rope_settings(keys: Keys) -> tuple[str, Mapping[str, Any]]:
     """Return the name and the value of the key with the RoPE settings.
 
-    Of a config with both keys, transformers takes ``rope_scaling`` and drops ``rope_parameters`` with its ``rope_theta``.
+    If a config has both keys, transformers uses ``rope_scaling`` and ignores ``rope_parameters`` with its ``rope_theta``.
 
     Raises:
-        ModelFormatError: the dropped settings differ from those that are taken.
+        ModelFormatError: the ignored settings differ from the used ones.
     """
     scaling, parameters = keys.mapping("rope_scaling"), keys.mapping("rope_parameters")
     if not (scaling and parameters):
         return ("rope_scaling", scaling) if scaling else ("rope_parameters", parameters)
-    taken = {"rope_theta": keys.get("rope_theta", 10000.0), "rope_type": scaling.get("type", "default"), **scaling}
+    used = {"rope_theta": keys.get("rope_theta", 10000.0), "rope_type": scaling.get("type", "default"), **scaling}
     for key, value in parameters.items():
-        if value not in (None, taken.get(key)) and (key, value) not in (("rope_type", "default"), ("type", "default")):
+        if value not in (None, used.get(key)) and (key, value) not in (("rope_type", "default"), ("type", "default")):
             raise ModelFormatError(
-                f"config: rope_parameters has {key}={value!r} and rope_scaling has {key}={taken.get(key)!r}; transformers "
-                "drops rope_parameters where a config has both: move all settings into one of them"
+                f"config: rope_parameters has {key}={value!r} and rope_scaling has {key}={used.get(key)!r}; transformers "
+                "ignores rope_parameters if a config has both: move all settings into one of them"
             )
     return "rope_scaling", scaling
 
@@ -240,7 +240,7 @@ def _scaled_context(max_position: int, rope: RopeConfig) -> int:
 def _sliding_windows(keys: Keys, num_layers: int, architecture: str) -> tuple[int | None, ...]:
     """Return the window of each layer in tokens; None for full attention.
 
-    Without ``layer_types``, layers from ``max_window_layers`` on have the window, where an architecture has that key.
+    Without ``layer_types``, all layers have the window, or those from ``max_window_layers`` on if the architecture reads it.
     """
     uses = keys.flag("use_sliding_window", True)
     given = keys.get("sliding_window") is not None

@@ -11,11 +11,11 @@ from typing import Any
 from minisgl_core.errors import ModelFormatError
 
 MAX_LAYERS = 1024
-"""Most layers of a model. Lists with an entry per layer are made before the tensors of a checkpoint are seen."""
+"""Maximum number of layers. Lists with an entry per layer are allocated before a checkpoint's tensors are read."""
 MAX_CONTEXT = 2**24
 """Longest context in tokens. RoPE's tables have an entry per position."""
 MAX_INT = 2**31 - 1
-"""Largest whole number of a config, which is that of int32."""
+"""Largest whole number of a config: that of int32."""
 _LAYER_COUNT = re.compile(r"(n|num)_(\w+_)?layers?|\w+_layers|first_k_dense_replace")
 """Keys whose values are numbers of layers."""
 
@@ -24,11 +24,11 @@ class Keys:
     """Keys of a config. A null counts as a missing key."""
 
     def __init__(self, raw: Mapping[str, Any], where: str = "config") -> None:
-        """Take a config; `where` names it in messages."""
+        """Store the config; `where` names it in messages."""
         self._raw, self._where = raw, where
 
     def replaced(self, key: str, value: Any) -> Keys:
-        """Return these keys with another value of one of them."""
+        """Return a copy with another value of `key`."""
         return Keys({**self._raw, key: value}, self._where)
 
     def error(self, key: str, fault: str) -> ModelFormatError:

@@ -109,9 +109,9 @@ class CacheOptions:
 class SchedulerOptions:
     """Options of the scheduler and of CUDA graphs."""
 
-    max_running_requests: int = option(256, "Most requests in a batch.", low=1)
+    max_running_requests: int = option(256, "Maximum number of requests in a batch.", low=1)
     max_prefill_length: int | str = option(
-        AUTO, "Most prompt tokens per step; longer prompts are computed in chunks.", low=1
+        AUTO, "Maximum number of prompt tokens per step; longer prompts are computed in chunks.", low=1
     )
     max_step_ms: float | str = option(
         AUTO,
@@ -120,7 +120,7 @@ class SchedulerOptions:
         low=0.0,
     )
     max_queued_requests: int = option(
-        4096, "Most waiting requests; further requests are refused with status 429.", low=1
+        4096, "Maximum number of waiting requests; further requests are refused with status 429.", low=1
     )
     policy: str = option("fcfs", "Order of the waiting requests.", kind="policy")
     disable_overlap: bool | str = option(
@@ -133,7 +133,7 @@ class SchedulerOptions:
     )
     piecewise_cuda_graph_max_tokens: int | str = option(
         AUTO,
-        "Most tokens of a step, such as one with prompts, to capture as piecewise CUDA graphs; 0 captures none, and auto"
+        "Maximum number of tokens of a step to capture as piecewise CUDA graphs; 0 captures none, and auto"
         " captures none if decodes are not captured.",
         low=0,
     )
@@ -280,7 +280,7 @@ def type_words(item: dataclasses.Field[Any]) -> list[str]:
 
 
 def _expected(words: list[str]) -> str:
-    """Return a phrase with the allowed values of these types. If a text is allowed besides another type, it is ``auto``."""
+    """Return a phrase with the allowed values of these types. The only text that a number or boolean allows is ``auto``."""
     texts = ["a text"] if words[0] == "str" else [AUTO]
     named = {"int": ["a whole number"], "float": ["a number"], "bool": ["true", "false"], "str": texts, "None": []}
     *others, last = [each for word in words for each in named[word]]

@@ -30,8 +30,8 @@ PREFERENCES: dict[tuple[str, str], tuple[str, ...]] = {
     ("prefix_cache", "cuda"): ("radix", "naive"),
     ("prefix_cache", "cpu"): ("radix", "naive"),
 }
-"""Providers that ``auto`` tries, best first, by kind and platform. A hook may put another one before them. For ``ops``, each
-role is served by the first provider that has it.
+"""Providers that ``auto`` tries, best first, by kind and platform. It first tries the one that a plugin's hook prefers. For
+``ops``, each role is served by the first provider that has it.
 
 The order of attention backends on CUDA was measured on an H200 (docs/benchmarks.md). FlashAttention 3 is the fastest for
 prefill, then FlashInfer. For decodes of mixed lengths, the Triton kernel is as fast as theirs and needs no planning on the
@@ -55,7 +55,7 @@ class ProviderPicker:
         unsupported: Unsupported,
         preferred: Callable[[str], str | None],
     ) -> None:
-        """Bind the functions that `minisgl_core.config.resolve.resolve` receives. `platform`: name of the platform."""
+        """Store the platform's name, and the functions that `minisgl_core.config.resolve.resolve` receives."""
         self._platform = platform
         self._installed, self._unsupported, self._preferred = installed, unsupported, preferred
         self.uncompiled: Callable[[str], str] = lambda name: ""
@@ -74,40 +74,44 @@ class ProviderPicker:
             return wanted, "set by the user"
         installed = set(self._installed(kind))
         ordered = [name for name in self._preferences(kind) if name not in skipped]
-        hinted = self._preferred(kind)
+        preferred = self._preferred(kind)
         passed_over: list[str] = []
-        slow: tuple[str, str] | None = None
-        for name in ([hinted] if hinted else []) + ordered:
+        uncompiled_pick: tuple[str, str] | None = None
+        for name in dict.fromkeys([preferred, *ordered] if preferred else ordered):
             parts = name.split(",")
             if name in skipped:
                 passed_over.append(f"{name}: a plugin prefers it, but `auto` does not select it for this checkpoint")
                 continue
             if not installed.issuperset(parts):
-                if name == hinted:
+                if name == preferred:
                     passed_over.append(f"{name}: a plugin prefers it, but it is not installed")
                 continue
             reasons = [reason for part in parts for reason in self._unsupported(kind, part, *spec)]
             if not reasons:
-                why = "a plugin prefers it here" if name == hinted else f"first of {', '.join(ordered)} that works here"
+                why = (
+                    "a plugin prefers it here"
+                    if name == preferred
+                    else f"first of {', '.join(ordered)} that works here"
+                )
                 why += "".join(f"; not {other}" for other in passed_over)
-                lacking = {part: what for part in parts if kind == "attention" and (what := self.uncompiled(part))}
-                if not lacking:
+                kernels = {part: text for part in parts if kind == "attention" and (text := self.uncompiled(part))}
+                if not kernels:
                     return name, why
-                if slow is None:
-                    slow = name, why
-                    self.to_compile |= dict.fromkeys(lacking)
-                reasons = [f"{what} must be compiled first" for what in lacking.values()]
+                if uncompiled_pick is None:
+                    uncompiled_pick = name, why
+                    self.to_compile |= dict.fromkeys(kernels)
+                reasons = [f"{text} must be compiled first" for text in kernels.values()]
             passed_over.append(f"{name}: {reasons[0]}")
-        if slow is not None:  # nothing else works here
+        if uncompiled_pick is not None:  # nothing else works here
             self.to_compile.clear()
-            return slow
+            return uncompiled_pick
         detail = "; ".join(passed_over) or f"none of {', '.join(ordered)} is installed"
         raise ProviderUnsupportedError(kind, AUTO, [detail, "install minisgl-backends or name a provider"])
 
     def automatic(self, kind: str) -> list[str]:
-        """Return the providers that ``auto`` tries, best first: that of a plugin, then the installed ones of the platform."""
-        installed, hinted = set(self._installed(kind)), self._preferred(kind)
-        return [*(hinted.split(",") if hinted else ()), *(x for x in self._preferences(kind) if x in installed)]
+        """Return the providers that ``auto`` tries, best first: those that a plugin prefers, then the platform's list."""
+        installed, preferred = set(self._installed(kind)), self._preferred(kind)
+        return [*(preferred.split(",") if preferred else ()), *(x for x in self._preferences(kind) if x in installed)]
 
     def first(self, kind: str) -> str:
         """Return the most preferred provider, which may be unsupported or not installed."""

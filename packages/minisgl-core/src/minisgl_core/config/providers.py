@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from minisgl_core.config.options import AUTO, engine_options
+from minisgl_core.errors import InvalidValueError
 
 if TYPE_CHECKING:
     from minisgl_core.plugins.registry import Registry
@@ -20,10 +21,14 @@ def check_providers(values: Mapping[str, Any], registry: Registry) -> None:
 
     Raises:
         PluginError: no provider, or more than one, has that name.
+        InvalidValueError: ``auto`` is one of several names, which only ``--ops`` supports.
     """
     for name, item in engine_options().items():
         kind = item.metadata["option"].kind
         if kind and values.get(name, AUTO) != AUTO:
             for provider in filter(None, map(str.strip, values[name].split(","))):
-                if (kind, provider) != ("ops", AUTO):
+                if provider != AUTO:
                     registry.entry(kind, provider)
+                elif kind != "ops":
+                    allowed = "auto alone, or names without auto"
+                    raise InvalidValueError(f"--{name.replace('_', '-')}", values[name], allowed)

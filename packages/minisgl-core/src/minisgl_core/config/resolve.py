@@ -137,14 +137,14 @@ def resolve(
     is_float8 = model.quantization == "fp8" or (stored is not None and stored.is_float8)
     if quantization == AUTO and model.moe is not None and is_float8:
         quantization = "none"
-        why = _of_checkpoint(model, quantization, "experts use fp8 only with --quantization fp8")
+        why = _with_checkpoint_format(model, quantization, "experts use fp8 only with --quantization fp8")
         choices.append(Choice("quantization", quantization, why))
     elif quantization != AUTO or model.quantization:
-        # The others would quantize the weights of a GGUF file again.
+        # These providers would quantize the weights of a GGUF file again.
         skipped = ("int4", "int8", "fp8") if stored is not None and stored.is_gguf else ()
         needs = quantization_spec(model, torch_dtype, device)
         quantization, why = picker.pick("quantization", quantization, needs, skipped=skipped)
-        choices.append(Choice("quantization", quantization, _of_checkpoint(model, quantization, why)))
+        choices.append(Choice("quantization", quantization, _with_checkpoint_format(model, quantization, why)))
     else:
         quantization = "none"
     communicator = config.backends.communicator
@@ -196,14 +196,14 @@ def _dtype(wanted: str, model_dtype: str, hardware: Hardware) -> tuple[str, str]
     if wanted != AUTO:
         return wanted, "set by the user"
     if model_dtype in hardware.dtypes:
-        return model_dtype, "the checkpoint's own"
+        return model_dtype, "the checkpoint's dtype"
     return hardware.dtypes[0], f"the checkpoint's {model_dtype} is slow on this {hardware.platform}"
 
 
 def _communicators(
     config: EngineConfig, picker: ProviderPicker, device: torch.device, placement: RankPlacement
 ) -> tuple[str, str]:
-    """Return the providers and why: of each stage's tensor-parallel group, and of the groups between the stages."""
+    """Return the providers of the groups within and between the pipeline stages, and the reasons."""
     names, parallel = config.backends.communicator.split(","), config.parallel
     if len(names) > 2 or not all(names):
         raise InvalidValueError("--communicator", config.backends.communicator, "one name, or two as 'within,between'")
@@ -272,7 +272,7 @@ def quantization_spec(model: ModelConfig, dtype: torch.dtype, device: torch.devi
     return QuantizationSpec(dtype, device, num_experts, CheckpointQuantization.of(model.raw))
 
 
-def _of_checkpoint(model: ModelConfig, chosen: str, why: str) -> str:
+def _with_checkpoint_format(model: ModelConfig, chosen: str, why: str) -> str:
     """Return the reason, and how the checkpoint's quantized weights are used."""
     if not model.quantization:
         return why

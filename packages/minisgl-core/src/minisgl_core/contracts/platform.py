@@ -123,12 +123,12 @@ class Platform(ABC):
             raise NotImplementedError(
                 f"the platform {self.name!r} has no mapped pinned memory; it must override allocate_mapped_memory()"
             )
-        shared = torch.zeros(shape, dtype=dtype)
-        return shared, shared
+        memory = torch.zeros(shape, dtype=dtype)
+        return memory, memory
 
     def record_event(self) -> Event:
         """Record an event in the current stream."""
-        return _PastEvent()
+        return _CompletedEvent()
 
     def stream(self) -> AbstractContextManager[Any]:
         """Return a context in which work is enqueued on the engine's own stream."""
@@ -168,12 +168,12 @@ class Platform(ABC):
         """Wait for all work on the device."""
 
 
-class _PastEvent:
+class _CompletedEvent:
     """Event of a platform whose calls are synchronous."""
 
     def synchronize(self) -> None:
         """Return at once, as all calls are synchronous."""
 
     def query(self) -> bool:
-        """Return True, likewise."""
+        """Return True, as all calls are synchronous."""
         return True

@@ -66,7 +66,7 @@ class MemoryPool:
 
 
 class CpuGraph(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The calls that ran in its context.
+    """Graph of the calls that run in its context.
 
     Attributes:
         calls: functions with their arguments. After the capture, those with a `sequence` (see `call`) are merged.
@@ -100,7 +100,7 @@ class CpuGraph(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch.Tag.data_dependent_output in func.tags or _has_dynamic_shape(func, args):
             raise MinisglError(f"a captured step must not depend on values of tensors, and {func} does")
         if func._schema.is_mutable:
-            self.calls.append((_Repeated(func, kwargs), args))
+            self.calls.append((_CapturedOp(func, kwargs), args))
             return result
         given = {each.untyped_storage().data_ptr() for each in tree_leaves((args, kwargs)) if _is_tensor(each)}
         if func is torch.ops.aten.lift_fresh.default:
@@ -111,9 +111,9 @@ class CpuGraph(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
         kept = [self._pool.like(each) if new else each for each, new in zip(leaves, is_new, strict=True)]
         if func.overloadpacket not in _ALLOCATE:
-            repeated = _Repeated(func, kwargs, [(index, kept[index]) for index, new in enumerate(is_new) if new])
-            repeated.store(leaves)
-            self.calls.append((repeated, args))
+            captured = _CapturedOp(func, kwargs, [(index, kept[index]) for index, new in enumerate(is_new) if new])
+            captured.store(leaves)
+            self.calls.append((captured, args))
         return tree_unflatten(kept, spec)
 
     def replay(self) -> None:
@@ -122,7 +122,7 @@ class CpuGraph(TorchDispatchMode):  # type: ignore[no-untyped-call]
             function(*arguments)
 
     def pool(self) -> MemoryPool:
-        """Return the memory, which graphs that do not run at once may share."""
+        """Return the memory pool, which graphs that do not run concurrently may share."""
         return self._pool
 
     def reset(self) -> None:
@@ -131,7 +131,7 @@ class CpuGraph(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._constants.clear()
 
 
-class _Repeated:
+class _CapturedOp:
     """An operator of torch with its keyword arguments, and the tensors that its results are copied to, by index."""
 
     __slots__ = ("_func", "_kept", "_kwargs")

@@ -35,26 +35,27 @@ def pick_platform(
         if reasons := registry.unsupported("platform", wanted):
             raise ProviderUnsupportedError("platform", wanted, reasons)
         return platform, _hardware_of(platform)
-    for name in _own_first(registry):
-        if (found := _applicable(registry, name)) is not None:
-            hinted = preferred("platform", found[1])
-            if hinted is None or hinted == name:
+    for name in _auto_order(registry):
+        if (found := _load_if_supported(registry, name)) is not None:
+            other = preferred("platform", found[1])
+            if other is None or other == name:
                 return found
-            taken = _applicable(registry, hinted) if hinted in registry.names("platform") else None
-            if taken is None:
-                logger.warning("a plugin prefers the platform %r, which is not installed or does not apply", hinted)
-            return taken or found
+            loaded = _load_if_supported(registry, other) if other in registry.names("platform") else None
+            if loaded is None:
+                logger.warning("a plugin prefers the platform %r, which is not installed or not supported here", other)
+            return loaded or found
     names = ", ".join(registry.names("platform"))
     raise ProviderUnsupportedError("platform", AUTO, [f"none of {names} is available on this machine"])
 
 
-def _own_first(registry: Registry) -> list[str]:
+def _auto_order(registry: Registry) -> list[str]:
     """Return the names in the order of ``auto``: cuda, cpu, then those of other packages."""
     shipped = {entry.name for entry in registry.entries("platform") if entry.distribution in SHIPPED}
     return sorted(registry.names("platform"), key=lambda name: (name not in shipped, name != "cuda", name))
 
 
-def _applicable(registry: Registry, name: str) -> tuple[type[Platform], Hardware] | None:
+def _load_if_supported(registry: Registry, name: str) -> tuple[type[Platform], Hardware] | None:
+    """Return a platform and its hardware; None if it is not available here, or does not load."""
     try:
         if registry.unsupported("platform", name):
             return None

@@ -20,7 +20,7 @@ from minisgl_core.plugins.registry import Entry, Registry
 logger = logging.getLogger(__name__)
 
 Hook = Callable[..., Any]
-"""Caller of all implementations of one hook, with the keyword arguments of its spec in `hookspecs`."""
+"""Function that calls all implementations of one hook, with the keyword arguments of its spec in `hookspecs`."""
 
 
 class Hooks:
@@ -105,7 +105,7 @@ def _load(registry: Registry, entry: Entry) -> object:
 
 def _register(manager: pluggy.PluginManager, entry: Entry, module: object) -> None:
     name = f"{entry.distribution}:{entry.name}"
-    guarded = _Guarded()
+    guarded = _GuardedModule()
     for attribute in dir(module):
         if options := manager.parse_hookimpl_opts(module, attribute):
             function = getattr(module, attribute)
@@ -123,11 +123,11 @@ def _register(manager: pluggy.PluginManager, entry: Entry, module: object) -> No
         raise
 
 
-class _Guarded:
-    """Implementations of one hook module."""
+class _GuardedModule:
+    """Implementations of one hook module, wrapped by `_guard`."""
 
 
-def _guard(function: Callable[..., Any], what: str) -> Callable[..., Any]:
+def _guard(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Return a function that logs exceptions instead of raising them."""
     failed = False
 
@@ -139,7 +139,7 @@ def _guard(function: Callable[..., Any], what: str) -> Callable[..., Any]:
         except (Exception, SystemExit):
             if not failed:
                 failed = True
-                logger.exception("the hook %s failed; later failures of it are not logged", what)
+                logger.exception("the hook %s failed; later failures of it are not logged", name)
             return None
 
     return call

@@ -15,16 +15,16 @@ VERSION = "2.0"
 
 CHANGES = {
     "attention": "a backend declares `capabilities` in place of kv_layout, reads_page_table and the optional protocols",
-    "communicator": "there are global and local ranks, and a communicator can send and receive",
+    "communicator": "`CommunicatorSpec` has global ranks, and a communicator has send() and recv()",
     "grammar": "the base classes declare version 2, and nothing else changed",
-    "hooks": "plans and records have new fields, and there are hooks for pages that enter and leave the prefix cache",
-    "models": "models are plain layers loaded by attribute, and forward() is told which tokens logits are computed of",
+    "hooks": "plans and records have new fields, and the hooks pages_cached and pages_evicted are new",
+    "models": "models are plain layers loaded by attribute, and forward() has the argument logits_index",
     "moe": "a kernel declares `capabilities`, and forward() takes `ExpertWeights`, which replaces forward_fp8()",
-    "ops": "Ops is split into roles: subclass LinearOps, NormOps, RotaryOps, SamplingOps, StepOps or RoutingOps, each of"
-    " which may be served alone; take_rows() and put() are gather_rows() and scatter()",
+    "ops": "Ops is split into roles: subclass one or more of LinearOps, NormOps, RotaryOps, SamplingOps, StepOps and"
+    " RoutingOps; take_rows() and put() are gather_rows() and scatter()",
     "platform": "capture_pieces() is capture_piecewise(), borrow() is weak_ref(), and share_memory() is"
     " allocate_mapped_memory()",
-    "policy": "order() is told which requests run, and requests show their lengths, user and arrival time",
+    "policy": "order() has the argument running, and requests have their lengths, user and arrival time",
     "prefix_cache": "match() and insert() take a namespace",
     "quantization": "a provider makes a method object per layer, which loads the checkpoint's tensors for it",
     "weights": "tokenizer() raises TokenizerNotFoundError without a tokenizer, and stored_tensors() gives packed weights",

@@ -53,7 +53,7 @@ def install(requirement: str) -> str:
 def shipped_names(kind: str) -> list[str]:
     """Return names of a kind in the shipped distributions, installed or not."""
     assert kind in KINDS
-    return [name for of_kind, name in _REQUIREMENTS if of_kind == kind]
+    return [name for each, name in _REQUIREMENTS if each == kind]
 
 
 def for_import_failure(kind: str, name: str, distribution: str, error: BaseException) -> str:
