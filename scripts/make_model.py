@@ -35,6 +35,18 @@ def shape(
 
 QWEN3 = {"vocab": 151936, "head_dim": 128, "max_position_embeddings": 40960, "eos_token_id": 151645}
 THETA = {"rope_theta": 1_000_000.0}
+W4A16 = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head", "re:.*mlp.gate$"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128},
+        }
+    },
+}
 GEMMA = {"head_dim": 256, "query_pre_attn_scalar": 256, "tie_word_embeddings": True}
 SHAPES = {
     "qwen3-0.6b": shape("qwen3", 1024, 3072, 28, 16, 8, **QWEN3, **THETA, tie_word_embeddings=True),
@@ -91,6 +103,8 @@ SHAPES = {
         max_position_embeddings=131072,
     ),
 }
+for each in ("qwen3-14b", "qwen3-30b-a3b"):
+    SHAPES[f"{each}-w4a16"] = SHAPES[each] | {"quantization_config": W4A16}
 
 
 def main(name: str, folder: str) -> None:
