@@ -8,6 +8,7 @@ from fp8_checkpoints import BLOCK, BLOCKS, PER_CHANNEL, PER_TENSOR
 
 from minisgl_backends.ops.triton_ops import TritonOps
 from minisgl_backends.quantization.fp8 import Fp8, quantize
+from minisgl_core.contracts.checkpoint_quantization import CheckpointQuantization
 from minisgl_core.contracts.layer_methods import LinearPart, LinearSpec
 from minisgl_core.contracts.ops import LinearOp, LinearOps, Ops
 from minisgl_core.contracts.quantization import Quantization, QuantizationSpec
@@ -43,6 +44,21 @@ def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Fp8.unsupported(spec(num_experts=8)) == Fp8.unsupported(spec())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     assert "8.9 or later, and this GPU has 8.0" in Fp8.unsupported(spec())[0]
+
+
+@pytest.mark.parametrize(
+    ("weights", "is_float8"),
+    [
+        ([], False),
+        ([{"type": "float", "num_bits": 8}], True),
+        ([{"type": "float", "num_bits": 8}, {"type": "int", "num_bits": 8}], False),
+        ([{"type": ["float"], "num_bits": {}}], False),
+    ],
+)
+def test_groups_of_compressed_tensors_are_float8_if_all_are(weights: list[dict[str, object]], is_float8: bool) -> None:
+    groups = {f"group_{i}": {"targets": ["Linear"], "weights": each} for i, each in enumerate(weights)}
+    stored = CheckpointQuantization({"quant_method": "compressed-tensors", "config_groups": groups})
+    assert (Fp8.unsupported(QuantizationSpec(torch.float32, CPU, 0, stored)) == []) is is_float8
 
 
 def test_each_output_and_each_token_has_a_scale() -> None:

@@ -83,8 +83,10 @@ class CheckpointQuantization:
     @property
     def is_float8(self) -> bool:
         """Return True if the quantized weights are float8, with scales per tensor, channel or block."""
-        kinds = {(each.get("type"), each.get("num_bits")) for each in self.groups}
-        return self.method == "fp8" or (self.method == _COMPRESSED and kinds == {("float", 8)})
+        if self.method != _COMPRESSED:
+            return self.method == "fp8"
+        kinds = [(each.get("type"), each.get("num_bits")) for each in self.groups]
+        return bool(kinds) and all(kind == ("float", 8) for kind in kinds)
 
     @property
     def groups(self) -> list[Mapping[str, Any]]:
