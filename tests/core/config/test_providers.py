@@ -41,7 +41,9 @@ def test_a_name_that_nothing_installed_has_is_refused(option, value, name):
         check_providers({option: value, "port": 5}, INSTALLED)
 
 
-@pytest.mark.parametrize(("option", "value"), [("attn", "auto,quick"), ("attn", "quick,auto"), ("communicator", "auto,auto")])
+@pytest.mark.parametrize(
+    ("option", "value"), [("attn", "auto,quick"), ("attn", "quick,auto"), ("communicator", "auto,auto")]
+)
 def test_auto_among_several_names_is_refused(option, value):
     with pytest.raises(InvalidValueError, match=f"--{option}='{value}' is not valid: must be auto alone"):
         check_providers({option: value}, INSTALLED)
