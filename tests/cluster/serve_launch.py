@@ -15,13 +15,15 @@ from ray_node import RayNode
 
 
 class Service:
-    """An API at `url`, which ends with /v1. The model is named m."""
+    """An API at `url`, which is `root` with /v1. The model is named m."""
 
     url: str
+    root: str
     client: openai.OpenAI
 
     def connect(self, url: str) -> None:
-        self.url, self.client = url, openai.OpenAI(base_url=url, api_key="none", timeout=DEADLINE_S, max_retries=0)
+        self.url, self.root = url, url.removesuffix("/v1")
+        self.client = openai.OpenAI(base_url=url, api_key="none", timeout=DEADLINE_S, max_retries=0)
 
     def stream(self, started: threading.Semaphore, num_tokens: int, prompt: str = "w5 w9") -> list[str]:
         """Text of each event of one stream; the last item is its finish reason, or the code or type of its error."""
@@ -43,9 +45,13 @@ class Service:
 
     def generated_tokens(self) -> dict[str, float]:
         """Number of generated tokens by replica."""
-        text = httpx.get(self.url.removesuffix("/v1") + "/metrics", timeout=DEADLINE_S).raise_for_status().text
-        found = re.findall(r'minisgl_generation_tokens_total\{model_name="m",replica="(\w+)"\} ([\d.]+)', text)
-        return {replica: float(count) for replica, count in found}
+        return self.metric("minisgl_generation_tokens_total")
+
+    def metric(self, name: str) -> dict[str, float]:
+        """Value of a metric by replica."""
+        text = httpx.get(f"{self.root}/metrics", timeout=DEADLINE_S).raise_for_status().text
+        found = re.findall(rf'{name}\{{model_name="m",replica="(\w+)"\}} ([\d.]+)', text)
+        return {replica: float(value) for replica, value in found}
 
 
 class Launch(Launched, Service):

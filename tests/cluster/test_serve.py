@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import Any
 
+import httpx
 import openai
 import pytest
 import tiny_folder
@@ -20,11 +25,14 @@ from minisgl_core import LLM, SamplingParams
 pytest.importorskip("ray", reason="ray is not installed")
 
 PROMPTS = ["w5 w9", "w5 w9 w7", "w40 w41 w42 w43", "w5 w9 w8"]
+NUM_RUNNING, NUM_QUEUED = 4, 6
+"""Running requests per replica, of which each takes twice as many, and requests that wait for a replica."""
 
 
 @pytest.fixture(scope="module")
 def launch(nodes: list[RayNode]) -> Iterator[Launch]:
-    made = Launch(nodes[0], "--replicas", "2", "--model", tiny_folder.llama()).wait_started()
+    flags = f"--replicas 2 --max-running-requests {NUM_RUNNING} --max-queued-requests {NUM_QUEUED}"
+    made = Launch(nodes[0], *flags.split(), "--model", tiny_folder.llama()).wait_started()
     yield made
     made.close()
 
@@ -50,6 +58,74 @@ def test_metrics_have_the_replicas_of_the_cluster(launch: Launch) -> None:
     counts = launch.generated_tokens()
     assert len(counts) == 2
     assert sum(counts.values()) >= 6 * 16
+
+
+def wait_for_requests(launch: Launch, num: int) -> None:
+    """Wait until the API has `num` requests."""
+    deadline = time.monotonic() + DEADLINE_S
+    while (counts := httpx.get(f"{launch.root}/health/requests", timeout=DEADLINE_S).json())["router"] != num:
+        assert time.monotonic() < deadline, counts
+        time.sleep(0.1)
+
+
+async def test_a_request_is_refused_once_the_queue_is_full(launch: Launch) -> None:
+    num_accepted = 2 * 2 * NUM_RUNNING + NUM_QUEUED
+    body = {"model": "m", "prompt": "w5 w9", "max_tokens": 4000, "ignore_eos": True}
+    async with httpx.AsyncClient(timeout=DEADLINE_S) as client:
+        post = partial(client.post, f"{launch.url}/completions")
+        accepted = [
+            asyncio.create_task(post(json={**body, "stream": bool(number % 2)})) for number in range(num_accepted)
+        ]
+        await asyncio.to_thread(wait_for_requests, launch, num_accepted)
+        for is_stream in (True, False):
+            refused = await post(json={**body, "stream": is_stream})
+            assert refused.status_code == 429
+            assert refused.headers["Retry-After"] == "1"
+            error = refused.json()["error"]
+            assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
+        assert not any(each.done() for each in accepted)
+        for each in accepted:
+            each.cancel()
+        await asyncio.to_thread(wait_for_requests, launch, 0)
+        assert (await post(json={**body, "max_tokens": 4})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "error"),
+    [
+        ("/completions", {"temperature": -1}, 400, {"type": "invalid_request_error", "param": "temperature"}),
+        ("/completions", {"stream": True, "max_tokens": 10**6}, 400, {"code": "context_length_exceeded"}),
+        ("/completions", {"model": "other"}, 404, {"code": "model_not_found", "param": "model"}),
+        ("/no_such_path", {}, 404, {"type": "invalid_request_error"}),
+    ],
+)
+def test_errors_have_the_format_of_openai(
+    launch: Launch, path: str, body: dict[str, Any], status: int, error: dict[str, Any]
+) -> None:
+    body = {"model": "m", "prompt": "w5 w9", **body}
+    response = httpx.post(launch.url + path, json=body, timeout=DEADLINE_S)
+    assert response.status_code == status
+    found = response.json()["error"]
+    assert found.keys() == {"message", "type", "param", "code"}
+    assert found | error == found
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_client_that_disconnects_frees_its_request(launch: Launch, is_stream: bool) -> None:
+    body = {"model": "m", "prompt": "w5 w9", "max_tokens": 4000, "ignore_eos": True, "stream": is_stream}
+    begin = time.monotonic()
+    tokens = sum(launch.generated_tokens().values())
+    with (
+        suppress(httpx.ReadTimeout),
+        httpx.stream(
+            "POST", f"{launch.url}/completions", json=body, timeout=DEADLINE_S if is_stream else 1
+        ) as response,
+    ):
+        next(response.iter_lines())
+    while any(launch.metric("minisgl_num_requests_running").values()):
+        assert time.monotonic() - begin < DEADLINE_S
+        time.sleep(0.2)
+    assert 0 < sum(launch.generated_tokens().values()) - tokens < 4000
 
 
 @pytest.mark.nightly

@@ -11,7 +11,6 @@ import msgspec
 import ray
 from ray import serve
 from ray.exceptions import RayError, RayTaskError
-from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
@@ -57,6 +56,11 @@ TICK_S = 1.0
 """Time between two calls of `RoutingTable.tick`."""
 
 
+def requests_per_replica(config: EngineConfig) -> int:
+    """Return the number of requests that a replica of Engine takes: those that run, and as many that wait in its scheduler."""
+    return 2 * config.scheduler.max_running_requests
+
+
 @serve.ingress()
 class API:
     """Replica of the API. It takes requests of the tokenizer workers in place of a router process.
@@ -78,7 +82,7 @@ class API:
         prepare_process("api", options)
         if isinstance(engines, str):
             engines = serve.get_deployment_handle("Engine", engines)
-        self._engines, self._options, self._digests = engines, options, api_key_digests
+        self._engines, self._config, self._options, self._digests = engines, config, options, api_key_digests
         info: EngineInfo = Decoder(EngineInfo)(await engines.describe.remote())
         self._table = RoutingTable(make_router(options, info, Registry.from_environment()), info)
         request_router.table = self._table
@@ -141,6 +145,10 @@ class API:
         receiver = AsyncReceiver[Any](self._endpoints.router_in, incoming)
         while True:
             match await receiver.receive():
+                case Submit() as submit if self._is_full() and submit.request_id not in self._attempts:
+                    self._reject(
+                        submit, "queue_full", "no replica has room, and too many requests wait; try again later"
+                    )
                 case Submit() as submit:
                     self._calls[submit.request_id] = asyncio.create_task(self._call(submit))
                 case Abort(request_id):
@@ -157,6 +165,14 @@ class API:
                     self._workers[message.worker].send(message)
                 case SnapshotRequest() as message:
                     self._workers[message.worker].send(NoSnapshot(message.query))
+
+    def _is_full(self) -> bool:
+        """Return True if no replica has room and too many requests wait.
+
+        A limit of Serve's would count requests that arrive together as waiting, even if the replicas have room for them.
+        """
+        room = len(request_router.replica_ids) * requests_per_replica(self._config)
+        return len(self._calls) >= room + self._config.scheduler.max_queued_requests
 
     async def _take_outputs(self) -> None:
         """Pass the engines' output on to the tokenizer workers, and events of their prefix caches to the policy."""
@@ -190,8 +206,6 @@ class API:
         except asyncio.CancelledError:
             call.cancel()
             raise
-        except BackPressureError:
-            self._reject(submit, "queue_full", "no replica has room, and too many requests wait; try again later")
         except RayTaskError:
             logger.exception("the engine failed to take the request", extra={"request_id": request_id})
             self._reject(submit, "internal", "The engine failed to take the request.")

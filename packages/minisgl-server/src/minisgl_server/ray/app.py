@@ -19,7 +19,7 @@ from minisgl_core.plugins.registry import Registry
 from minisgl_core.utils.suggestions import did_you_mean
 from minisgl_server.launch.api_keys import api_key_digests
 from minisgl_server.options import ServerOptions
-from minisgl_server.ray.api import API
+from minisgl_server.ray.api import API, requests_per_replica
 from minisgl_server.ray.engine import HEALTH_CHECK_S, Engine
 
 SPARE_SLOTS = 8
@@ -90,8 +90,7 @@ def engines(
         Engine,
         name="Engine",
         ray_actor_options=actor,
-        max_ongoing_requests=2 * most_running,
-        max_queued_requests=config.scheduler.max_queued_requests,
+        max_ongoing_requests=requests_per_replica(config),
         graceful_shutdown_timeout_s=options.drain_timeout,
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=5.0,
