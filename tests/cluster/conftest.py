@@ -11,6 +11,8 @@ from hosts import Hosts
 from ray_node import RayNode
 
 os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # Ray reads it when it is imported
+os.environ["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])
+"""Nodes import modules of this folder."""
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import struct
 import subprocess
@@ -9,17 +10,20 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import tiny_folder
+from launched import DEADLINE_S
 from ray_node import RayNode
 
 from minisgl_backends.executor.ray_executor import RayExecutor
 from minisgl_core import LLM, SamplingParams
 from minisgl_core.contracts.executor import ExecutorSpec
 from minisgl_core.errors import MinisglError
+from minisgl_core.runtime.supervisor import Supervisor
 from minisgl_core.testing.executor_kit import ExecutorTests
 
 ray = pytest.importorskip("ray", reason="ray is not installed")
@@ -110,6 +114,31 @@ def zeromq_mechanisms(node: RayNode) -> set[bytes]:
 def test_too_few_or_small_nodes_are_an_error(options: dict[str, Any], message: str) -> None:
     with pytest.raises(MinisglError, match=message):
         load(tiny_folder.llama(), executor="ray", **options)
+
+
+def test_spread_splits_a_stage_and_ranks_have_the_environment_of_the_launch(
+    connected: list[RayNode], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied = {"MINISGL_TEST": "1", "HF_TEST": "2", "NCCL_TEST": "3", "OMP_NUM_THREADS": "2"}
+    kept = {"MINISGL_API_KEY": "secret", "OTHER_TEST": "4"}
+    for name, value in (copied | kept).items():
+        monkeypatch.setenv(name, value)
+    supervisor = Supervisor()
+    executor = RayExecutor(supervisor.start, ExecutorSpec(tp=4, placement="spread", platform="cpu"))
+    try:
+        placements = executor.place(str(tmp_path))
+        assert set(placements[0].nodes) == {node.address for node in connected}
+        assert placements[0].nodes[0] == connected[0].address
+        for each in placements:
+            executor.start(f"rank {each.rank}", each, "rank_environment:write", str(tmp_path / f"{each.rank}"))
+        assert supervisor.wait_ready(timeout_s=DEADLINE_S)
+        for rank in range(1, 4):  # rank 0 is a child of this process
+            environment = json.loads((tmp_path / f"{rank}").read_text())
+            assert environment.items() >= copied.items()
+            assert not environment.keys() & kept.keys()
+    finally:
+        supervisor.terminate()
+        executor.close()
 
 
 @pytest.mark.nightly

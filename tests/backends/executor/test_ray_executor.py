@@ -1,10 +1,11 @@
-"""Messages of the executor ray, without Ray."""
+"""Messages and placement groups of the executor ray, without Ray."""
 
 from __future__ import annotations
 
 import pytest
 
-from minisgl_backends.executor.ray_executor import summarize
+from minisgl_backends.executor.ray_executor import RayExecutor, summarize
+from minisgl_core.contracts.executor import ExecutorSpec
 
 LACKS_PACKAGES = """\x1b[36mray::RankActor.reserve()\x1b[39m (pid=71, ip=10.0.0.2, actor_id=a, repr=<TemporaryActor>)
 RuntimeError: The actor with name RankActor failed to import on the worker:
@@ -26,3 +27,23 @@ ModuleNotFoundError: No module named 'minisgl_backends'"""
 def test_an_error_of_ray_is_summarized_in_one_line(text: str, summary: str) -> None:
     assert summary in summarize(RuntimeError(text))
     assert "\x1b" not in summarize(RuntimeError(text))
+
+
+@pytest.mark.parametrize(
+    ("placement", "num_cpus", "strategy"),
+    [("pack", [2, 2, 2], "PACK"), ("spread", [1] * 6, "SPREAD"), ("strict-spread", [1] * 6, "STRICT_SPREAD")],
+)
+def test_a_bundle_is_a_stage_with_pack_and_a_rank_otherwise(placement: str, num_cpus: list[int], strategy: str) -> None:
+    spec = ExecutorSpec(tp=2, pp=3, placement=placement, platform="cpu")
+    assert RayExecutor.bundles(spec, {"GPU": 8}) == ([{"CPU": num} for num in num_cpus], strategy)
+
+
+@pytest.mark.parametrize(
+    ("platform", "num_gpus", "needs_gpus"),
+    [("auto", 3, False), ("auto", 4, True), ("cuda", 0, True), ("cpu", 4, False)],
+)
+def test_ranks_need_gpus_if_the_platform_or_the_cluster_has_them(
+    platform: str, num_gpus: int, needs_gpus: bool
+) -> None:
+    bundles, _ = RayExecutor.bundles(ExecutorSpec(tp=4, platform=platform), {"CPU": 64, "GPU": num_gpus})
+    assert bundles == [{"CPU": 4, "GPU": 4} if needs_gpus else {"CPU": 4}]
