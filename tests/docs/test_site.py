@@ -91,6 +91,8 @@ def test_the_site_builds_strictly_and_loads_no_foreign_files(tmp_path: Path) -> 
         ("kits", "PolicyTests"),
     ):
         assert re.search(rf'id="[\w.]*{name}"', (tmp_path / f"site/reference/{page}/index.html").read_text()), name
+    layers = re.sub("<[^>]*>", "", (tmp_path / "site/reference/layers/index.html").read_text())
+    assert "num_sinks: int = 0" in layers, "the arguments of a constructor"
     for page in (tmp_path / "site").rglob("*.html"):
         assert not re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=.?(?:https?:)?//[^>]*>", page.read_text()), page
 
