@@ -604,3 +604,33 @@ def test_whole_chats_keep_reasoning_and_tool_calls(engine_tokenizer: Any) -> Non
     assert results[0] == results[1]
     call = ("call", '{"a": 1}')
     assert results[0] == ([("text", "Look."), call, ("text", " Look."), call], ["f", "f"], 2 * '{"a": 1}')
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_held_output_is_returned_in_parts(engine_tokenizer: Any, is_streamed: bool) -> None:
+    """With a router, an output that is not streamed is held back, as is text that may become a tool call."""
+    rig = Rig(engine_tokenizer, "hermes", num_replicas=2)
+    sampling = SamplingParams(max_tokens=8, logprobs=0)
+    rig.submit(
+        text=None, messages=QUESTION, tools=ToolUse(tools=TOOLS.tools), sampling=sampling, is_streamed=is_streamed
+    )
+    begin = engine_tokenizer('<tool_call>{"name": "')["input_ids"]
+    [word] = engine_tokenizer(" world")["input_ids"]
+    token_ids = begin + [word] * (3000 - len(begin))
+    for token in token_ids:
+        rig.output([token], logprobs=[TokenLogprobs(Logprob(token, -1.0, 1), [])])
+    assert rig.take() == []
+    rig.output([2], finish_reason="stop", stop_token_id=2)
+    assert [len(message.outputs) for message in rig.api if isinstance(message, TextBatch)] == [1, 1, 1]
+    texts = rig.take()
+    assert [len(text.token_ids) for text in texts] == [1024, 1024, 953]
+    assert [text.finish_reason for text in texts] == [None, None, "stop"]
+    assert [token for text in texts for token in text.token_ids] == [*token_ids, 2]
+    assert [each.token.token_id for text in texts for each in text.logprobs] == token_ids
+    assert all(text.token_bytes.keys() == set(text.token_ids) - {2} for text in texts)
+    segments = Segments()
+    for text in texts:
+        segments.push(text)
+    [segment] = segments.all
+    assert segment.content == '<tool_call>{"name": "' + " world" * (3000 - len(begin))
+    assert len(segment.logprobs) == 3000

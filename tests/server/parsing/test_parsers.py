@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -409,3 +410,29 @@ def test_tokens_of_harmony_analysis_are_counted() -> None:
     parser = ChatOutputParser(HarmonySplitter(), None)
     parsed = parser.push(HARMONY_OUTPUT.partition("<|end|>")[0], finished=True, num_tokens=9)
     assert (parsed.reasoning, parsed.content, parser.num_reasoning_tokens) == ("Look < it up.", "", 9)
+
+
+LONG_OUTPUTS = {
+    "arguments": (
+        parser("hermes"),
+        '<tool_call>{"name": "get", "arguments": {"a": "' + "x" * 1_000_000 + '"}}</tool_call>',
+    ),
+    "reordered": (
+        parser("hermes"),
+        '<tool_call>{"arguments": {"a": "' + "x" * 1_000_000 + '"}, "name": "get"}</tool_call>',
+    ),
+    "objects": (parser("hermes"), '<tool_call>{"name": "' + "x" * 200_000 + '"' + ', "a": {}' * 100_000),
+    "whitespace": (parser("hermes"), "a" + "\n" * 1_000_000 + "b"),
+    "reasoning": (parser(inside=True), "a" + "\n" * 1_000_000 + "b</think>c"),
+    "channel": (ChatOutputParser(HarmonySplitter(), None), "<|channel|>" + "x" * 1_000_000 + "<|message|>a"),
+}
+
+
+@pytest.mark.parametrize("name", LONG_OUTPUTS)
+def test_long_outputs_are_parsed_in_linear_time(name: str) -> None:
+    made, text = LONG_OUTPUTS[name]
+    started_s = time.process_time()
+    for start in range(0, len(text), 4):
+        made.push(text[start : start + 4], finished=False)
+    made.push("", finished=True)
+    assert time.process_time() - started_s < 5

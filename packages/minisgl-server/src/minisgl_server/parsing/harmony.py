@@ -34,7 +34,8 @@ class HarmonySplitter:
         self._part: Literal["start", "header", "channel", "message"] = "start"
         self._start = ""
         """Start of the output, as long as it may be a recipient."""
-        self._channel = ""
+        self._channel: list[str] = []
+        """Text since the tag ``<|channel|>``."""
         self._kind: Kind = "content"
         self._separator = ""
         self._shown: set[Kind] = set()
@@ -52,7 +53,7 @@ class HarmonySplitter:
 
     def push(self, text: str, finished: bool) -> tuple[str, str]:
         """Add text; return new reasoning content and new content. With `finished`, nothing is held back."""
-        new: dict[Kind, str] = {"reasoning": "", "content": ""}
+        new: dict[Kind, list[str]] = {"reasoning": [], "content": []}
         for char in text:
             shown, tag = self._finder.push(char)
             self._add(shown, new)
@@ -62,11 +63,11 @@ class HarmonySplitter:
             self._add(self._finder.finish(), new)
             self._show(self._start, new)
             self._start = ""
-        return new["reasoning"], new["content"]
+        return "".join(new["reasoning"]), "".join(new["content"])
 
-    def _add(self, text: str, new: dict[Kind, str]) -> None:
+    def _add(self, text: str, new: dict[Kind, list[str]]) -> None:
         if self._part == "channel":
-            self._channel += text
+            self._channel.append(text)
         elif self._part == "message":
             self._show(text, new)
         elif self._part == "start":
@@ -75,25 +76,25 @@ class HarmonySplitter:
                 self._show(self._start, new)
                 self._start = ""
 
-    def _show(self, text: str, new: dict[Kind, str]) -> None:
+    def _show(self, text: str, new: dict[Kind, list[str]]) -> None:
         if text:
-            new[self._kind] += self._separator + text
+            new[self._kind] += (self._separator, text)
             self._separator = ""
             self._shown.add(self._kind)
 
-    def _read(self, tag: str, new: dict[Kind, str]) -> None:
+    def _read(self, tag: str, new: dict[Kind, list[str]]) -> None:
         if tag == "<|message|>":
-            self._begin_message(self._channel)
+            self._begin_message("".join(self._channel))
         elif tag == "<|constrain|>":
             self._part = "header"
         elif tag == "<|channel|>":
-            self._part, self._channel = "channel", ""
+            self._part, self._channel = "channel", []
         else:
             if self._part == "start":
                 self._show(self._start, new)
             elif self._part == "channel":
                 self._show_without_message_tag(new)
-            self._part, self._channel = "header", ""
+            self._part, self._channel = "header", []
         self._start = ""
 
     def _begin_message(self, channel: str) -> None:
@@ -101,8 +102,8 @@ class HarmonySplitter:
         self._has_begun |= self._kind == "reasoning"
         self._separator = "\n" if self._kind in self._shown else ""
 
-    def _show_without_message_tag(self, new: dict[Kind, str]) -> None:
+    def _show_without_message_tag(self, new: dict[Kind, list[str]]) -> None:
         """Show the text after a channel's name, as the model left out ``<|message|>``."""
-        channel, *text = self._channel.split(maxsplit=1) or [""]
+        channel, *text = "".join(self._channel).split(maxsplit=1) or [""]
         self._begin_message(channel)
         self._show("".join(text), new)

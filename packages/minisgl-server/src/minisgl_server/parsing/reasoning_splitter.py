@@ -34,7 +34,8 @@ class ReasoningSplitter:
         self._tag = ""
         """The same without whitespace before the tag."""
         self._finder = StopFinder((END,))
-        self._space = ""
+        self._space: list[str] = []
+        """Whitespace that is held back."""
         self._has_reasoning = False
         self._has_begun = False
 
@@ -101,7 +102,9 @@ class ReasoningSplitter:
         """Add reasoning content. Whitespace is held back, as it is dropped at the start and end."""
         for char in text:
             if char.isspace():
-                self._space += char
+                self._space.append(char)
             else:
-                reasoning.append(self._space + char if self._has_reasoning else char)
-                self._has_reasoning, self._space = True, ""
+                if self._has_reasoning:
+                    reasoning += self._space
+                reasoning.append(char)
+                self._has_reasoning, self._space = True, []

@@ -56,7 +56,6 @@ class ToolCallReader:
     """Reads one tool call. Once the name is known, arguments are passed on as they come.
 
     Attributes:
-        raw: text so far.
         name: name of the function; None until the text is known to be a call.
         state: ``open``, ``complete``, ``truncated`` (the JSON breaks off at a "<") or ``text`` (not a call).
     """
@@ -74,7 +73,9 @@ class ToolCallReader:
         self._known, self._prefixes, self._emit = known, prefixes, emit
         self._scanner = JsonScanner()
         self._in_arguments = False
-        self.raw = ""
+        self._chars: list[str] = []
+        self._is_nested = False
+        """True after the first bracket inside the object. A name that comes later is only found at the end."""
         self.name: str | None = None
         self.state: Literal["open", "complete", "truncated", "text"] = "open"
 
@@ -84,18 +85,24 @@ class ToolCallReader:
         if char == "<" and not scanner.in_string:
             self.state = "truncated" if self.name is not None else "text"
             return
-        before = self.raw
-        self.raw += char
         scanner.push(char)
         if scanner.is_bad:
             self.state = "text"
-        elif self.name is None:
-            self._look_for_name(before, char)
+        elif self.name is None and scanner.depth == 2 and not self._is_nested:
+            self._is_nested = True
+            self._look_for_name(self.raw, char)
         elif self._in_arguments:
             self._emit(char)
             self._in_arguments = scanner.depth > 1
+        if self.name is None:
+            self._chars.append(char)
         if scanner.is_done and self.state == "open":
             self.state = "complete" if self.name is not None or self._is_reordered_call() else "text"
+
+    @property
+    def raw(self) -> str:
+        """Text so far. A call whose name is known keeps its text only up to its arguments."""
+        return "".join(self._chars)
 
     @property
     def in_arguments(self) -> bool:
@@ -103,7 +110,7 @@ class ToolCallReader:
         return self._in_arguments
 
     def _look_for_name(self, before: str, char: str) -> None:
-        if char == "{" and self._scanner.depth == 2 and (match := _NAME.fullmatch(before)):
+        if char == "{" and (match := _NAME.fullmatch(before)):
             name = _loads(match[1])
             if isinstance(name, str) and self._is_allowed(name, before):
                 self.name, self._in_arguments = name, True

@@ -58,7 +58,8 @@ class ToolParser:
         """Characters since the last call, as long as it may be its end tag or lead to another call."""
         self._rest: StopFinder | None = None
         """Finds the end tag of a call whose JSON breaks off."""
-        self._space = ""
+        self._space: list[str] = []
+        """Whitespace that is held back."""
         self._at_start = self.bare_start
         self._content: list[str] = []
         self._calls: list[ToolCallDelta] = []
@@ -148,7 +149,7 @@ class ToolParser:
         after.append(char)
         if self.end and self.end.startswith("".join(after)):
             if len(after) == len(self.end):
-                self._after, self._space = None, ""
+                self._after, self._space = None, []
         elif self.separators and char == "{":
             self._after = None
             self._start_call("".join(after[:-1]))
@@ -178,7 +179,7 @@ class ToolParser:
 
     def _announce(self, name: str) -> None:
         """Add a new call."""
-        self._space = ""
+        self._space = []
         call_id = f"call_{uuid.uuid4().hex[:24]}"
         self._calls.append(ToolCallDelta(index=self.num_calls, id=call_id, name=name, arguments=""))
         self.num_calls += 1
@@ -200,13 +201,13 @@ class ToolParser:
         """Add content. Whitespace is held back, as it is dropped before a call."""
         for char in text:
             if char.isspace():
-                self._space += char
+                self._space.append(char)
             else:
                 self._add(char)
 
     def _add(self, text: str) -> None:
-        self._content.append(self._space + text)
-        self._space = ""
+        self._content += [*self._space, text]
+        self._space = []
 
 
 class HermesParser(ToolParser):

@@ -12,6 +12,10 @@ from minisgl_core.text.detokenizer import OutputText, Piece
 from minisgl_core.text.tokens import TokenBytes
 from minisgl_server.parsing.chat_format import ChatOutputParser
 
+MAX_TEXT_TOKENS = 1024
+"""Number of tokens after which output that is held back continues in another `Text`. The API server encodes each `Text` at
+once, and serves no other client meanwhile."""
+
 
 @dataclass(slots=True)
 class RequestOutput:
@@ -25,8 +29,8 @@ class RequestOutput:
         only_prompt: True if the generated tokens are not returned.
         only_whole: True if nothing is returned before the output is complete.
         parser: separates reasoning content and tool calls from text; None if all output is text.
-        held: earlier parts of an output that is returned at once. A `Text` has reasoning content before text, and text before
-            tool calls, so output in another order takes several.
+        held: earlier parts of output that is held back. A part has at most `MAX_TEXT_TOKENS` tokens. It has reasoning content
+            before text, and text before tool calls, so output in another order takes several.
     """
 
     detokenizer: OutputText
@@ -80,6 +84,9 @@ class RequestOutput:
     def _push_tokens(
         self, token_ids: list[int], finish_reason: str | None = None, stop_token_id: int | None = None
     ) -> Piece:
+        if len(self.pending.token_ids) >= MAX_TEXT_TOKENS:
+            self.held.append(self.pending)
+            self._begin_part()
         parser, pending = self.parser, self.pending
         piece = self.detokenizer.push(token_ids, finish_reason, stop_token_id)
         if parser is None:

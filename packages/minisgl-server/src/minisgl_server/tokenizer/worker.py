@@ -44,7 +44,7 @@ from minisgl_core.text.detokenizer import OutputText
 from minisgl_core.text.tokens import TokenBytes
 from minisgl_server.parsing.chat_format import AUTO, ChatFormat
 from minisgl_server.tokenizer.prompt_encoder import EncodedPrompt, PromptEncoder
-from minisgl_server.tokenizer.request_output import RequestOutput
+from minisgl_server.tokenizer.request_output import MAX_TEXT_TOKENS, RequestOutput
 
 logger = logging.getLogger(__name__)
 
@@ -292,15 +292,26 @@ class TokenizerWorker:
             self._to_api(Rejected(request_id=request_id, kind="replica_lost", message=message))
 
     def _send(self, texts: list[Text]) -> None:
-        """Send outputs to the API server; one that cannot be encoded ends its own request only."""
-        if not texts:
-            return
+        """Send outputs to the API server, in messages of about `MAX_TEXT_TOKENS` tokens."""
+        batch: list[Text] = []
+        num_tokens = 0
+        for text in texts:
+            batch.append(text)
+            num_tokens += len(text.token_ids)
+            if num_tokens >= MAX_TEXT_TOKENS:
+                self._send_batch(batch)
+                batch, num_tokens = [], 0
+        if batch:
+            self._send_batch(batch)
+
+    def _send_batch(self, texts: list[Text]) -> None:
+        """Send one message. An output that cannot be encoded ends its own request only."""
         try:
             self._to_api(TextBatch(texts))
         except (OverflowError, RecursionError, UnicodeError):
             if len(texts) > 1:
                 for text in texts:
-                    self._send([text])
+                    self._send_batch([text])
             else:
                 self._drop(texts[0].request_id)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Self
@@ -22,6 +23,8 @@ from minisgl_server.api.openai.schemas import GenerationRequest
 
 _MAX_COPIED_BYTES = 32 * 2**20
 """Maximum bytes of the fields that every output of a request has its own copy of, over all outputs."""
+_MAX_INLINE_TOKENS = 64
+"""Tokens after which `Choices.collect` lets the event loop run. An output with more was held back, and others may follow it."""
 _MAX_SESSION_CHARS = 1024
 """Maximum length of the header X-Session-Id, of which every output has a copy, too."""
 _MAX_LOGPROBS_HELD = 2**20
@@ -111,6 +114,8 @@ class Choices:
             while outputs:
                 for index, text in outputs:
                     on_output(index, text)
+                    if len(text.token_ids) > _MAX_INLINE_TOKENS:
+                        await asyncio.sleep(0)
                 outputs = self.count_tokens(await self.generation.next())
         finally:
             self.generation.close()

@@ -46,6 +46,8 @@ class Segments:
     def __init__(self) -> None:
         self.all: list[Segment] = []
         self.last = Text(request_id="", text="", token_ids=[])
+        self._logprobs: list[dict[str, Any]] = []
+        """Log-probabilities of tokens whose text is still held back."""
 
     def push(self, text: Text) -> list[tuple[Segment, str]]:
         """Add new output; return the new pieces with their segments."""
@@ -58,11 +60,14 @@ class Segments:
             new.append((self.all[-1], calls.popleft().arguments))
         if text.reasoning:
             new.append((self._open("reasoning"), text.reasoning))
+        if (logprobs := chat_logprobs(text)) is not None:
+            self._logprobs += logprobs["content"]
         if text.text:
             segment = self._open("text")
             new.append((segment, text.text))
-            if (logprobs := chat_logprobs(text)) is not None:
-                segment.logprobs += logprobs["content"]
+            segment.logprobs += self._logprobs
+        if text.text or text.reasoning or text.tool_calls:
+            self._logprobs = []
         for call in calls:
             if call.id is not None:
                 self.all.append(Segment("call", call_id=call.id, name=call.name or ""))
