@@ -6,11 +6,13 @@ import asyncio
 import json
 import os
 import re
+import select
 import socket
 import subprocess
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +96,8 @@ def test_clients_send_the_first_of_several_keys(guarded: Any) -> None:
     subprocess.run(bench, env=several, capture_output=True, check=True, timeout=100)
 
 
-def test_a_body_timeout_frees_its_slot() -> None:
+@pytest.mark.parametrize("trickles", [False, True])
+def test_a_body_timeout_frees_its_slot(trickles: bool) -> None:
     app = FastAPI()
     errors.add_error_handlers(app)
 
@@ -102,7 +105,7 @@ def test_a_body_timeout_frees_its_slot() -> None:
     async def read(request: Request) -> int:
         return len(await request.body())
 
-    config = uvicorn.Config(RequestLimitMiddleware(app, lambda: 100, 1, body_timeout_s=0.3), port=0, log_config=None)
+    config = uvicorn.Config(RequestLimitMiddleware(app, lambda: 1000, 1, body_timeout_s=0.3), port=0, log_config=None)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -111,8 +114,13 @@ def test_a_body_timeout_frees_its_slot() -> None:
             time.sleep(0.01)
         address = server.servers[0].sockets[0].getsockname()
         with socket.create_connection(address) as stalled:
-            stalled.sendall(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nhalf")
+            stalled.sendall(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 900\r\n\r\nhalf")
             stalled.settimeout(20)
+            latest_s = time.monotonic() + 10
+            with suppress(OSError):
+                while trickles and time.monotonic() < latest_s and not select.select([stalled], [], [], 0.05)[0]:
+                    stalled.sendall(b"x")
+            assert time.monotonic() < latest_s
             answer = b"".join(iter(lambda: stalled.recv(4096), b""))  # until it is closed
         assert answer.startswith(b"HTTP/1.1 408 ")
         assert b"body_timeout" in answer
@@ -121,6 +129,33 @@ def test_a_body_timeout_frees_its_slot() -> None:
     finally:
         server.should_exit = True
         thread.join()
+
+
+async def test_a_refused_request_takes_no_place() -> None:
+    """Even if its client does not read the refusal."""
+    release = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await release.wait()
+
+    async def unread(message: Any) -> None:
+        await asyncio.Event().wait()
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request"}
+
+    counts = memoryview(bytearray(4)).cast("i")
+    limited = RequestLimitMiddleware(app, lambda: 100, 1, counts=counts)
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
+    served, *refused = [asyncio.create_task(limited(scope, receive, unread)) for _ in range(3)]
+    await asyncio.sleep(0)
+    release.set()
+    await served
+    assert counts[0] == 0
+    assert not any(task.done() for task in refused)
+    await asyncio.wait_for(limited(scope, receive, unread), 10)
+    for task in refused:
+        task.cancel()
 
 
 @pytest.mark.parametrize("authorization", ["", "Bearer", "Bearer wrong", f"Basic {KEYS[0]}", KEYS[0], "Bearer \xff"])

@@ -290,6 +290,22 @@ def test_requests_of_a_lost_replica_wait_for_room(rig: Rig) -> None:
     assert rig.names(2) == ["6", "7", "8", "9"]
 
 
+def test_a_waiting_request_keeps_its_place_when_a_full_replica_refuses_another(rig: Rig) -> None:
+    for number in range(9):
+        rig.submit(str(number), [number] * 40)
+    [full] = [each for each in (0, 1) if len(rig.names(each)) == 5]
+    lost = rig.names(1 - full)
+    rig.send(ReplicaDied(1 - full, 1 - full))
+    for name in lost:
+        rig.submit(name)
+    refused, first, second = rig.names(full)[-1], *rig.names(full)[:2]
+    rig.engines[full].clear()
+    rig.send(Ended([refused]))
+    assert rig.names(full) == []
+    rig.send(Ended([first]), Ended([second]))
+    assert rig.names(full) == lost[:2]
+
+
 def test_events_follow_a_real_cache() -> None:
     """The blocks that the events leave are those whose pages the cache holds; two pages make a block."""
     cache, rng = RadixPrefixCache(8), np.random.default_rng(0)

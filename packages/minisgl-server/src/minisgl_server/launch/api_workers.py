@@ -12,7 +12,7 @@ from minisgl_core.errors import InvalidValueError, WorkerDiedError, WorkerRefuse
 from minisgl_core.protocol.messages import ApiRestarted, EngineInfo, NoReplica, Stop
 from minisgl_core.runtime.ipc import IpcAddresses, Sender
 from minisgl_core.runtime.supervisor import Supervisor
-from minisgl_server.launch.restarts import MAX_FAILURES, Restarts
+from minisgl_server.launch.restarts import MAX_FAILURES, SERVED_S, Restarts
 from minisgl_server.options import ServerOptions
 
 RUN_API = "minisgl_server.api.server:run_api"
@@ -96,6 +96,11 @@ class ApiWorkers(Restarts):
         for sender in self._senders.values():
             sender.drop()
 
+    def _fails_repeatedly(self, index: int) -> bool:
+        """Return True if a worker has failed `MAX_FAILURES` times in a row, and has not served long since then."""
+        has_served = index not in self.due_s and time.monotonic() - self._started_s[index] >= SERVED_S
+        return self.backoffs[index].num_failures >= MAX_FAILURES and not has_served
+
     def start_one(self, number: int) -> None:
         """Start a worker by its index."""
         endpoints = self._endpoints.of_api(self._numbers[number])
@@ -112,7 +117,7 @@ class ApiWorkers(Restarts):
         if self._num == 1 or self._told is None:
             return False
         index = self.names.index(error.process)
-        if all(self.backoffs[each].num_failures >= MAX_FAILURES for each in range(self._num)):
+        if all(map(self._fails_repeatedly, range(self._num))):
             return False
         self._supervisor.discard(error.process)
         self._senders.pop(index).drop()

@@ -214,7 +214,9 @@ class RouterWorker:
         if routed is not None:
             routed.replica.num_requests -= 1
             routed.replica.num_prompt_tokens -= routed.num_tokens
-            if self._held and routed.replica.send is not None:
+            replica = routed.replica
+            # A replica that refuses a request had no room for it, so its end makes none, and the first in line stays so.
+            if self._held and replica.send is not None and replica.num_requests < self._max_per_replica:
                 self._submit(self._held.pop(next(iter(self._held))))
         return routed
 

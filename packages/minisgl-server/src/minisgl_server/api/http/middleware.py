@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -24,6 +25,9 @@ _LINGER_S = 5.0
 """Time for which the rest of a refused body is read and dropped. If the connection were closed at once, a client that writes
 its whole body before it reads would see a connection error instead of the response."""
 BODY_TIMEOUT_S = 60.0
+MIN_BODY_BYTES_PER_S = 1024
+"""Minimum mean rate of a body after `BODY_TIMEOUT_S`. Without it, a client that sends a byte per minute would keep its place
+among the concurrent requests for years."""
 
 
 def add_middleware(
@@ -91,7 +95,7 @@ class RequestLimitMiddleware:
         app: the protected application.
         max_body_bytes: returns the maximum size of a body.
         max_requests: maximum number of concurrent POST requests; None for no limit.
-        body_timeout_s: maximum wait for the next part of a body.
+        body_timeout_s: maximum wait for the next part of a body, and time after which its mean rate is checked.
         counts: number of POST requests that each API worker serves, int32; memory that all of them share.
         index: index of this one.
     """
@@ -121,26 +125,32 @@ class RequestLimitMiddleware:
             refusal = body_too_large(f"is larger than {max_bytes} bytes (--max-body-size)").response(scope["path"])
             return await refusal(scope, receive, send)
         self._counts[self._index] += is_post  # before the check, so that two workers cannot both admit the last request
+        if is_post and self._max_requests is not None and sum(self._counts) > self._max_requests:
+            self._counts[self._index] -= 1  # at once, as the client may not read the refusal
+            message = f"{self._max_requests} requests are being served, as many as this server takes at a time."
+            error = ApiError(429, message, code="too_many_requests")
+            return await error.response(scope["path"])(scope, receive, send)
         try:
-            if is_post and self._max_requests is not None and sum(self._counts) > self._max_requests:
-                message = f"{self._max_requests} requests are being served, as many as this server takes at a time."
-                error = ApiError(429, message, code="too_many_requests")
-                return await error.response(scope["path"])(scope, receive, send)
             await self._app(scope, self._limited(receive, max_bytes), send)
         finally:
             self._counts[self._index] -= is_post
 
     def _limited(self, receive: Receive, max_bytes: int) -> Receive:
         """Return `receive` with a timeout and a limit on the received bytes, as chunked bodies do not declare their length."""
-        num_bytes, is_complete = 0, False
+        num_bytes, is_complete, started_s = 0, False, time.monotonic()
 
         async def receive_limited() -> Message:
             nonlocal num_bytes, is_complete
+            timeout_s = self._body_timeout_s
+            allowed_s = timeout_s + num_bytes / MIN_BODY_BYTES_PER_S - (time.monotonic() - started_s)
             try:
-                async with asyncio.timeout(None if is_complete else self._body_timeout_s):
+                async with asyncio.timeout(None if is_complete else min(timeout_s, max(allowed_s, 0.0))):
                     message = await receive()
             except TimeoutError:
-                why = f"Nothing was received for {self._body_timeout_s:g} s, and the body is not complete."
+                why = (
+                    f"The body is not complete: nothing was received for {timeout_s:g} s, or less than {MIN_BODY_BYTES_PER_S}"
+                    " bytes per second."
+                )
                 close = {"Connection": "close"}
                 raise ApiError(408, why, code="body_timeout", headers=close) from None
             num_bytes += len(message.get("body", b""))
