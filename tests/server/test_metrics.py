@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import itertools
 import json
@@ -20,6 +21,7 @@ from typing import Any
 import httpx
 import pytest
 import tiny
+from fastapi import FastAPI
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -29,6 +31,7 @@ from minisgl_core.protocol.batch_plan import BatchPlan, StepResult
 from minisgl_core.protocol.messages import EngineInfo
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_server.metrics import engine_metrics
+from minisgl_server.metrics.endpoint import make_router
 from minisgl_server.metrics.engine_metrics import EngineMetrics
 from minisgl_server.metrics.families import WeightedHistogram
 
@@ -280,3 +283,23 @@ def test_many_observations_at_once_are_as_many_single_ones() -> None:
         for each in (single, many)
     ]
     assert values[0] == values[1] == [6.0, 9.0, 12.0, 12.0, 30.0]
+
+
+async def test_concurrent_scrapes_collect_once() -> None:
+    """Each collection takes a thread, of which large request bodies need some, too."""
+    num_collected = 0
+
+    async def collect() -> list[Any]:
+        nonlocal num_collected
+        num_collected += 1
+        await asyncio.sleep(0.1)
+        return []
+
+    app = FastAPI()
+    app.include_router(make_router(collect))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+        answers = await asyncio.gather(*(client.get("/metrics") for _ in range(20)))
+        assert {answer.status_code for answer in answers} == {200}
+        assert num_collected == 1
+        await client.get("/metrics")
+    assert num_collected == 2

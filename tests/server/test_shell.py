@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from minisgl_server.shell.chat_models import RemoteModel
+from minisgl_core.errors import MinisglError
+from minisgl_server.shell.chat_models import RemoteModel, _contents
 from minisgl_server.shell.settings import parse_setting
 
 PROMPT, ANSWER = r"\x1b\[\?2004h.*>", r"\x1b\[\?2004l"
@@ -174,3 +175,12 @@ def test_invalid_urls_and_flags_are_refused(server: Any) -> None:
     both = shell("--url", server.url, "--page-size", "16", text="Hi\n")
     assert both.returncode == 2
     assert "--page-size" in both.stderr
+
+
+@pytest.mark.parametrize("event", ["{", "[]", '{"choices": [{}]}', '{"error": "no"}', '{"choices": 3}'])
+def test_a_stream_in_another_format_is_an_error(event: str) -> None:
+    with pytest.raises(MinisglError, match="not in OpenAI's format") as caught:
+        list(_contents(b"data: " + event.encode() + b"\r", {}))
+    assert event in str(caught.value)
+    with pytest.raises(MinisglError, match=r"^too slow$"):
+        list(_contents(b'data: {"error": {"message": "too slow"}}', {}))

@@ -28,13 +28,17 @@ async def collect_local() -> Families:
 
 
 def make_router(collect: Callable[[], Awaitable[Families]] = collect_local) -> APIRouter:
-    """Return the route; `collect` returns what it serves."""
+    """Return the route; `collect` returns what it serves. Requests that arrive while it runs wait for the same result."""
     router = APIRouter()
+    running: asyncio.Future[Families] | None = None
 
     @router.get("/metrics", response_class=Response, responses=_RESPONSES)
     async def metrics(request: Request) -> Response:
         """Return all metrics in the format that Prometheus asks for."""
-        families = await collect()
+        nonlocal running
+        if running is None or running.done():
+            running = asyncio.ensure_future(collect())
+        families = await asyncio.shield(running)
         body, media_type = await asyncio.to_thread(_encode, families, request.headers.get("accept", ""))
         return Response(body, media_type=None, headers={"Content-Type": media_type})
 

@@ -91,7 +91,7 @@ class RemoteModel:
             response = httpx.get(f"{self._url}/models", timeout=10.0, headers=self._headers)
             _raise_for_status(response)
             self.name: str = response.json()["data"][0]["id"]
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
             raise InvalidValueError("--url", url, "the address of a running server", f"{error}.") from error
 
     def chat(self, messages: Sequence[Message], show: Show, settings: Mapping[str, Any]) -> TurnStats:
@@ -157,14 +157,19 @@ async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
 def _contents(line: bytes, usage: dict[str, Any]) -> Iterator[str]:
     """Yield the text in a line of server-sent events; a usage in it is added to `usage`."""
     data = line.removeprefix(b"data:").strip()
-    if line.startswith(b"data:") and data != b"[DONE]":
+    if not line.startswith(b"data:") or data == b"[DONE]":
+        return
+    try:
         chunk = json.loads(data)
-        if "error" in chunk:
-            raise MinisglError(chunk["error"]["message"])
+        error = chunk["error"]["message"] if "error" in chunk else None
         usage.update(chunk.get("usage") or {})
-        for choice in chunk["choices"]:
-            if text := choice["delta"].get("content"):
-                yield text
+        texts = [] if error is not None else [choice["delta"].get("content") for choice in chunk["choices"]]
+    except (ValueError, LookupError, TypeError, AttributeError):
+        text = data[:200].decode(errors="replace")
+        raise MinisglError(f"The server sent an event that is not in OpenAI's format: {text}") from None
+    if error is not None:
+        raise MinisglError(error)
+    yield from filter(None, texts)
 
 
 def _raise_for_status(response: httpx.Response) -> None:

@@ -46,9 +46,10 @@ async def completions(request: Request) -> Response:
     if body.stream:
         return EventStreamResponse(choices, _CompletionEvents(choices, body))
     deltas = [_ChoiceDelta(body, choices.sampling) for _ in choices.output_ids]
-    entries: list[list[dict[str, Any]]] = [[] for _ in choices.output_ids]
-    await choices.collect(lambda index, text: entries[index].append(deltas[index].entry(index, text)))
-    return json_response(choices.body("text_completion", list(map(_join, entries)), usage=choices.usage()))
+    builders = [_ChoiceBuilder() for _ in choices.output_ids]
+    await choices.collect(lambda index, text: builders[index].add(deltas[index].entry(index, text)))
+    entries = [builder.entry() for builder in builders]
+    return json_response(choices.body("text_completion", entries, usage=choices.usage()))
 
 
 def _prompts(body: CompletionRequest) -> list[dict[str, Any]]:
@@ -99,16 +100,27 @@ class _ChoiceDelta:
         }
 
 
-def _join(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    logprobs = [part["logprobs"] for part in parts if part["logprobs"] is not None]
-    joined = {**parts[0], **parts[-1]}  # only the first part has the fields about the prompt
-    if "token_ids" in joined:
-        joined["token_ids"] = [token for part in parts for token in part["token_ids"]]
-    return {
-        **joined,
-        "text": "".join(part["text"] for part in parts),
-        "logprobs": {key: [x for each in logprobs for x in each[key]] for key in logprobs[0]} if logprobs else None,
-    }
+class _ChoiceBuilder:
+    """Joins the entries of one choice of a response that is not streamed."""
+
+    def __init__(self) -> None:
+        self._entry: dict[str, Any] = {}
+        self._pieces: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: dict[str, list[Any]] = {}
+
+    def add(self, entry: dict[str, Any]) -> None:
+        """Add the next entry. Only the first one has the fields about the prompt."""
+        self._entry |= entry
+        self._pieces.append(entry["text"])
+        self._token_ids += entry.get("token_ids", ())
+        for name, values in (entry["logprobs"] or {}).items():
+            self._logprobs.setdefault(name, []).extend(values)
+
+    def entry(self) -> dict[str, Any]:
+        """Return the whole choice."""
+        token_ids = {"token_ids": self._token_ids} if "token_ids" in self._entry else {}
+        return {**self._entry, "text": "".join(self._pieces), "logprobs": self._logprobs or None, **token_ids}
 
 
 class _CompletionEvents(ChoiceEvents):
