@@ -23,7 +23,7 @@ def anonymous() -> int:
 
 
 def test_tensors_are_zero_aligned_and_disjoint() -> None:
-    """Small ones share mappings, and large ones have their own."""
+    """Small tensors share mappings, and large ones have their own."""
     pages = HugePages()
     tensors = [pages.zeros(size) for size in (0, 1, 65, 7 * MIB, 8 * MIB, 8 * MIB + 1, 3 * MIB) * 4]
     for value, each in enumerate(tensors):
@@ -36,7 +36,7 @@ def test_tensors_are_zero_aligned_and_disjoint() -> None:
 
 @pytest.mark.parametrize("size", [MIB + 8, 35 * MIB + 8])
 def test_memory_goes_back_with_the_last_tensor(size: int) -> None:
-    """And it is little more than what the tensors hold."""
+    """The memory of the process grows by little more than the tensors hold."""
     pages, before = HugePages(), anonymous()
     tensors = [pages.zeros(size).fill_(1) for _ in range(70 * MIB // size)]
     assert len(tensors) * size < anonymous() - before < len(tensors) * size + 6 * MIB

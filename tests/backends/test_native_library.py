@@ -29,7 +29,7 @@ if reasons := library.unsupported(CPU, torch.float32):
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache, and a process that has loaded nothing yet."""
+    """Set an empty cache folder, and load libraries anew."""
     monkeypatch.setattr(library, "load", library.load.__wrapped__)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "minisgl" / "native"
@@ -37,7 +37,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def compiler(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Called gcc, quick, and writes its calls down in a file beside it."""
+    """Return a fake gcc, which copies a built library and logs its calls to a file beside it."""
     folder = tmp_path_factory.mktemp("compiler")
     source, built = folder / "empty.c", folder / "empty.so"
     source.write_text("void rms_norm(void) {}")

@@ -156,7 +156,7 @@ class WithGelu(LlamaForCausalLM):
 
 
 class TestLlamaWithAnActivationOfItsOwn(TestLlama):
-    """Which the toolkit's MLP would refuse."""
+    """A model whose own MLP computes an activation that the toolkit's MLP refuses."""
 
     provider = WithGelu
     changes: ClassVar = {"hidden_act": "gelu"}

@@ -253,7 +253,7 @@ def test_other_values_are_refused(decoder: type[Model], changes: dict[str, Any])
 
 @pytest.mark.parametrize("decoder", [Gemma3ForCausalLM, Olmo3ForCausalLM])
 def test_a_rope_that_names_no_kind_of_layer_is_refused(decoder: type[Model]) -> None:
-    """transformers would ignore it."""
+    """transformers ignores such a rope_parameters."""
     with pytest.raises(ModelFormatError, match=r"rope_parameters=.* must have one entry per kind of layer"):
         read(decoder, rope_parameters={"rope_theta": 1e5})
 

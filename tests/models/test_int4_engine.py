@@ -98,7 +98,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 @pytest.mark.parametrize(("name", "ranks"), [("awq", 1), ("gptq-symmetric", 2), ("compressed-zeros", 2)])
 def test_experts(name: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two ranks, the second begins within a block of 32 inputs of the down projection, and within a group of 64."""
+    """The second of two ranks begins within a block of 32 inputs of the down projection, and within a group of 64."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(sys.modules[__name__], "SHAPE", SHAPE | EXPERTS)
     check(quantized("qwen3_moe", name, tmp_path, "none"), tmp_path, tp=ranks)

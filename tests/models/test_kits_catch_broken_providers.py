@@ -46,7 +46,7 @@ class HalvesPositions(LlamaForCausalLM):
 
 
 class CountsFromTheFirstPosition(LlamaForCausalLM):
-    """Right for a step of one sequence."""
+    """Counts positions from the step's first one, which is correct for one sequence only."""
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, *rest: Any) -> torch.Tensor:
         return super().forward(input_ids, positions[:1] + torch.arange(len(positions)), *rest)
@@ -140,7 +140,7 @@ class HasNoStageForItsNorm(LlamaForCausalLM):
 
 
 class AddsBeforeTheAllReduce(LlamaForCausalLM):
-    """Right with one rank: the first norm of the next stage adds them anyway."""
+    """Adds hidden states and residual between stages, which is correct with one rank: the next norm adds them anyway."""
 
     def forward(self, *args: Any) -> torch.Tensor:
         if len(args) == 5 and args[4] is not None:
@@ -204,7 +204,7 @@ class ReducesTwice(LlamaForCausalLM):
 
 
 class ReducesInOneLayerItself(ForgetsAnAllReduce):
-    """The norms before leave the residual spread over the ranks."""
+    """All-reduces in one layer, although the fused norms before may leave rows of the residual on other ranks."""
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)
@@ -268,7 +268,7 @@ def test_lengths_of_prompts_can_be_set() -> None:
 
 
 def test_tied_embeddings_hide_no_missing_layers() -> None:
-    """The nearest embedding to a token's is its own: a reference that repeats its input would agree."""
+    """With tied embeddings, a model without layers repeats its input. The kit must not take that for a correct output."""
     config = AutoConfig.for_model("mistral", **TIED)
     assert failures(kit_for(MistralForCausalLM, config)) == {}
     assert "at position" in str(failures(kit_for(SkipsItsLayers, config))["test_greedy_tokens_equal_the_reference()"])

@@ -124,7 +124,7 @@ class TestTrtllm(OnGpu):
 
 
 class FlashThenFlashInfer(CombinedAttention):
-    """``--attn fa,fi``."""
+    """FlashAttention for prefills and FlashInfer for decodes (``--attn fa,fi``)."""
 
     capabilities = replace(FlashInferAttention.capabilities, fp8_kv=False)
 

@@ -27,7 +27,7 @@ from minisgl_core.testing.references import DenseAttention
 
 
 class RightAttention(AttentionBackend):
-    """Request after request; correct, and made so that each part of it can be overridden by a mistake."""
+    """A correct backend that computes one request after the other. Each part can be overridden by a mistake."""
 
     capabilities = AttentionCapabilities(
         cuda_graphs=True, sliding_windows=True, soft_cap=True, sinks=True, multi_token_decodes=True
@@ -141,7 +141,7 @@ class HasOneSink(RightAttention):
 
 
 class AcceptsAllFeatures(RightAttention):
-    """Computes none of what it does not refuse."""
+    """Declares few capabilities, but refuses no spec."""
 
     capabilities = AttentionCapabilities(cuda_graphs=True, sliding_windows=True)
 
@@ -213,7 +213,7 @@ class StoresOneTokenOfEach(RightAttention):
 
 
 class ClearsThePagesItWrites(RightAttention):
-    """Shows only where a page is filled in several steps."""
+    """The mistake shows only if a page is filled in several steps."""
 
     def store(self, layer, k, v, batch) -> None:
         for part in (self.pool.k(layer.index), self.pool.v(layer.index)):
@@ -280,7 +280,7 @@ class WindowsDecodesOnly(RightAttention):
 
 
 class HidesSoftly(RightAttention):
-    """A masked score of -100 looks like minus infinity until what is masked is huge."""
+    """Subtracts 100 from masked scores, which suffices unless these are large."""
 
     def gather(self, batch, place, seq_len, layer) -> Any:
         size = self.spec.page_size
@@ -312,7 +312,7 @@ class NumbersRowsByRequest(RightAttention):
 
 
 class ReadsOnePageTooMany(RightAttention):
-    """Counts a page more wherever the last one is full."""
+    """Reads the next page, too, if the last page of a request is full."""
 
     def gather(self, batch, place, seq_len, layer) -> Any:
         keys, values = super().gather(batch, place, seq_len, layer)
@@ -355,7 +355,7 @@ class ReplaysTheCapturedSlots(RightAttention):
 
 
 class CapturesOneBatchSize(RightAttention):
-    """Its buffers are the last captured batch's."""
+    """Keeps the buffers of the batch size that was captured last, and no others."""
 
     def plan_capture(self, batch) -> Any:
         self.lens = batch.seq_lens.clone()
@@ -381,7 +381,7 @@ class RoundsToHalf(RightAttention):
 
 
 class StoresWhereItIsTold(RightAttention):
-    """Right, too: what may be stored by others."""
+    """A correct backend with `AttentionCapabilities.fused_kv_store`."""
 
     capabilities = replace(RightAttention.capabilities, fused_kv_store=True)
 
@@ -393,7 +393,7 @@ class StoresWhereItIsTold(RightAttention):
 
 
 class ScalesWhatItStores(StoresWhereItIsTold):
-    """Right, in an fp8 pool."""
+    """A correct backend for an FP8 pool."""
 
     capabilities = replace(StoresWhereItIsTold.capabilities, fp8_kv=True)
 
@@ -445,7 +445,7 @@ class NamesTheCapturedSlots(StoresWhereItIsTold):
 
 
 class RotatesDecodesItself(RightAttention):
-    """Right, too: what rotates and stores in one."""
+    """A correct backend with `AttentionCapabilities.fused_rope_decode`."""
 
     capabilities = replace(RightAttention.capabilities, fused_rope_decode=True)
 
@@ -586,7 +586,7 @@ class LosesLargeOnes(TorchAttention):
 
 
 class AttendsWithoutScales(ScalesWhatItStores):
-    """The mistake is in attention over K and V that another kernel has stored."""
+    """Ignores the scales of K and V that another kernel has stored."""
 
     def attend_stored(self, q, layer: AttentionLayer, plan, out) -> None:
         super().attend_stored(q, replace(layer, kv_scales=(1.0, 1.0)), plan, out)
@@ -611,7 +611,7 @@ def test_mistakes_with_fp8_pools(broken: type[AttentionBackend]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TiltedLayer(AttentionLayer):
-    """A model's own kind of attention, which no backend knows."""
+    """A layer of a plugin's model with a field that no backend knows."""
 
     tilt: float = 0.5
 

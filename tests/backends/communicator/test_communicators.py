@@ -97,7 +97,7 @@ def test_oneshot_fuses_the_norm_for_tensors_of_one_dtype(wide: str) -> None:
 
 @pytest.mark.parametrize("place", ["between other columns", "two bytes further"])
 def test_oneshot_fuses_the_norm_for_any_strides_and_alignment(place: str) -> None:
-    """Otherwise a norm would lack rows of the residual that a fused kernel has updated on other ranks only."""
+    """All calls that share a residual must be fused: a fused kernel may update some of its rows on other ranks only."""
     group = OneShotOfOneRank()
     x = torch.ones(2, 16).bfloat16()[:, :8] if place == "between other columns" else torch.ones(17).bfloat16()[1:]
     x, residual, weight = x.reshape(2, 8) if x.ndim == 1 else x, torch.ones(2, 8).bfloat16(), torch.ones(8).bfloat16()

@@ -118,7 +118,7 @@ class AbortsBetweenCollectives(TorchCommunicator):
 
 
 class AbortsTogether(TorchCommunicator):
-    """The abort waits as if the remaining ranks aborted at the same time."""
+    """Waits in `abort` for the other ranks, which may not abort."""
 
     def abort(self) -> None:
         self.all_reduce(torch.zeros(1))
@@ -159,7 +159,7 @@ BROKEN = [
 
 
 def failed_checks(provider: type[Communicator], folder, default_timeout_s: float) -> list[str]:
-    """Names of the checks that fail for two ranks; the first that does ends it."""
+    """Return the name of the first check that fails for two ranks; an empty list if all pass."""
     ranks = [Rank(provider, torch.device("cpu"), rank, 2, folder, default_timeout_s) for rank in range(2)]
     for check in CHECKS + FAULTS:
         with ThreadPoolExecutor(2) as pool:

@@ -55,7 +55,7 @@ class ForgetsTheLastExpert(TorchMoe):
 
 
 class StumblesOverEmptyExperts(TorchMoe):
-    """Numbers the experts in use instead of all of them."""
+    """Renumbers the experts that have tokens, so that the ids of the others are skipped."""
 
     def forward(self, x, weights, topk_weights, topk_ids) -> torch.Tensor:
         dense = torch.unique(topk_ids, return_inverse=True)[1]
@@ -130,7 +130,7 @@ class SkipsStrides(TorchMoe):
 
 
 class AcceptsAllFeatures(TorchMoe):
-    """Computes none of what it does not refuse."""
+    """Declares no capabilities, but refuses no spec."""
 
     capabilities = MoeCapabilities()
 
@@ -154,7 +154,7 @@ class RefusesWithoutAReason(TorchMoe):
 
 
 class TakesAnySpec(TorchMoe):
-    """Ignores the fields of a subclass."""
+    """Ignores the fields that a subclass of `MoeSpec` adds."""
 
     @classmethod
     def unsupported(cls, spec: MoeSpec) -> list[str]:
@@ -284,7 +284,7 @@ def test_a_broken_kernel_fails_the_kit(broken: type[MoeKernel]) -> None:
 
 
 class PlainMoe(TorchMoe):
-    """Right, too: it refuses all but plain experts."""
+    """A correct kernel that refuses all but plain experts."""
 
     capabilities = MoeCapabilities()
 

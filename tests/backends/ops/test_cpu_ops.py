@@ -42,7 +42,7 @@ def test_single_rows_leave_onednn_as_it_was(kernels: type[OneDnnOps], is_on: boo
 
 @pytest.mark.parametrize("prepare", ["prepare_linear", "prepare_gated"])
 def test_inputs_of_another_width_or_dtype_are_refused(prepare: str) -> None:
-    """The C would read past the end."""
+    """The C kernel would read past the end of x."""
     if reasons := NativeOps.unsupported(CPU, torch.bfloat16):
         pytest.skip("; ".join(reasons))
     op = getattr(NativeOps(CPU, torch.bfloat16), prepare)(torch.randn(32, 64).bfloat16(), None)

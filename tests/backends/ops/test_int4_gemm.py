@@ -61,7 +61,7 @@ def test_gemm(
     gated: bool,
     has_bias: bool,
 ) -> None:
-    """Twice, since split-K leaves counters behind that must be 0 again."""
+    """Run each GEMM twice, because split-K must reset its counters to zero."""
     weight, known = packed(rows, columns, block, has_zeros=has_zeros, gated=gated)
     bias = torch.randn(rows, device=DEVICE, dtype=DTYPE) if has_bias else None
     gemm = Int4Gemm(weight, bias, SplitKWorkspace(DEVICE), tiling=tiling)

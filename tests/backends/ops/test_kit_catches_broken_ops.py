@@ -37,7 +37,7 @@ class AnswersYesOrNo(NormOps):
 
 
 class HasNoRole(OpsProvider):
-    """Its kernel would never be called."""
+    """Has a kernel, but derives from no role, so that the kernel would never be called."""
 
     def rms_norm(self, x, weight, eps) -> torch.Tensor:
         return rms_norm(x, weight, eps)
@@ -54,7 +54,7 @@ class SwapsGateAndUp(LinearOps):
 
 
 class CountsRowsByLength(LinearOps):
-    """Takes [2, 3, in] for two rows where it has a kernel for few of them."""
+    """Takes the first dimension for the number of rows, and so computes two rows of [2, 3, in]."""
 
     def prepare_linear(self, weight, bias) -> LinearOp:
         op = super().prepare_linear(weight, bias)
@@ -199,7 +199,7 @@ class RotatesTheWholeHead(RotaryOps):
 
 
 class RotatesValuesToo(RotaryOps):
-    """Takes heads that lie behind q's for k's, one too many."""
+    """Rotates one head more than k has, if q and k are views of one tensor."""
 
     def rotary(self, q, k, cos, sin) -> tuple[torch.Tensor, torch.Tensor]:
         q, more = super().rotary(q, k, cos, sin)
@@ -421,7 +421,7 @@ class TakesOneGroupTooMany(RoutingOps):
 
 
 class Grouped(RoutingOps):
-    """Right; made so that a mistake can be made with groups."""
+    """Correct grouped routing, whose parts can be overridden by a mistake."""
 
     hidden = -torch.inf
 

@@ -61,7 +61,7 @@ def test_rows_without_a_distribution_give_the_reference_token(vocab_size: int) -
 @pytest.mark.parametrize(("num_rows", "has_bias"), [(1, True), (16, False)])
 @pytest.mark.parametrize(("outputs", "inputs"), [(4160, 256), (200, 1280)])
 def test_gemms_with_larger_weights(num_rows: int, outputs: int, inputs: int, has_bias: bool) -> None:
-    """With split-K and without; twice, because split-K leaves counters behind that must be zero again."""
+    """Run GEMMs with and without split-K, twice each, because split-K must reset its counters to zero."""
     ours, reference = pair(torch.bfloat16)
     weight = random(outputs, inputs, dtype=torch.bfloat16) / inputs**0.5
     bias = random(outputs, dtype=torch.bfloat16) if has_bias else None

@@ -113,7 +113,7 @@ class MatchesWholeRunsOnly(RadixPrefixCache):
 
 
 class ComparesFirstTokensOfPages(RadixPrefixCache):
-    """Tells page 0 from page 1 only by their first tokens, which are equal."""
+    """Compares pages by their first tokens, which may be equal in different pages."""
 
     def _walk(self, token_ids: TokenIds, node: Any) -> Any:
         firsts = np.repeat(np.asarray(token_ids)[:: self.page_size], self.page_size)
@@ -150,7 +150,7 @@ class RefusesEmptyLocks(RadixPrefixCache):
 
 
 class LeaksDuplicates(RadixPrefixCache):
-    """Swaps in the caller's duplicate, and so drops a page of its own."""
+    """Replaces a cached page by the caller's duplicate, so that neither side owns the cached page any more."""
 
     def insert(self, token_ids: TokenIds, pages: PageIds, *namespace: CacheNamespace) -> PrefixInsert:
         result = super().insert(token_ids, pages, *namespace)
@@ -186,7 +186,7 @@ BROKEN = [
 
 
 class LooksAtChangedTokens(RadixPrefixCache):
-    """Compares something else than the tokens themselves; a base of wrong caches."""
+    """Base class of caches that compare a function of the tokens instead of the tokens."""
 
     runs = PrefixCache.runs
 
@@ -211,7 +211,7 @@ class ComparesAsFloats(LooksAtChangedTokens):
 
 
 class ComparesChecksums(LooksAtChangedTokens):
-    """Only the checksums of pages are compared."""
+    """Compares only the checksums of pages."""
 
     checksum = staticmethod(zlib.crc32)
 

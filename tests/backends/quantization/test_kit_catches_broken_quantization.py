@@ -31,7 +31,7 @@ from minisgl_core.testing.quantization_kit import QuantizationTests
 
 
 class OtherOp(Fp8):
-    """Changes what the layers compute, after `loaded`."""
+    """Base class of mistakes: `loaded` changes a method's tensors after loading, and `changed` the operation."""
 
     def linear(self, spec: LinearSpec) -> LinearMethod:
         method: Any = super().linear(spec)
@@ -45,7 +45,7 @@ class OtherOp(Fp8):
         return method
 
     def loaded(self, method: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def changed(self, op: LinearOp, method: Any) -> LinearOp:
         return op

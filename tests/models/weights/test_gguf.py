@@ -51,7 +51,7 @@ def as_llama_cpp_permutes(matrix: np.ndarray, num_heads: int) -> np.ndarray:
 def write_gguf(
     path: Path, kind: str, config: Any, tensors: dict[str, np.ndarray], store_as: Kind, **extra: Any
 ) -> None:
-    """A file as llama.cpp's converter writes it, from tensors under Hugging Face's names."""
+    """Write a file as llama.cpp's converter does, from tensors under Hugging Face's names."""
     writer = gguf.GGUFWriter(path, kind)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -103,7 +103,7 @@ def reference_tensors(config: Any) -> dict[str, np.ndarray]:
 
 
 class TestLlama(WeightSourceTests):
-    """Eight bits, except that a rank's columns may begin inside a block of 32."""
+    """A file in Q8_0, in which a rank's columns may begin inside a block of 32."""
 
     provider = GgufWeights
     kind, store_as = "llama", Kind.Q8_0
@@ -194,7 +194,7 @@ def test_slices_of_every_type_are_dequantized(kind: Kind, tmp_path: Path) -> Non
 
 
 def test_rope_factors_equal_llama3_scaling(tmp_path: Path) -> None:
-    """llama.cpp stores what each frequency is divided by instead of the rule's parameters."""
+    """llama.cpp stores the divisor of each frequency instead of the parameters of Llama 3's rule."""
     plain = RopeConfig(theta=5000.0, rotary_dim=16)
     rule = RopeConfig(5000.0, 16, "llama3", 8.0, 128, 1.0, 4.0)
     expected, _ = inverse_frequencies(rule)

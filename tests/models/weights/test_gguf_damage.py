@@ -35,7 +35,7 @@ LAYER = {
 
 
 def write(path: Path, **changed: Any) -> bytes:
-    """A valid file of one layer with a tokenizer; `changed` replaces metadata, None leaves it out."""
+    """Write a valid file of one layer with a tokenizer; `changed` replaces metadata, and None leaves a key out."""
     writer = gguf.GGUFWriter(path, "llama")
     keys = {
         "general.alignment": np.uint32(32),
@@ -72,7 +72,7 @@ def write(path: Path, **changed: Any) -> bytes:
 
 
 def use(path: Path) -> None:
-    """All that an engine reads of a file."""
+    """Read all that an engine reads of a file."""
     source = GgufWeights(path)
     config = model_config(source.config, source.generation_config, source.eos_token_id)
     for _, tensor in source.tensors(config):
@@ -91,7 +91,7 @@ def with_count(place: int) -> Callable[[bytes], bytes]:
 
 
 def after(name: bytes, skipped: int, new: bytes) -> Callable[[bytes], bytes]:
-    """Overwrite bytes a little after a name."""
+    """Return a function that overwrites the bytes `skipped` bytes after a name."""
 
     def spoil(data: bytes) -> bytes:
         place = data.index(name) + len(name) + skipped

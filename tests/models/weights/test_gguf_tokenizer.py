@@ -21,7 +21,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 
 
 def byte_alphabet() -> list[str]:
-    """One printable character for each byte (GPT-2's ``bytes_to_unicode``)."""
+    """Return a printable character for each byte (GPT-2's ``bytes_to_unicode``)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     table = {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
@@ -140,7 +140,7 @@ TEXTS = (
 
 
 def trained(path: Path, has_prefix: bool) -> Any:
-    """A SentencePiece model with byte fallback and a user-defined symbol, of the library that defines the algorithm."""
+    """Train a model with byte fallback and a user-defined symbol by SentencePiece itself."""
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(CORPUS * 5),
         model_prefix=str(path / "spm"),
@@ -215,7 +215,7 @@ def test_special_tokens_of_sentencepiece_vocabularies(tmp_path: Path) -> None:
 
 
 def test_phi3_swallows_spaces_after_its_special_tokens(tmp_path: Path) -> None:
-    """Its files do not say so; llama.cpp infers it from the model's name."""
+    """Phi-3's files have no key for this. llama.cpp infers it from the model's name."""
     model = trained(tmp_path, False)
     for name, is_swallowed in (("Phi-3-mini", True), ("Llama", False)):
         tokenizer = sentencepiece_gguf(tmp_path, model, name=name, add_space_prefix=False).tokenizer()
