@@ -268,7 +268,7 @@ def test_lengths_of_prompts_can_be_set() -> None:
 
 
 def test_tied_embeddings_hide_no_missing_layers() -> None:
-    """With tied embeddings, a model without layers repeats its input. The kit must not take that for a correct output."""
+    """A model without layers repeats its input if embeddings are tied. The kit must not take that for a correct output."""
     config = AutoConfig.for_model("mistral", **TIED)
     assert failures(kit_for(MistralForCausalLM, config)) == {}
     assert "at position" in str(failures(kit_for(SkipsItsLayers, config))["test_greedy_tokens_equal_the_reference()"])

@@ -62,7 +62,7 @@ def test_groups_of_compressed_tensors_are_float8_if_all_are(weights: list[dict[s
 
 
 def test_each_output_and_each_token_has_a_scale() -> None:
-    """Against float64 on what the quantised numbers stand for; large ones harm no others."""
+    """Compare with float64 on the dequantized values. A row of large values does not change the error of the others."""
     ops = Ops.of(CPU, torch.float32)
     weight, x = torch.randn(5000, 64), torch.randn(7, 64)
     weight[3] *= 1e4
@@ -78,7 +78,7 @@ def test_each_output_and_each_token_has_a_scale() -> None:
 
 
 def linear(provider: Fp8, tensors: dict[str, torch.Tensor], shape: tuple[int, int]) -> LinearOp:
-    """A layer of one module."""
+    """Return a layer of one module."""
     part = LinearPart("q", Shard.whole(shape[0]))
     dtype, device = provider.spec.dtype, provider.spec.device
     method = provider.linear(LinearSpec("q", (part,), Shard.whole(shape[1]), False, False, dtype, device))
@@ -95,7 +95,7 @@ def test_matrices_of_odd_sizes_stay_as_they_are(caplog: pytest.LogCaptureFixture
 
 
 class Noted(LinearOps):
-    """Notes the codes and scales that it multiplies by."""
+    """Linear ops that keep the dequantized weight."""
 
     def prepare_fp8_linear(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
         self.noted = weight.float() * scales[:, None]
@@ -109,7 +109,7 @@ def noted(ops: Ops) -> torch.Tensor:
 
 @pytest.mark.parametrize("stored", [PER_TENSOR, PER_CHANNEL, BLOCKS], ids=["tensor", "channel", "block"])
 def test_weights_of_a_checkpoint_in_float8(stored: PackedCheckpoint) -> None:
-    """Exactly, but for blocks, of which each row keeps one scale: within half of a float8 number's last place."""
+    """Weights are exact, except with block scales: a row keeps one scale, and codes are rounded again."""
     ops = Ops.of(CPU, torch.float32, Noted)
     weight = torch.randn(96, 64) * torch.randn(96, 1).exp()
     tensors, known = stored.pack(weight)
@@ -140,7 +140,7 @@ def test_scales_of_blocks_that_are_powers_of_two_lose_nothing() -> None:
 def test_triton_multiplies_by_larger_matrices_as_torch_does(
     num_rows: int, outputs: int, inputs: int, has_bias: bool
 ) -> None:
-    """Few rows, split and not; twice, because split products leave counters behind that must be zero again."""
+    """Run small-M GEMMs with and without split-K, twice each, because split-K must reset its counters to zero."""
     pytest.importorskip("triton")
     device = torch.device("cuda" if ON_GPU else "cpu")
     ours, reference = TritonOps(device, torch.bfloat16), LinearOps(device, torch.bfloat16)

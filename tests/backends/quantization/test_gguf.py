@@ -125,7 +125,7 @@ def test_packed_weights_are_nearly_as_small_as_the_file() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", TYPES)
 def test_a_row_does_not_depend_on_the_others(kind: str, dtype: torch.dtype) -> None:
-    """Bit for bit, in batches of all sizes up to those of prefills."""
+    """Results are equal bit for bit in batches of all sizes, up to those of prefills."""
     modules = {"m": module(kind, 50, 2048)}
     spec = layer(modules)
     method = provider({"m": kind}, dtype).linear(LinearSpec("m", spec.parts, spec.columns, False, False, dtype, CPU))
@@ -140,7 +140,7 @@ def test_a_row_does_not_depend_on_the_others(kind: str, dtype: torch.dtype) -> N
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_values_that_are_not_finite_make_their_row_nan(value: float, dtype: torch.dtype) -> None:
-    """And no other row, at any place in a block."""
+    """The other rows stay as they are, at any place of the value in a block."""
     for kind in ("Q4_0", "Q4_1", "Q8_0", "Q6_K"):
         modules = {"m": module(kind, 20, 256)}
         spec = layer(modules)
@@ -184,7 +184,7 @@ def test_parts_of_different_types(rows: int, is_gated: bool) -> None:
 
 
 def test_modules_without_a_kernel_are_dequantized(caplog: pytest.LogCaptureFixture) -> None:
-    """A type without kernel, and columns that ranks would split within a block. A module that is not in `types` is plain."""
+    """There is no kernel for the type, or ranks would split a block of columns. A module that is not in `types` is plain."""
     modules = {"m": module("Q4_K", 16, 512)}
     whole = layer(modules)
     half = LinearSpec("m", whole.parts, Shard(0, 128, 128, 512), False, False, torch.float32, CPU)
