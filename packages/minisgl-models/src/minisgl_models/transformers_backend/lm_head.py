@@ -27,7 +27,7 @@ class IdentityBackbone(nn.Module):
 
     @property
     def decoder(self) -> IdentityBackbone:
-        """Stand for the part of the backbone that OPT's head calls."""
+        """Return this module, too, for the part of the backbone that OPT's head calls."""
         return self
 
     def forward(self, *args: Any, inputs_embeds: torch.Tensor, **kwargs: Any) -> BaseModelOutputWithPast:

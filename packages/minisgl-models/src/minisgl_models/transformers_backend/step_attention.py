@@ -24,7 +24,7 @@ class StepAttention:
     attend: Attend
 
     def __init__(self, traced: Traced, layers: list[Attention], model: nn.Module, tp_size: int) -> None:
-        """Layers are in the order of ``traced.calls``."""
+        """Bind each module of ``traced.calls`` to its layer; `layers` has the same order."""
         modules = (model.get_submodule(call.module) for call in traced.calls)
         self._layers = dict(zip(modules, zip(layers, traced.calls, strict=True), strict=True))
         self._unchecked, self._tp_size = set(self._layers), tp_size

@@ -22,7 +22,7 @@ class TokenCheck(Layer):
     """Runs a loaded model on tokens, and on some of them in another order. It must be the last layer to be prepared."""
 
     def __init__(self, model: Model, build: BuildContext) -> None:
-        """Describe the check of `model`."""
+        """Keep the model, whose weights are loaded later; see `prepare`."""
         self._model, self._build = model, build
 
     @torch.no_grad()

@@ -114,7 +114,7 @@ def _gpt_oss(key: Key, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gemma(num_layers_of_27b: int) -> Callable[[Key, Mapping[str, Any]], dict[str, Any]]:
-    """Gemma's 27B models scale scores by the hidden size per head, which the file does not say."""
+    """Return the reader of Gemma's keys. Its 27B models scale scores by the hidden size per head, for which there is no key."""
 
     def read(key: Key, config: Mapping[str, Any]) -> dict[str, Any]:
         is_27b = config["num_hidden_layers"] == num_layers_of_27b
