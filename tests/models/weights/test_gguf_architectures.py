@@ -310,3 +310,15 @@ def test_a_huge_number_of_layers_is_refused_before_a_kind_is_listed_for_each(nam
     path.write_bytes(data)
     with pytest.raises(ModelFormatError, match=rf"{name}\.block_count=2147483648 must be 1 to"):
         GgufWeights(path)
+
+
+@pytest.mark.parametrize("missing", ["rope_factors_long.weight", "rope_factors_short.weight"])
+def test_longrope_with_one_list_of_factors_is_refused(missing: str, tmp_path: Path) -> None:
+    each = FORMS["phi3"]
+    _, raw, tensors, _ = made("phi3")
+    extra = {name: values for name, values in each.extra.items() if name != missing}
+    path = write(tmp_path / "m.gguf", replace(each, extra=extra), AutoConfig.for_model(**raw), tensors)
+    with pytest.raises(
+        ModelFormatError, match=r"m\.gguf: only one of rope_factors_long\.weight and rope_factors_short"
+    ):
+        _ = GgufWeights(path).config

@@ -150,7 +150,10 @@ class GgufWeights(WeightSource):
             )
         if _ROPE_FACTORS in self._tensors:
             rope["freq_factors"] = self._factors(_ROPE_FACTORS)
-        if _LONG_FACTORS in self._tensors and _SHORT_FACTORS in self._tensors:
+        has_long, has_short = _LONG_FACTORS in self._tensors, _SHORT_FACTORS in self._tensors
+        if has_long != has_short:
+            raise ModelFormatError(f"{self._path}: only one of {_LONG_FACTORS} and {_SHORT_FACTORS} is in the file")
+        if has_long:
             rope |= {
                 "rope_type": "longrope",
                 "long_factor": self._factors(_LONG_FACTORS),
