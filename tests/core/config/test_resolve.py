@@ -241,7 +241,7 @@ def test_a_models_attention_is_part_of_what_backends_are_asked() -> None:
     assert (spec.soft_caps, spec.sliding_windows, spec.has_sinks, spec.value_head_dim) == ((50.0,), (64,), True, 4)
     assert resolved.config.backends.attn == "torch"
     reason = next(choice.reason for choice in resolved.choices if choice.name == "attn")
-    assert "native: it has no soft cap of the scores" in reason
+    assert "native: it does not support soft caps" in reason
 
 
 def test_a_models_experts_are_part_of_what_moe_kernels_are_asked() -> None:

@@ -129,7 +129,7 @@ class NumpyResult(RoundRobinRouter):
         (Deaf, "test_prefers_the_replica"),
         (NeverForgets, "test_prefers_the_replica"),
         (NoEvictions, "test_prefers_the_replica"),
-        (NoNamespaces, "test_namespaces_do_not_attract"),
+        (NoNamespaces, "test_prefixes_of_other_namespaces"),
         (Grudge, "test_every_replica_gets_some"),
         (NumpyResult, "test_routes_to_a_replica_that_is_ready"),
     ],

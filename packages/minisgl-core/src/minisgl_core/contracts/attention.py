@@ -37,14 +37,14 @@ class AttentionSpec:
         dtype: dtype of q, k, v and the output.
         kv_dtype: dtype of the KV pool: `dtype`, or torch.float8_e4m3fn.
         device: device of all tensors.
-        max_seq_len: longest sequence, in tokens.
-        max_batch: most requests in one batch.
+        max_seq_len: maximum length of a sequence, in tokens.
+        max_batch: maximum number of requests in a batch.
         sliding_windows: the distinct windows of the model's layers, in tokens; empty if all layers have full attention.
         soft_caps: the distinct soft caps of the layers' scores; empty if no layer has one.
         has_sinks: True if any attention layer has sinks.
         value_head_dim: head dimension of v and the output; None for `head_dim`.
         is_mla: True if K and V of all heads are one compressed vector per token (multi-head latent attention).
-        max_decode_query_len: most tokens per decoding request in a step; 1 without speculation.
+        max_decode_query_len: maximum number of tokens per decoding request in a step; 1 without speculative decoding.
     """
 
     num_q_heads: int
@@ -103,14 +103,14 @@ class AttentionCapabilities:
         kv_dtypes = [spec.dtype, FP8] if self.fp8_kv else [spec.dtype]
         allowed = " or ".join(map(dtype_name, kv_dtypes))
         lacks = {
-            "it has no sliding windows": bool(spec.sliding_windows) and not self.sliding_windows,
-            "it has no soft cap of the scores": bool(spec.soft_caps) and not self.soft_cap,
-            "it has no attention sinks": spec.has_sinks and not self.sinks,
+            "it does not support sliding windows": bool(spec.sliding_windows) and not self.sliding_windows,
+            "it does not support soft caps": bool(spec.soft_caps) and not self.soft_cap,
+            "it does not support attention sinks": spec.has_sinks and not self.sinks,
             f"it does not support values of head dimension {spec.value_head_dim} with keys of {spec.head_dim}": (
                 spec.value_head_dim not in (None, spec.head_dim) and not self.value_head_dim
             ),
-            "it has no multi-head latent attention": spec.is_mla and not self.mla,
-            f"it takes one token per decoding request, not {spec.max_decode_query_len}": (
+            "it does not support multi-head latent attention": spec.is_mla and not self.mla,
+            f"it supports one token per decoding request, not {spec.max_decode_query_len}": (
                 spec.max_decode_query_len > 1 and not self.multi_token_decodes
             ),
             f"the KV pool must hold {allowed}, not {dtype_name(spec.kv_dtype)}": spec.kv_dtype not in kv_dtypes,
@@ -219,7 +219,7 @@ class AttentionBatch:
         return len(self.slots)
 
     def decodes(self) -> AttentionBatch:
-        """Return the batch of the decodes only."""
+        """Return the batch of only the decodes."""
         n = self.num_decodes
         return AttentionBatch(
             num_decodes=n,
@@ -233,7 +233,7 @@ class AttentionBatch:
         )
 
     def prefills(self) -> AttentionBatch:
-        """Return the batch of the prefills only."""
+        """Return the batch of only the prefills."""
         n = self.num_decodes
         return AttentionBatch(
             num_decodes=0,
@@ -327,7 +327,10 @@ class AttentionBackend(ABC):
         raise NotImplementedError
 
     def rotates(self, plan: Any, rotation: Rotation) -> bool:
-        """Return True if `attend_rotating` supports a planned step. For `AttentionCapabilities.fused_rope_decode`."""
+        """Return True if `attend_rotating` supports a planned step and its rotation.
+
+        For `AttentionCapabilities.fused_rope_decode`.
+        """
         return False
 
     def attend_rotating(

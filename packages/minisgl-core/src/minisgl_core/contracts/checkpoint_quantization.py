@@ -17,7 +17,7 @@ from minisgl_core.errors import ModelFormatError
 _COMPRESSED = "compressed-tensors"
 _GGUF = "gguf"
 _SPECIAL = frozenset(r"\^$*+?{}[]|():")
-"""Characters of entries that are no plain names. A dot in a name is only a dot."""
+"""Characters that make an entry a regular expression. An entry without them is a name, in which a dot is only a dot."""
 _NAME_LENGTH = 64
 """Length of a module's name for which the time of a regular expression is bounded."""
 _MAX_PATHS = 1 << 20
@@ -77,7 +77,7 @@ class CheckpointQuantization:
 
     @property
     def is_gguf(self) -> bool:
-        """Return True for a GGUF file: its reader dequantizes the weights of layers that do not support packed ones."""
+        """Return True for a GGUF file. Its reader dequantizes the weights of layers that do not load packed ones."""
         return self.method == _GGUF
 
     @property
@@ -273,12 +273,12 @@ class _Modules:
     """
 
     def __init__(self, config: Mapping[str, Any], key: str, more: Mapping[str, str] = _NONE) -> None:
-        """Compile the list.
+        """Compile the regular expressions of the list.
 
         Args:
-            config: holder of the list.
-            key: name of the list.
-            more: other keys of `config` by the regular expressions that they add.
+            config: mapping that has the list.
+            key: key of the list.
+            more: further regular expressions, each with the key of `config` that it is from.
 
         Raises:
             ModelFormatError: the list is malformed, or a regular expression is invalid or could run too long.

@@ -23,7 +23,7 @@ class CommunicatorSpec:
         device: device of this rank; its index is the local rank.
         init_method: torch.distributed URL, the same for all ranks, such as ``tcp://127.0.0.1:29500``.
         timeout_s: timeout of a collective that a rank does not join.
-        is_p2p_only: True for a group of pipeline stages, which only sends and receives once the engine runs.
+        is_p2p_only: True for a group between pipeline stages, of which the running engine calls only `send` and `recv`.
         spans_hosts: True if the ranks may run on several hosts.
     """
 
@@ -107,7 +107,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def broadcast_object(self, value: object) -> object:
-        """Return rank 0's `value`, a JSON-like object, on all ranks. Slow; for start-up checks."""
+        """Return rank 0's `value`, a JSON-like object, on all ranks. It may be slow, since only the start calls it."""
 
     def abort(self) -> None:
         """Abort the group because another rank has ended. Collectives that wait for it end with undefined results.

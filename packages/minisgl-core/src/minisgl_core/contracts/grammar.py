@@ -54,7 +54,7 @@ MAX_GRAMMAR_BYTES: dict[GrammarKind, int] = {
     "tagged_json": 256 * 1024,
     "structural_tag": 256 * 1024,
 }
-"""Most bytes of a text by kind, in UTF-8."""
+"""Maximum size of a text by kind, in bytes of UTF-8."""
 
 
 def check_grammar_size(kind: GrammarKind, text: str, name: str) -> None:
@@ -126,7 +126,7 @@ class GrammarState(ABC):
 
     @property
     def error(self) -> str:
-        """Reason why the state cannot continue because it exceeded a limit; empty if there is none. It is finished then."""
+        """Limit that the state exceeded, as a sentence; empty if there is none. If it is set, `is_finished` is True."""
         return ""
 
 

@@ -85,7 +85,7 @@ class RoutedPrompt:
     user: str = ""
 
     def block_keys(self) -> BlockKeys:
-        """Return the keys of the prompt's whole blocks; they are computed by each call."""
+        """Compute and return the keys of the prompt's whole blocks."""
         return block_keys(self.token_ids, self.block_size, self.namespace)
 
 
@@ -96,10 +96,9 @@ class RouterSpec:
     Attributes:
         num_replicas: number of replicas.
         num_blocks: blocks that the prefix caches of all replicas can hold together.
-        overload_requests: absolute threshold. A router may treat a replica as overloaded if it exceeds both thresholds. This
-            one is exceeded by a replica with over `overload_requests` more requests than the least loaded replica.
-        overload_ratio: relative threshold, exceeded by a replica with over `overload_ratio` times the requests of the least
-            loaded replica.
+        overload_requests: absolute threshold. A router may treat a replica as overloaded if it has over `overload_requests`
+            requests more than the least loaded one, and also exceeds `overload_ratio`.
+        overload_ratio: relative threshold: over `overload_ratio` times the requests of the least loaded replica.
     """
 
     num_replicas: int
@@ -133,13 +132,13 @@ class Router(ABC):
         """
 
     def inserted(self, replica: int, keys: BlockKeys) -> None:
-        """Note that a replica's prefix cache has taken these blocks."""
+        """Handle the event that a replica's prefix cache has inserted these blocks."""
 
     def evicted(self, replica: int, keys: BlockKeys) -> None:
-        """Note that a replica's prefix cache has evicted these blocks. Some may be unknown."""
+        """Handle the event that a replica's prefix cache has evicted these blocks. Some may be unknown."""
 
     def lost(self, replica: int) -> None:
-        """Note that a replica has ended. When it is ready again, its prefix cache is empty."""
+        """Handle the event that a replica has ended. When it is ready again, its prefix cache is empty."""
 
     def stats(self) -> dict[str, Any]:
         """Return numbers about the router for display, by name."""

@@ -25,9 +25,9 @@ _ANY_WHITESPACE = r"[ ]|\n[ ]{0,24}"
 """A space, or a new line with indentation. Models that may write any whitespace sometimes write it without end."""
 
 MAX_CHOICES = 10_000
-"""Most texts of a choice. Ten times as many took 20 s to refuse."""
+"""Maximum number of texts of a choice, which bounds the time to check them."""
 MAX_STRUCTURES = 512
-"""Most structures of a structural tag, and most triggers: each structure is compared with each trigger."""
+"""Maximum number of structures, and of triggers, of a structural tag. Each structure is compared with each trigger."""
 
 
 class TaggedStructure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -62,7 +62,7 @@ class ReplicatedLinear(Layer):
         return self._quantization.linear(spec)
 
     def _named_parts(self, name: str, packed: PackedModules) -> Sequence[LinearPart]:
-        """Return each part with the name of its module, or all as rows of one module if the checkpoint has them fused."""
+        """Return each part with the name of its module. Parts that the checkpoint stores fused are rows of one module."""
         parent, dot, attribute = name.rpartition(".")
         if names := [f"{parent}{dot}{part}" for part in packed.get(attribute, ())]:
             return [LinearPart(each, part) for each, part in zip(names, self._parts, strict=True)]
@@ -159,7 +159,7 @@ class QKVParallelLinear(ReplicatedLinear):
         self._view = (-1, sum(self._heads), head_dim)
 
     def prepare(self) -> None:
-        """Turn the loaded weights into the layer's operation, with the rows of interleaved dimensions half-split."""
+        """Prepare the layer's operation from the loaded weights, with the rows of interleaved dimensions half-split."""
         order, method = self._order, self._method
         if order is None or not isinstance(method, PlainLinear):
             super().prepare()

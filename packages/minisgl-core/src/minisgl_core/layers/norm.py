@@ -31,7 +31,7 @@ class RMSNorm(Layer):
                 the all-reduce with the norm and leave the residual sharded over the ranks. So either all or none of the norms
                 that add to one residual must set it.
             weight_offset: added to the weight after loading; 1 if the checkpoint's norms multiply by ``1 + weight``, as
-                Gemma's do. The sum is kept in float32, since its rounding would affect all tokens alike.
+                Gemma's do. The sum is kept in float32, since rounding it would change all outputs in the same direction.
         """
         self._rms_norm, self._add_rms_norm = build.ops.norm.rms_norm, build.ops.norm.add_rms_norm
         self.eps = eps
@@ -80,7 +80,7 @@ class ShardedRMSNorm(Layer):
         self.weight = empty_parameter(shard.size, build=build)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of the normalised vectors, like x [..., size]; with several ranks, a collective."""
+        """Return this rank's part of the normalised vectors, for its part of x, [..., size]. Every rank calls it."""
         if self._tp_size == 1:
             return self._rms_norm(x, self.weight, self.eps)
         x32 = x.float()

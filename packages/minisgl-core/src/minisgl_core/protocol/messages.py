@@ -323,11 +323,11 @@ class EngineInfo(msgspec.Struct, tag=True, kw_only=True):
     """Fields of the model's generation_config that `SamplingParams` has, under its names."""
     choices: list[tuple[str, str, str]]
     max_requests: int
-    """Most requests that may run and wait at a time."""
+    """Maximum number of requests that run or wait at a time."""
     grammar: str = "llguidance"
     """Name of the grammar provider."""
     max_token_bytes: int = 0
-    """Most bytes of text that one token stands for; 0 if that is unknown or unbounded."""
+    """Maximum number of bytes of text per token; 0 if it is unknown or unbounded."""
     start_s: dict[str, float] = msgspec.field(default_factory=dict)
     """Seconds of each phase of rank 0's start, by name, such as ``loaded the weights``."""
     uncompiled: list[str] = msgspec.field(default_factory=list)

@@ -91,7 +91,7 @@ def _is_captured(x: torch.Tensor) -> bool:
 
 
 @dataclass(eq=False)
-class Tokens:
+class RigRequest:
     """Request with its page-table row, its pages and its number of stored tokens."""
 
     row: int
@@ -102,7 +102,7 @@ class Tokens:
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionLayer, Any], torch.Tensor]
 """Signature of `AttentionBackend.forward` and its replacements."""
 
-Work = Sequence[tuple[Tokens | None, int]]
+Work = Sequence[tuple[RigRequest | None, int]]
 """Requests with their numbers of new tokens; None is a padding decode."""
 
 
@@ -141,7 +141,7 @@ class AttentionRig:
     layout_index: int = 0
     _free_pages: list[int] = field(init=False)
     _free_rows: list[int] = field(init=False)
-    _way: str = field(init=False, default="")
+    _variant: str = field(init=False, default="")
 
     def __post_init__(self) -> None:
         spec = self.spec
@@ -151,9 +151,9 @@ class AttentionRig:
         self._free_rows = (torch.randperm(2 * spec.max_batch, generator=self.random) + 1).tolist()
         shape = (len(self.layers), 2, self.num_pages * spec.page_size, spec.num_kv_heads, spec.head_dim)
         largest = torch.finfo(spec.kv_dtype).max / 8  # random values stay below 8
-        self.known = self._normal(*shape) * min(STALE, largest)  # the pool, [layers, 2, N, Hkv, D]
+        self.expected_pool = self._normal(*shape) * min(STALE, largest)  # the pool, [layers, 2, N, Hkv, D]
         self._scales = torch.tensor([layer.kv_scales for layer in self.layers]).view(-1, 2, 1, 1, 1)
-        self._given = self.known * self._scales  # K and V before they were stored
+        self._before_storing = self.expected_pool * self._scales  # K and V before they were stored
         self.pool = KVPool(
             KVPoolSpec(
                 num_layers=len(self.layers),
@@ -166,7 +166,7 @@ class AttentionRig:
                 layout=self.layout,
             )
         )
-        self.pool.data.copy_(self._laid_out(self.known))
+        self.pool.data.copy_(self._laid_out(self.expected_pool))
         self.table = PageTable(2 * spec.max_batch, spec.max_seq_len, spec.page_size, spec.device)
         stale_pages = torch.randint(self.num_pages, self.table.data.shape, generator=self.random, dtype=torch.int32)
         stale_pages[0] = 0
@@ -178,11 +178,13 @@ class AttentionRig:
         """Layout of the pool."""
         return self.backend_class.capabilities.layouts[self.layout_index]
 
-    def free(self, request: Tokens) -> None:
+    def free(self, request: RigRequest) -> None:
         """Free the row of a request for the next one. Its pages stay unchanged."""
         self._free_rows.append(request.row)
 
-    def request(self, num_cached: int, capacity: int, prefix_of: Tokens | None = None, num_shared: int = 0) -> Tokens:
+    def request(
+        self, num_cached: int, capacity: int, prefix_of: RigRequest | None = None, num_shared: int = 0
+    ) -> RigRequest:
         """Return a new request.
 
         Args:
@@ -194,17 +196,19 @@ class AttentionRig:
         size = self.spec.page_size
         shared = prefix_of.pages[:num_shared] if prefix_of else []
         own = [self._free_pages.pop() for _ in range(-(-capacity // size) - num_shared)]
-        request = Tokens(self._free_rows.pop(), shared + own, num_cached)
+        request = RigRequest(self._free_rows.pop(), shared + own, num_cached)
         entries = torch.tensor(request.pages, dtype=torch.int32, device=self.spec.device)
         self.table.data[request.row, : len(request.pages)] = entries
         fresh = self.slots(request, num_shared * size, num_cached)
         if len(fresh):
-            self.known[:, :, fresh] = self._normal(*self.known.shape[:2], len(fresh), *self.known.shape[3:])
-            self._given[:, :, fresh] = self.known[:, :, fresh] * self._scales
-            self.pool.data.copy_(self._laid_out(self.known))
+            self.expected_pool[:, :, fresh] = self._normal(
+                *self.expected_pool.shape[:2], len(fresh), *self.expected_pool.shape[3:]
+            )
+            self._before_storing[:, :, fresh] = self.expected_pool[:, :, fresh] * self._scales
+            self.pool.data.copy_(self._laid_out(self.expected_pool))
         return request
 
-    def slots(self, request: Tokens, start: int, stop: int) -> torch.Tensor:
+    def slots(self, request: RigRequest, start: int, stop: int) -> torch.Tensor:
         """Return the slots of a request's tokens, int64 [stop - start], on the CPU."""
         positions = torch.arange(start, max(start, stop))
         size = self.spec.page_size
@@ -241,19 +245,19 @@ class AttentionRig:
     def step(self, work: Work, num_decodes: int | None = None, decode_query_len: int = 1) -> None:
         """Run a step through all layers and check it. Without `num_decodes`, all requests are decodes."""
         batch = self.batch(work, len(work) if num_decodes is None else num_decodes, decode_query_len)
-        for forward in self.ways():
+        for forward in self.variants():
             inputs = [self.inputs(batch) for _ in self.layers]
             self.check(work, batch, inputs, self.run(forward, inputs, self.backend.plan(batch)))
 
-    def ways(self) -> Iterator[Forward]:
+    def variants(self) -> Iterator[Forward]:
         """Yield the functions with which the engine may run a step. The rig's messages name the current one."""
-        self._way = ""
+        self._variant = ""
         yield self.backend.forward
         if self.backend.capabilities.fused_kv_store and self.layout == "NHD":
-            self._way = ".attend_stored"
+            self._variant = ".attend_stored"
             yield self._store_and_attend
         if self.backend.capabilities.fused_rope_decode:
-            self._way = ".attend_rotating"
+            self._variant = ".attend_rotating"
             yield self._rotate_and_attend
 
     def _store_and_attend(
@@ -316,7 +320,7 @@ class AttentionRig:
         rotation = Rotation(cos, sin, (gains[0], gains[1]) if has_norms else None, 1e-6)
         if not self.backend.rotates(plan, rotation):
             return
-        self._way = f".attend_rotating, {'with' if has_norms else 'without'} norms, {2 * cos.shape[-1]} dimensions"
+        self._variant = f".attend_rotating, {'with' if has_norms else 'without'} norms, {2 * cos.shape[-1]} dimensions"
         q, k, v = self.split(self.inputs(batch))
         q_rotated, k_rotated = RotaryOps(self.spec.device, self.spec.dtype).rotate(q.clone(), k.clone(), rotation)
         out = self.backend.attend_rotating(q, k, v, layer, rotation, plan)
@@ -325,7 +329,7 @@ class AttentionRig:
         stored, wanted = pages.flatten(0, 1).cpu()[slots].float(), k_rotated.cpu().float()
         allowed = self.tolerances[self.spec.dtype]
         assert (stored - wanted).abs().max() <= allowed * wanted.abs().max(), f"{self}: the stored key is wrong"
-        self._note_stored(layer, slots, torch.stack((stored, v.cpu().float())))
+        self._set_expected(layer, slots, torch.stack((stored, v.cpu().float())))
         for index, (request, _) in enumerate(work):
             token = slice(index, index + 1)
             self._check_request(request, layer, q_rotated[token].cpu(), out[token].cpu(), roundings=3)
@@ -358,17 +362,17 @@ class AttentionRig:
             q, k, v = (part.cpu() for part in self.split(fused))
             assert out.shape == q.shape, f"{self}: the output is {list(out.shape)}, not {list(q.shape)}"
             assert out.dtype == q.dtype, f"{self}: the output is {out.dtype}, not {q.dtype}"
-            self._note_stored(layer, slots, torch.stack((k, v))[:, real].float())
+            self._set_expected(layer, slots, torch.stack((k, v))[:, real].float())
             for (request, num_new), end in zip(work, ends, strict=True):
                 part = slice(end - num_new, end)
                 self._check_request(request, layer, q[part], out[part].cpu())
-        changed = (self.pool.data.cpu().float() != self._laid_out(self.known).float()).flatten(3).any(-1)
+        changed = (self.pool.data.cpu().float() != self._laid_out(self.expected_pool).float()).flatten(3).any(-1)
         wrong = [index for index in changed.nonzero().tolist() if index[2] != 0]
         assert not wrong, f"{self}: these (layer, K or V, page) have wrong content: {wrong[:8]}"
 
-    def _note_stored(self, layer: AttentionLayer, slots: torch.Tensor, given: torch.Tensor) -> None:
+    def _set_expected(self, layer: AttentionLayer, slots: torch.Tensor, given: torch.Tensor) -> None:
         """Set the expected content of a layer's pool to `given`, [2, T, Hkv, D]."""
-        self._given[layer.index][:, slots] = given
+        self._before_storing[layer.index][:, slots] = given
         if self.spec.kv_dtype == FP8:
             wanted = (given / self._scales[layer.index]).clamp(-FP8_MAX, FP8_MAX)
             pages = self.pool.kv(layer.index).cpu().float()
@@ -376,23 +380,23 @@ class AttentionRig:
             given = pages.flatten(1, 2)[:, slots]
             is_near = (given - wanted).abs() <= torch.clamp(wanted.abs() / 15.9, min=2**-9)
             assert is_near.all(), f"{self}: stored {given[~is_near][:4]} instead of {wanted[~is_near][:4]}"
-        self.known[layer.index][:, slots] = given.to(self.spec.kv_dtype).float()
+        self.expected_pool[layer.index][:, slots] = given.to(self.spec.kv_dtype).float()
 
     def _check_request(
-        self, request: Tokens | None, layer: AttentionLayer, q: torch.Tensor, out: torch.Tensor, roundings: int = 1
+        self, request: RigRequest | None, layer: AttentionLayer, q: torch.Tensor, out: torch.Tensor, roundings: int = 1
     ) -> None:
         where = f"{self}: layer {layer.index}, window {layer.sliding_window}"
         assert out.isfinite().all(), f"{where}: not finite"
         if request is None:
             return
         slots = self.slots(request, 0, request.num_tokens)
-        k, v = self.known[layer.index][:, slots] * self._scales[layer.index]
+        k, v = self.expected_pool[layer.index][:, slots] * self._scales[layer.index]
         expected = dense_attention(q, k, v, layer)
         error = (out.double() - expected).abs().max().item()
         allowed = self.tolerances[self.spec.dtype] * max(1.0, layer.kv_scales[1]) * roundings
         assert error <= allowed, f"{where}, {len(q)} new of {request.num_tokens} tokens: error {error:.2g}"
         if self.quantization_loss is not None:
-            k, v = self._given[layer.index][:, slots]
+            k, v = self._before_storing[layer.index][:, slots]
             exact = dense_attention(q, k, v, layer)
             loss = (out.double() - exact).square().mean().sqrt().item()
             assert loss <= self.quantization_loss, f"{where}: quantization loss {loss:.2g}"
@@ -402,7 +406,7 @@ class AttentionRig:
         spec = self.spec
         heads = f"{spec.num_q_heads}/{spec.num_kv_heads} heads of {spec.head_dim}"
         pool = "" if spec.kv_dtype == spec.dtype else f", pool of {spec.kv_dtype}"
-        backend = self.backend_class.__name__ + self._way
+        backend = self.backend_class.__name__ + self._variant
         return f"{backend}, {spec.dtype}{pool}, page size {spec.page_size}, {heads}"
 
     def _normal(self, *shape: int) -> torch.Tensor:
@@ -430,7 +434,7 @@ class DecodeGraph:
         self.batch = rig.batch([(None, 1)] * batch_size, batch_size)
         self.inputs = [rig.inputs(self.batch) for _ in rig.layers]
         self.plan: Any = self.backend.plan_capture(self.batch)
-        self._replays = [self._capture(forward) for forward in rig.ways()]
+        self._replays = [self._capture(forward) for forward in rig.variants()]
 
     def _capture(self, forward: Forward) -> Callable[[], list[torch.Tensor]]:
         """Return a function that runs all layers on the current content of `inputs`."""
@@ -448,20 +452,20 @@ class DecodeGraph:
 
         return replay
 
-    def step(self, requests: Sequence[Tokens]) -> None:
+    def step(self, requests: Sequence[RigRequest]) -> None:
         """Run and check a step with one more token per request, padded to the batch size."""
         work = [(request, 1) for request in requests] + [(None, 1)] * (self.size - len(requests))
         now = self.rig.batch(work, self.size)
-        for replay, _ in zip(self._replays, self.rig.ways(), strict=True):
-            late = self.backend.capabilities.graph_reads_page_table
+        for replay, _ in zip(self._replays, self.rig.variants(), strict=True):
+            reads_table = self.backend.capabilities.graph_reads_page_table
             for name in ("rows", "seq_lens"):
-                getattr(self.batch, name).copy_(0 if late else getattr(now, name))
+                getattr(self.batch, name).copy_(0 if reads_table else getattr(now, name))
             for fused in self.inputs:
                 fused.copy_(self.rig.inputs(now))
             self.batch.q_lens_host[:], self.batch.seq_lens_host[:] = now.q_lens_host, now.seq_lens_host
             table = self.backend.page_table
             whole = table.clone()
-            if late:
+            if reads_table:
                 table.zero_()  # only the replay may read it
             self.backend.plan_replay(self.batch)
             table.copy_(whole)

@@ -60,13 +60,13 @@ class ExecutorTests:
             nodes = {each.nodes for each in placements}
             assert len(nodes) == 1, "the ranks have different lists of nodes"
             of_rank = nodes.pop() or ("this host",) * size
-            assert len(of_rank) == size, "nodes has not one entry per rank"
+            assert len(of_rank) == size, "nodes must have one entry per rank"
             for node in set(of_rank):
                 local = [each.local_rank for each in placements if of_rank[each.rank] == node]
                 assert local == list(range(len(local))), f"the local ranks of {node} do not count from 0"
 
     def test_ranks_start_and_communicate(self) -> None:
-        """Each rank gets its placement, meets the others, reports `Ready`, receives at its address, and ends with the launch."""
+        """Each rank joins the rendezvous of its placement, reports `Ready`, receives at its address, and ends with the launch."""
         supervisor = Supervisor()
         with self.placed(supervisor) as (executor, placements, directory):
             names = [f"rank {each.rank}" for each in placements]
@@ -98,7 +98,7 @@ class ExecutorTests:
 
 
 def meet(placement: RankPlacement, directory: str, report: Callable[[Ready], None]) -> None:
-    """Run a rank: meet the others, report, and create a file when the first message arrives."""
+    """Run a rank: join the rendezvous, report, and create a file when the first message arrives."""
     from torch.distributed.rendezvous import rendezvous
 
     with Receiver[Stop](placement.address, Stop) as receiver:

@@ -10,7 +10,7 @@ import pytest
 
 
 def iter_failures(kit: object, prefix: str = "test_") -> Iterator[tuple[str, BaseException]]:
-    """Run the tests of a kit's instance whose names begin with `prefix`. Yield name and arguments, and error, of each failed one.
+    """Run the tests of a kit's instance whose names begin with `prefix`. Yield the name and the error of each failed one.
 
     It supports ``pytest.mark.parametrize`` and ``pytest.skip``, but no fixtures.
     """

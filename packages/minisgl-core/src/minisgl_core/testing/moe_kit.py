@@ -1,4 +1,4 @@
-"""Tests that every mixture-of-experts kernel must pass."""
+"""Conformance kit of mixture-of-experts kernels."""
 
 from __future__ import annotations
 

@@ -119,23 +119,23 @@ class PlatformTests:
                 assert (copy == number).all().item()
 
     @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-    def test_shared_memory(self, dtype: torch.dtype) -> None:
+    def test_mapped_memory(self, dtype: torch.dtype) -> None:
         """Host and device see each other's writes to several blocks, and the host may overwrite a block after a copy."""
         platform = self.make()
         if not self.provider.supports_graphs and platform.device.type != "cpu":
-            pytest.skip("only platforms with CUDA graphs need shared memory")
+            pytest.skip("only platforms with CUDA graphs need mapped pinned memory")
         blocks = [platform.allocate_mapped_memory((3, size), dtype) for size in (1, 50, 1000)]
-        for host, shared in blocks:
-            assert (host.device.type, shared.device.type) == ("cpu", platform.device.type)
-            assert host.shape == shared.shape
-            assert host.dtype == shared.dtype == dtype
+        for host, mapped in blocks:
+            assert (host.device.type, mapped.device.type) == ("cpu", platform.device.type)
+            assert host.shape == mapped.shape
+            assert host.dtype == mapped.dtype == dtype
             assert not host.any()
         with platform.stream():
             for number in range(4):
-                for index, (host, shared) in enumerate(blocks):
+                for index, (host, mapped) in enumerate(blocks):
                     host[0].numpy()[:] = number * 10 + index
-                    shared[1] = shared[0] * 2
-                    shared[2, :1] += 1
+                    mapped[1] = mapped[0] * 2
+                    mapped[2, :1] += 1
                 platform.record_event().synchronize()
                 for index, (host, _) in enumerate(blocks):
                     assert (host[1].numpy() == (number * 10 + index) * 2).all()
@@ -148,24 +148,24 @@ class PlatformTests:
             assert (tensor == 3).all().item()
             assert (filled == 3).all().item()
 
-    def test_graphs_read_and_write_shared_memory(self) -> None:
-        """Each replay reads and writes one of two buffers in shared memory, while the host fills the other."""
+    def test_graphs_read_and_write_mapped_memory(self) -> None:
+        """Each replay reads and writes one of two buffers in mapped pinned memory, while the host fills the other."""
         platform = self.make()
         if not self.provider.supports_graphs:
             pytest.skip("the platform does not support CUDA graphs")
         (given, inputs), (results, outputs) = (platform.allocate_mapped_memory((2, 50), torch.int64) for _ in range(2))
-        turn = torch.zeros(1, dtype=torch.int64, device=platform.device)
+        buffer_index = torch.zeros(1, dtype=torch.int64, device=platform.device)
 
         def run() -> torch.Tensor:
-            doubled = inputs.index_select(0, turn) * 2
-            outputs.index_copy_(0, turn, doubled)
-            turn.neg_().add_(1)
+            doubled = inputs.index_select(0, buffer_index) * 2
+            outputs.index_copy_(0, buffer_index, doubled)
+            buffer_index.neg_().add_(1)
             return doubled
 
         with platform.stream():
             run()
             graph, _ = platform.capture_graph(run)
-            turn.zero_()
+            buffer_index.zero_()
             for number in range(0, 10, 2):
                 for index in range(2):
                     given[index].numpy()[:] = number + index

@@ -24,11 +24,11 @@ class PrefixCacheTests:
 
     Attributes:
         provider: the class.
-        takes_all: True if `insert` takes all whole pages that are not cached yet. If False, only random histories and an empty
-            cache are tested.
+        takes_all: True if `insert` takes all whole pages that are not cached yet. If False, the tests are those of an empty cache
+            and of random sequences of calls.
         evicts_least_recent: True if the least recently used pages are evicted first. Set it to False for a cache that evicts in
             larger units, or by another rule.
-        profile: settings of hypothesis, which searches for failing histories.
+        profile: settings of hypothesis, which searches for failing sequences of calls.
     """
 
     provider: ClassVar[type[PrefixCache]]

@@ -23,12 +23,12 @@ class _Exchange:
     """Shared state in which ranks exchange values.
 
     Attributes:
-        turn: lock that serializes the ranks: a rank releases it only while it waits for others. None if ranks run concurrently.
+        lock: lock that serializes the ranks: a rank releases it only while it waits for others. None if ranks run concurrently.
         messages: tensors that were sent and not received yet, by sender and receiver.
     """
 
-    def __init__(self, size: int, turn: threading.Lock | None) -> None:
-        self.turn = turn
+    def __init__(self, size: int, lock: threading.Lock | None) -> None:
+        self.lock = lock
         self._values: list[Any] = [None] * size
         self.messages: defaultdict[tuple[int, int], SimpleQueue[torch.Tensor]] = defaultdict(SimpleQueue)
         self._barrier = threading.Barrier(size, timeout=_TIMEOUT_S)
@@ -42,14 +42,14 @@ class _Exchange:
         return values
 
     def _wait(self) -> None:
-        if self.turn is None:
+        if self.lock is None:
             self._barrier.wait()
             return
-        self.turn.release()
+        self.lock.release()
         try:
             self._barrier.wait()
         finally:
-            self.turn.acquire()
+            self.lock.acquire()
 
     def abort(self) -> None:
         """Wake ranks that wait for a failed rank."""
@@ -95,14 +95,14 @@ class ThreadCommunicator(Communicator):
 
     def recv(self, x: torch.Tensor, src: int) -> torch.Tensor:
         """Receive the next tensor of that rank."""
-        turn = self._exchange.turn
-        if turn is not None:
-            turn.release()
+        lock = self._exchange.lock
+        if lock is not None:
+            lock.release()
         try:
             received = self._exchange.messages[src, self.rank].get(timeout=_TIMEOUT_S)
         finally:
-            if turn is not None:
-                turn.acquire()
+            if lock is not None:
+                lock.acquire()
         return x.copy_(received)
 
     def broadcast_object(self, value: object) -> object:
@@ -121,7 +121,7 @@ def run_ranks(size: int, function: Callable[[Communicator], Result], *, one_at_a
 
     def run(rank: int) -> Result:
         try:
-            with exchange.turn or nullcontext():
+            with exchange.lock or nullcontext():
                 return function(ThreadCommunicator(rank, size, exchange))
         except BaseException:
             exchange.abort()

@@ -147,7 +147,7 @@ def random_reference(config: Any, seed: int = 0) -> Any:
 
 
 class SavedReference(WeightSource):
-    """Weight source for a folder that transformers' ``save_pretrained`` wrote. It reads each file at once."""
+    """Weight source for a folder that transformers' ``save_pretrained`` wrote. It loads whole files."""
 
     @classmethod
     def unsupported(cls, path: Path) -> list[str]:

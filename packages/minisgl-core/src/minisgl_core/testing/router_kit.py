@@ -138,9 +138,13 @@ class RouterTests:
             router, replicas = self.router(4), [Replica(number) for number in range(4)]
             asked = prompt(holder, 320)
             router.inserted(holder, asked.block_keys())
-            assert router.route(asked, replicas) == holder, "the reported prefix does not attract the prompt"
+            assert router.route(asked, replicas) == holder, (
+                "a prompt is not routed to the replica that reported its prefix"
+            )
             longer = RoutedPrompt(np.concatenate((asked.token_ids, asked.token_ids)), BLOCK_SIZE, asked.namespace)
-            assert router.route(longer, replicas) == holder, "a longer prompt with the prefix is not attracted"
+            assert router.route(longer, replicas) == holder, (
+                "a longer prompt is not routed to the replica that reported its prefix"
+            )
         for forget in ("evicted", "lost"):
             chosen = set()
             for holder in range(4):
@@ -149,10 +153,10 @@ class RouterTests:
                 router.inserted(holder, asked.block_keys())
                 router.evicted(holder, asked.block_keys()) if forget == "evicted" else router.lost(holder)
                 chosen.add(router.route(asked, replicas))
-            assert len(chosen) == 1, f"a prefix still attracts its prompt after it was {forget}"
+            assert len(chosen) == 1, f"a prompt is routed to the replica that had its prefix, after {forget}()"
 
-    def test_namespaces_do_not_attract_each_other(self) -> None:
-        """Equal tokens with another salt have no cached prefix."""
+    def test_prefixes_of_other_namespaces_do_not_count(self) -> None:
+        """A cached prefix in another namespace does not select its replica, even if all tokens are equal."""
         if not self.provider.uses_events:
             pytest.skip("the router uses no events")
         chosen = set()
@@ -161,4 +165,4 @@ class RouterTests:
             asked = prompt(0, 320, salt="mine")
             router.inserted(holder, block_keys(asked.token_ids, BLOCK_SIZE))
             chosen.add(router.route(asked, replicas))
-        assert len(chosen) == 1, "a prefix in another namespace attracts a prompt"
+        assert len(chosen) == 1, "a prompt is routed to a replica that has its prefix only in another namespace"

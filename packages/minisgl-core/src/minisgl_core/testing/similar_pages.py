@@ -1,4 +1,4 @@
-"""Pages of tokens that a wrong comparison, such as of checksums, takes for equal."""
+"""Pages of tokens that differ, but that a wrong comparison, such as of checksums, finds equal."""
 
 from __future__ import annotations
 

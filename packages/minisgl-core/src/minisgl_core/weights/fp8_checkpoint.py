@@ -30,7 +30,7 @@ class TypedTensor(LazyTensor, Protocol):
         """True if the stored dtype is float8_e4m3fn."""
 
 
-def reasons_not_to_read(config: Mapping[str, Any]) -> list[str]:
+def unreadable_reasons(config: Mapping[str, Any]) -> list[str]:
     """Return the reasons why the weights cannot be read, one sentence each. Empty if they can be, or are not quantized.
 
     Args:

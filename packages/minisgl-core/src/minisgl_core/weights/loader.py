@@ -1,4 +1,4 @@
-"""Weights from a checkpoint into a model, one slice at a time."""
+"""Loading of a checkpoint's weights into a model, one slice at a time."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _COMPARED_ROWS = 8192
 _LM_HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 
 
-class _Everything:
-    """Container of all names, so that all tensors are read as the checkpoint stores them."""
+class _AllNames:
+    """Container of all names, for `stored_tensors` to yield all tensors as the checkpoint stores them."""
 
     def __contains__(self, name: object) -> bool:
         return True
@@ -40,7 +40,7 @@ def has_other_lm_head(source: WeightSource, config: ModelConfig) -> bool:
     if isinstance(source, WeightGenerator):
         return False
     heads, embeddings = {}, {}
-    for name, tensor in source.stored_tensors(config, _Everything()):
+    for name, tensor in source.stored_tensors(config, _AllNames()):
         if f".{name}".endswith(f".{_LM_HEAD}"):
             heads[name] = tensor
         elif name.endswith(_EMBEDDING):
@@ -136,7 +136,7 @@ def fill_target(name: str, tensor: LazyTensor, target: WeightTarget) -> None:
 
 
 def _typed(name: str, values: torch.Tensor, wanted: torch.dtype) -> torch.Tensor:
-    """Refuse values that a cast would change: packed weights if plain ones are expected, or the reverse."""
+    """Return `values`, after a check that no cast changes them: packed weights need a packed destination, and vice versa."""
     if values.dtype != wanted and (_is_packed(values.dtype) or _is_packed(wanted)):
         raise ModelFormatError(
             f"the checkpoint does not fit its config: {name} is {dtype_name(values.dtype)}, and its layer takes "

@@ -62,8 +62,8 @@ def open_weights(path: Path, registry: Registry, dummy: bool = False) -> WeightS
         ModelFormatError: no provider supports the checkpoint, and the message has each one's reasons; or it is damaged.
         PluginError: the provider cannot be loaded.
     """
-    own_first = sorted(registry.entries("weights"), key=lambda entry: entry.distribution not in SHIPPED)
-    names = ["dummy"] if dummy else list(dict.fromkeys(entry.name for entry in own_first if entry.name != "dummy"))
+    shipped_first = sorted(registry.entries("weights"), key=lambda entry: entry.distribution not in SHIPPED)
+    names = ["dummy"] if dummy else list(dict.fromkeys(entry.name for entry in shipped_first if entry.name != "dummy"))
     refusals = []
     for name in names:
         try:

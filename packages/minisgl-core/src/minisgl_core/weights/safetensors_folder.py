@@ -13,7 +13,7 @@ from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.weights import LazyTensor
 from minisgl_core.errors import ModelFormatError
 from minisgl_core.weights.folder import FolderSource, read_json
-from minisgl_core.weights.fp8_checkpoint import join_scales, reasons_not_to_read
+from minisgl_core.weights.fp8_checkpoint import join_scales, unreadable_reasons
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -63,7 +63,7 @@ class SafetensorsWeights(FolderSource):
             ModelFormatError: a file of the index is missing or damaged, an FP8 matrix has no scales, or the weights are
                 quantized in another way.
         """
-        if reasons := reasons_not_to_read(self.config):
+        if reasons := unreadable_reasons(self.config):
             raise self._unreadable(reasons)
         return join_scales(self._stored(), self.config)
 
@@ -75,7 +75,7 @@ class SafetensorsWeights(FolderSource):
         Raises:
             ModelFormatError: there are such weights, and the layers do not accept packed tensors.
         """
-        if reasons := reasons_not_to_read(self.config):
+        if reasons := unreadable_reasons(self.config):
             if not any(name in wanted and not name.endswith(_PLAIN) for name, _ in self._stored()):
                 raise self._unreadable(reasons)
             return self._stored()

@@ -1,4 +1,4 @@
-"""Contract of the sampling role: from logits to tokens. See the package for the shape legend; N is the number of requests."""
+"""Contract of the sampling role: from logits to tokens. See the package for the shape legend."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class SamplingOps(OpsProvider):
 
         Args:
             logits: [N, V], any float dtype.
-            rows: indices of the requests that have a mask, each at most once, int64 [G].
+            rows: indices of the G requests that have a mask, each at most once, int64 [G].
             words: bit ``t % 32`` of word ``t // 32`` is set if token t is allowed, int32 [G, ceil(V / 32)].
 
         Returns:

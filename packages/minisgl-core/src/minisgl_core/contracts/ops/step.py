@@ -37,7 +37,7 @@ class StepOps(OpsProvider):
             buffer_index: 0 or 1, int32 [1]; ``mapped_inputs[buffer_index]`` has this step's inputs.
             inputs: device memory that they are copied to, int32 [K, T].
             last_tokens: last token of each page-table row, int32 [R].
-            page_table: int32 [R, C]; the new pages are written to it.
+            page_table: int32 [R, M]; the new pages are written to it.
             page_size: tokens per page.
 
         Returns:
@@ -64,7 +64,7 @@ class StepOps(OpsProvider):
         CUDA graphs capture it with decode steps.
 
         Args:
-            tokens: int64 [T].
+            tokens: sampled tokens, int64 [T].
             rows: page-table row of each token, int32 [T]. If a row occurs twice, either token becomes its last token.
             last_tokens: last token of each row, int32 [R], written at `rows`.
             mapped_tokens: mapped pinned memory, int64 [2, T]; ``mapped_tokens[buffer_index]`` is written.
