@@ -12,6 +12,7 @@ import pytest
 import docs_figures
 
 ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
 BENCHMARKS = (ROOT / "docs/benchmarks.md").read_text()
 
 
@@ -34,6 +35,8 @@ def test_offline_numbers_are_in_the_table() -> None:
         values = [row["tokens_per_s"].get(engine) for engine in docs_figures.COLORS]
         found = [line for line in BENCHMARKS.splitlines() if cells(line)[0] == row["model"]]
         assert [f"{value:,}" if value else "" for value in values] == cells(found[0])[1:3]
+        if all(values):
+            assert f" {values[0]:,} and {values[1]:,}" in README, "the description of the figure"
 
 
 def test_online_numbers_are_in_the_table() -> None:
