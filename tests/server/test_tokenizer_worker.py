@@ -608,7 +608,7 @@ def test_whole_chats_keep_reasoning_and_tool_calls(engine_tokenizer: Any) -> Non
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_held_output_is_returned_in_parts(engine_tokenizer: Any, is_streamed: bool) -> None:
-    """With a router, an output that is not streamed is held back, as is text that may become a tool call."""
+    """Text that may become a tool call is held back, as is all output if there is a router and no stream."""
     rig = Rig(engine_tokenizer, "hermes", num_replicas=2)
     sampling = SamplingParams(max_tokens=8, logprobs=0)
     rig.submit(

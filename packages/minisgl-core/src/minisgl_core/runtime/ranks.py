@@ -47,17 +47,17 @@ class OtherRanks:
         self._has_failed = threading.Event()
         log_level = "info" if logging.getLogger(__name__).isEnabledFor(logging.INFO) else None
         with ExitStack() as stack:
-            endpoints = stack.enter_context(IpcAddresses.create())
-            self._supervisor = Supervisor(endpoints.directory, log_level)
+            addresses = stack.enter_context(IpcAddresses.create())
+            self._supervisor = Supervisor(addresses.directory, log_level)
             executor = make_executor(config, registry, self._supervisor)
             stack.callback(executor.close)
             stack.callback(self._supervisor.terminate)
-            placements = executor.place(endpoints.directory)
+            placements = executor.place(addresses.directory)
             self._placement = placements[0]
             if config.parallel.pp > 1:
                 self.results = stack.enter_context(Receiver[FromLastStage](self._placement.address, FromLastStage))
             for each in placements[1:]:
-                arguments = config, placements, each.rank, endpoints
+                arguments = config, placements, each.rank, addresses
                 executor.start(f"scheduler rank {each.rank}", each, run_worker, *arguments)
             self.followers = [stack.enter_context(Sender(each.address)) for each in placements[1:]]
             self._stack = stack.pop_all()

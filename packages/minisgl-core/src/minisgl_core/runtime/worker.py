@@ -44,7 +44,7 @@ def run_worker(
     config: EngineConfig,
     placements: Sequence[RankPlacement],
     rank: int,
-    endpoints: IpcAddresses,
+    addresses: IpcAddresses,
     report: Callable[[Ready], None],
 ) -> None:
     """Build this rank's engine, report that it is ready, and serve until stopped.
@@ -53,7 +53,7 @@ def run_worker(
         config: options of the user.
         placements: placements of all ranks.
         rank: this rank.
-        endpoints: addresses of the launch.
+        addresses: socket addresses of the launch.
         report: called once the engine is ready.
     """
     phases = StartupTimer(process_age_s())
@@ -61,7 +61,7 @@ def run_worker(
     hooks = Hooks(registry if rank == 0 else None)
     phases.done("started the process")
     if rank == 0:
-        _run_rank0(config, registry, hooks, placements, endpoints, report)
+        _run_rank0(config, registry, hooks, placements, addresses, report)
         return
     placement = placements[rank]
     with Receiver[FromRank0](placement.address, FromRank0) as from_rank0:
@@ -78,20 +78,20 @@ def _run_rank0(
     registry: Registry,
     hooks: Hooks,
     placements: Sequence[RankPlacement],
-    endpoints: IpcAddresses,
+    addresses: IpcAddresses,
     report: Callable[[Ready], None],
 ) -> None:
     """Build the engine of rank 0 and its scheduler, and serve requests; see `run_worker`."""
     placement = placements[0]
     with ExitStack() as stack:
-        requests = stack.enter_context(Receiver[Incoming](endpoints.scheduler_in, Incoming))
+        requests = stack.enter_context(Receiver[Incoming](addresses.scheduler_in, Incoming))
         results = None
         if config.parallel.pp > 1:
             results = stack.enter_context(Receiver[FromLastStage](placement.address, FromLastStage))
         built = build_engine(config, registry, hooks, placement)
         phases = StartupTimer()
         followers = [Sender(each.address) for each in placements[1:]]
-        info = msgspec.structs.replace(built.info, engine=endpoints.engine, replica=endpoints.replica)
+        info = msgspec.structs.replace(built.info, engine=addresses.engine, replica=addresses.replica)
         loop = make_loop(built, registry, hooks, followers, results)
         if loop.scheduler.grammars is not None:
             loop.scheduler.grammars.warm_up()
@@ -99,10 +99,10 @@ def _run_rank0(
             hooks.engine_started(info=info)
         phases.done("made the scheduler")
         report(Ready(process="scheduler rank 0", engine=info))
-        workers = [Sender(address) for address in endpoints.scheduler_out]
+        workers = [Sender(address) for address in addresses.scheduler_out]
         with closing(built.engine):
             try:
-                _serve(loop, requests, workers, endpoints.engine, endpoints.replica)
+                _serve(loop, requests, workers, addresses.engine, addresses.replica)
             finally:
                 if loop.scheduler.grammars is not None:
                     loop.scheduler.grammars.close()

@@ -105,7 +105,8 @@ def no_replica(retry_after_s: float = 1) -> ApiError:
 
 def not_encodable() -> ApiError:
     """Return the error for a value that JSON allows but the IPC messages cannot encode."""
-    return ApiError(400, "The request holds a value that is too large or no valid text.")
+    why = "an integer beyond 64 bits, a text with half of a surrogate pair, or values that are nested too deeply"
+    return ApiError(400, f"The request cannot be passed to the engine: it has {why}.")
 
 
 def body_too_large(what: str) -> ApiError:

@@ -51,4 +51,5 @@ async def requests(request: Request) -> Response:
     try:
         return json_response(await asyncio.wait_for(client.count(), COUNT_TIMEOUT_S))
     except TimeoutError:
-        raise ApiError(503, "Not every process answers.", code="no_answer") from None
+        message = f"A process of the server has not answered within {COUNT_TIMEOUT_S:g} s; its log may say why."
+        raise ApiError(503, message, code="no_answer") from None

@@ -32,7 +32,7 @@ OPEN_FILES = 65536
 def run_api(
     options: ServerOptions,
     api_key_digests: list[bytes],
-    endpoints: IpcAddresses,
+    addresses: IpcAddresses,
     listener: socket.socket,
     report: Report,
 ) -> None:
@@ -44,20 +44,20 @@ def run_api(
     """
     max_connections = max_open_files() * 7 // 8
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(_serve(options, api_key_digests, endpoints, listener, report, max_connections))
+        runner.run(_serve(options, api_key_digests, addresses, listener, report, max_connections))
 
 
 async def _serve(
     options: ServerOptions,
     api_key_digests: list[bytes],
-    endpoints: IpcAddresses,
+    addresses: IpcAddresses,
     listener: socket.socket,
     report: Report,
     max_connections: int,
 ) -> None:
-    start_numbers(endpoints.api)
-    client, index = EngineClient(endpoints), endpoints.api % endpoints.num_apis
-    with open(endpoints.request_counts, "r+b") as file:
+    start_numbers(addresses.api)
+    client, index = EngineClient(addresses), addresses.api % addresses.num_apis
+    with open(addresses.request_counts, "r+b") as file:
         counts = memoryview(mmap.mmap(file.fileno(), 0)).cast("i")
     connections = ConnectionLimits(max_connections, options.max_connections_per_address)
     config = uvicorn.Config(

@@ -43,7 +43,7 @@ class ApiWorkers(Restarts):
         options: options of the server.
         digests: SHA-256 of the API keys.
         supervisor: starts and watches the processes.
-        endpoints: addresses of the launch.
+        addresses: socket addresses of the launch.
         listener: the listening socket.
     """
 
@@ -52,19 +52,19 @@ class ApiWorkers(Restarts):
         options: ServerOptions,
         digests: Sequence[bytes],
         supervisor: Supervisor,
-        endpoints: IpcAddresses,
+        addresses: IpcAddresses,
         listener: socket.socket,
     ) -> None:
         super().__init__()
         self._options, self._digests, self._listener = options, digests, listener
-        self._supervisor, self._endpoints = supervisor, endpoints
-        self._num = endpoints.num_apis
+        self._supervisor, self._addresses = supervisor, addresses
+        self._num = addresses.num_apis
         self.names = [f"api {index}" for index in range(self._num)] if self._num > 1 else ["api"]
         self._numbers = list(range(self._num))
         self._started_s = [0.0] * self._num
         self._senders: dict[int, Sender] = {}
         self._told: EngineInfo | NoReplica | Stop | None = None
-        Path(endpoints.request_counts).write_bytes(bytes(4 * self._num))
+        Path(addresses.request_counts).write_bytes(bytes(4 * self._num))
 
     def start(self) -> None:
         """Start all workers, and return without waiting for them."""
@@ -103,10 +103,10 @@ class ApiWorkers(Restarts):
 
     def start_one(self, number: int) -> None:
         """Start a worker by its index."""
-        endpoints = self._endpoints.of_api(self._numbers[number])
+        addresses = self._addresses.of_api(self._numbers[number])
         self._started_s[number] = time.monotonic()
-        self._supervisor.start(self.names[number], RUN_API, self._options, self._digests, endpoints, self._listener)
-        self._senders[number] = Sender(endpoints.api_in)
+        self._supervisor.start(self.names[number], RUN_API, self._options, self._digests, addresses, self._listener)
+        self._senders[number] = Sender(addresses.api_in)
         if self._told is not None:
             self._senders[number].send(self._told)
 
@@ -121,10 +121,10 @@ class ApiWorkers(Restarts):
             return False
         self._supervisor.discard(error.process)
         self._senders.pop(index).drop()
-        with open(self._endpoints.request_counts, "r+b") as counts:
+        with open(self._addresses.request_counts, "r+b") as counts:
             os.pwrite(counts.fileno(), bytes(4), 4 * index)
         self._numbers[index] += self._num
-        for address in self._endpoints.of_api(index).own_tokenizer_in.values():
+        for address in self._addresses.of_api(index).own_tokenizer_in.values():
             with Sender(address) as tokenizer:
                 tokenizer.send(ApiRestarted(self._numbers[index]))
         self.restart_later(index, f"API worker {index}", time.monotonic() - self._started_s[index], error)

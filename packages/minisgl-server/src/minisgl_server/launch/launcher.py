@@ -74,14 +74,14 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
         listen(options.host, options.port) as listener,
         IpcAddresses.create(
             options.num_tokenizers or options.api_workers, options.replicas, options.api_workers
-        ) as endpoints,
+        ) as addresses,
         _Signals() as signals,
     ):
         options = replace(options, allowed_hosts=allowed_hosts(options, listener.getsockname()[0]))
-        prepare_metrics(endpoints.directory, options.metrics, options.served_model_name)
-        supervisor = Supervisor(endpoints.directory, options.log_level, options.log_format)
+        prepare_metrics(addresses.directory, options.metrics, options.served_model_name)
+        supervisor = Supervisor(addresses.directory, options.log_level, options.log_format)
         compiler = None
-        apis = ApiWorkers(options, digests, supervisor, endpoints, listener)
+        apis = ApiWorkers(options, digests, supervisor, addresses, listener)
         replicas: Replicas | None = None
         try:
             apis.start()
@@ -89,14 +89,14 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
             if options.api_workers == 1:
                 listener.close()  # no worker is restarted
             if options.replicas > 1:
-                _start_router(options, registry, supervisor, endpoints)
-            replicas = Replicas(config, registry, supervisor, endpoints, apis.tell)
+                _start_router(options, registry, supervisor, addresses)
+            replicas = Replicas(config, registry, supervisor, addresses, apis.tell)
             replicas.start()
-            for index, name in enumerate(_tokenizers(endpoints)):
-                supervisor.start(name, RUN_TOKENIZER, config, options, index, endpoints)
+            for index, name in enumerate(_tokenizers(addresses)):
+                supervisor.start(name, RUN_TOKENIZER, config, options, index, addresses)
             phases.done("started the processes")
             wait = partial(wait_and_restart, supervisor, (replicas, apis))
-            if _wait_ready(supervisor, replicas, apis, endpoints, wait, signals, phases):
+            if _wait_ready(supervisor, replicas, apis, addresses, wait, signals, phases):
                 _print(describe(supervisor, options, url, needs_key=bool(digests)))
                 compiler = _compile_in_background(config, options, supervisor)
                 wait(lambda: False, signals)
@@ -135,9 +135,9 @@ def compile_only(config: EngineConfig, options: ServerOptions, registry: Registr
     """
     check_providers(config.flat(), registry)
     locate_model(config.model)
-    with IpcAddresses.create(1, 1) as endpoints, _Signals() as signals:
-        supervisor = Supervisor(endpoints.directory, options.log_level, options.log_format)
-        replicas = Replicas(config, registry, supervisor, endpoints)
+    with IpcAddresses.create(1, 1) as addresses, _Signals() as signals:
+        supervisor = Supervisor(addresses.directory, options.log_level, options.log_format)
+        replicas = Replicas(config, registry, supervisor, addresses)
         try:
             replicas.start()
             if not supervisor.wait(replicas.are_ready, wake=signals):
@@ -164,11 +164,11 @@ def _uncompiled(supervisor: Supervisor) -> str:
     return ", ".join(f"--attn {name}" for name in info.uncompiled)
 
 
-def _start_router(options: ServerOptions, registry: Registry, supervisor: Supervisor, endpoints: IpcAddresses) -> None:
+def _start_router(options: ServerOptions, registry: Registry, supervisor: Supervisor, addresses: IpcAddresses) -> None:
     """Start the router's process. The engines report events to it if the router uses them."""
     if registry.load("router", options.router).uses_events:
-        os.environ[ROUTER_EVENTS_VARIABLE] = endpoints.router_events
-    supervisor.start(ROUTER, RUN_ROUTER, options, endpoints)
+        os.environ[ROUTER_EVENTS_VARIABLE] = addresses.router_events
+    supervisor.start(ROUTER, RUN_ROUTER, options, addresses)
 
 
 def describe(supervisor: Supervisor, options: ServerOptions, url: str, *, needs_key: bool) -> str:
@@ -200,7 +200,7 @@ def _wait_ready(
     supervisor: Supervisor,
     replicas: Replicas,
     apis: ApiWorkers,
-    endpoints: IpcAddresses,
+    addresses: IpcAddresses,
     wait: Callable[..., bool],
     signals: _Signals,
     phases: StartupTimer,
@@ -213,17 +213,17 @@ def _wait_ready(
         return False
     phases.done("waited for the engine")
     info = replicas.describe()
-    if endpoints.num_replicas > 1:
-        with Sender(endpoints.router_in) as router:
+    if addresses.num_replicas > 1:
+        with Sender(addresses.router_in) as router:
             router.send(info)
         if not wait(lambda: ROUTER in supervisor.ready, signals):
             return False
     with ExitStack() as stack:
-        send_all([stack.enter_context(Sender(address)) for address in endpoints.tokenizer_in], info)
-        if not wait(lambda: supervisor.ready.keys() >= set(_tokenizers(endpoints)), signals):
+        send_all([stack.enter_context(Sender(address)) for address in addresses.tokenizer_in], info)
+        if not wait(lambda: supervisor.ready.keys() >= set(_tokenizers(addresses)), signals):
             return False
     phases.done("waited for the tokenizer workers")
-    most = max(supervisor.ready[name].max_token_bytes for name in _tokenizers(endpoints))
+    most = max(supervisor.ready[name].max_token_bytes for name in _tokenizers(addresses))
     replicas.info = msgspec.structs.replace(info, max_token_bytes=most)
     apis.tell(replicas.info)
     if not wait(apis.is_ready, signals):
@@ -252,8 +252,8 @@ def _print(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _tokenizers(endpoints: IpcAddresses) -> list[str]:
-    return [f"tokenizer {index}" for index in range(endpoints.num_tokenizers)]
+def _tokenizers(addresses: IpcAddresses) -> list[str]:
+    return [f"tokenizer {index}" for index in range(addresses.num_tokenizers)]
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -38,7 +38,7 @@ class Replicas(Restarts):
         config: options of the engines.
         registry: the installed providers.
         supervisor: starts and watches the processes.
-        endpoints: addresses of the launch.
+        addresses: socket addresses of the launch.
         tell_api: sends `NoReplica` to the API server, and `EngineInfo` when a replica is ready again.
     """
 
@@ -47,13 +47,13 @@ class Replicas(Restarts):
         config: EngineConfig,
         registry: Registry,
         supervisor: Supervisor,
-        endpoints: IpcAddresses,
+        addresses: IpcAddresses,
         tell_api: Callable[[NoReplica | EngineInfo], None] = lambda message: None,
     ) -> None:
         super().__init__()
-        self._supervisor, self._endpoints, self._tell_api = supervisor, endpoints, tell_api
-        self._num = endpoints.num_replicas
-        self._executor = make_executor(config, registry, supervisor, endpoints.num_replicas)
+        self._supervisor, self._addresses, self._tell_api = supervisor, addresses, tell_api
+        self._num = addresses.num_replicas
+        self._executor = make_executor(config, registry, supervisor, addresses.num_replicas)
         self._cores: list[list[int]] = []
         """Cores of each replica; empty if they share all cores."""
         if self._num > 1:
@@ -151,8 +151,8 @@ class Replicas(Restarts):
         replica, engine = number, self._engines[number]
         engine = replica if engine < 0 else engine + self._num
         self._engines[replica] = engine
-        endpoints = self._endpoints.of_engine(engine)
-        directory = endpoints.directory
+        addresses = self._addresses.of_engine(engine)
+        directory = addresses.directory
         if self._num > 1:
             directory = f"{directory}/engine-{engine}"
             Path(directory).mkdir(mode=0o700)
@@ -162,7 +162,7 @@ class Replicas(Restarts):
         ]
         with self._on_cores(replica):
             for name, each in zip(self._names(replica), placements, strict=True):
-                self._executor.start(name, each, RUN_RANK, self._config, placements, each.rank, endpoints)
+                self._executor.start(name, each, RUN_RANK, self._config, placements, each.rank, addresses)
 
     def _names(self, replica: int) -> list[str]:
         """Return the names of a replica's processes in rank order."""
@@ -172,7 +172,7 @@ class Replicas(Restarts):
     def _tell_router(self, message: ReplicaReady | ReplicaDied | NoReplica) -> None:
         if self._router is None:
             # ZeroMQ keeps the order of one sender's messages only.
-            self._router = Sender(self._endpoints.router_in)
+            self._router = Sender(self._addresses.router_in)
         self._router.send(message)
 
     def _divide_host(self, config: EngineConfig, registry: Registry) -> EngineConfig:

@@ -87,9 +87,9 @@ class API:
         self._table = RoutingTable(make_router(options, info, Registry.from_environment()), info)
         request_router.table = self._table
         info = msgspec.structs.replace(info, max_requests=info.max_requests * options.replicas)
-        self._endpoints = IpcAddresses.create(options.num_tokenizers or 1, options.replicas)
-        self._supervisor = Supervisor(self._endpoints.directory, options.log_level, options.log_format)
-        self._workers = [Sender(address) for address in self._endpoints.tokenizer_in]
+        self._addresses = IpcAddresses.create(options.num_tokenizers or 1, options.replicas)
+        self._supervisor = Supervisor(self._addresses.directory, options.log_level, options.log_format)
+        self._workers = [Sender(address) for address in self._addresses.tokenizer_in]
         self._calls: dict[str, asyncio.Task[None]] = {}
         self._ended: dict[str, asyncio.Event] = {}
         self._attempts: dict[str, int] = {}
@@ -97,10 +97,10 @@ class API:
         self._outputs = AsyncReceiver[Any](address, CacheEvents)
         port = self._outputs.socket.last_endpoint.decode().rpartition(":")[2]
         self._address = f"{address.rpartition(':')[0]}:{port}"
-        self.client = EngineClient(self._endpoints)
+        self.client = EngineClient(self._addresses)
         names = [f"tokenizer {index}" for index in range(len(self._workers))]
         for index, name in enumerate(names):
-            self._supervisor.start(name, RUN_TOKENIZER, config, options, index, self._endpoints)
+            self._supervisor.start(name, RUN_TOKENIZER, config, options, index, self._addresses)
             self._workers[index].send(info)
         await asyncio.to_thread(self._supervisor.wait_ready)
         most = max(self._supervisor.ready[name].max_token_bytes for name in names)
@@ -111,7 +111,7 @@ class API:
 
     def __del__(self) -> None:
         """Remove the sockets. Serve calls this when the replica has stopped, and then kills this process and its children."""
-        self._endpoints.remove()
+        self._addresses.remove()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the application."""
@@ -142,7 +142,7 @@ class API:
     async def _take_requests(self) -> None:
         """Handle the messages of the tokenizer workers, as the router's process does."""
         incoming = Submit | Abort | Ended | Count | SnapshotRequest
-        receiver = AsyncReceiver[Any](self._endpoints.router_in, incoming)
+        receiver = AsyncReceiver[Any](self._addresses.router_in, incoming)
         while True:
             match await receiver.receive():
                 case Submit() as submit if self._is_full() and submit.request_id not in self._attempts:

@@ -78,12 +78,12 @@ class Engine:
     async def __init__(self, config: EngineConfig, options: ServerOptions) -> None:  # type: ignore[misc]
         prepare_process("engine", options)
         registry = Registry.from_environment()
-        self._endpoints = IpcAddresses.create()
-        prepare_metrics(self._endpoints.directory, options.metrics, options.served_model_name)
+        self._addresses = IpcAddresses.create()
+        prepare_metrics(self._addresses.directory, options.metrics, options.served_model_name)
         if registry.load("router", options.router).uses_events:
-            os.environ[ROUTER_EVENTS_VARIABLE] = self._endpoints.router_events
-        self._supervisor = Supervisor(self._endpoints.directory, options.log_level, options.log_format)
-        self._engine = Replicas(config, registry, self._supervisor, self._endpoints)
+            os.environ[ROUTER_EVENTS_VARIABLE] = self._addresses.router_events
+        self._supervisor = Supervisor(self._addresses.directory, options.log_level, options.log_format)
+        self._engine = Replicas(config, registry, self._supervisor, self._addresses)
         self._running: dict[str, _Running] = {}
         self._callers: dict[str, _Caller] = {}
         self._health: asyncio.Future[None] | None = None
@@ -94,10 +94,10 @@ class Engine:
         except BaseException:
             self._supervisor.terminate()
             self._engine.close()
-            self._endpoints.remove()
+            self._addresses.remove()
             raise
         self._info = encode(info)
-        self._scheduler = Sender(self._endpoints.scheduler_in)
+        self._scheduler = Sender(self._addresses.scheduler_in)
         tasks = (self._forward_output(), self._forward_events(), self._send_heartbeats())
         self._tasks = [asyncio.create_task(each) for each in tasks]
         threading.Thread(target=self._watch, name="minisgl: watch", daemon=True).start()
@@ -113,12 +113,12 @@ class Engine:
             self._supervisor.wait()
         except WorkerDiedError as error:
             logger.error("%s The replica ends.", error)
-        self._endpoints.remove()
+        self._addresses.remove()
         os._exit(1)
 
     def __del__(self) -> None:
         """Remove the sockets. Serve calls this when the replica has stopped, and then kills this process and its children."""
-        self._endpoints.remove()
+        self._addresses.remove()
 
     async def describe(self) -> bytes:
         """Return the engine's encoded `EngineInfo`."""
@@ -183,7 +183,7 @@ class Engine:
 
     async def _forward_output(self) -> None:
         """Send the output of each step to the callers of its requests."""
-        receiver = AsyncReceiver[Any](self._endpoints.tokenizer_in[0], TokenBatch | Rejected | Count)
+        receiver = AsyncReceiver[Any](self._addresses.tokenizer_in[0], TokenBatch | Rejected | Count)
         while True:
             match await receiver.receive():
                 case TokenBatch() as batch:
@@ -228,7 +228,7 @@ class Engine:
 
     async def _forward_events(self) -> None:
         """Send the events of the prefix cache to all callers."""
-        receiver = AsyncReceiver[Any](self._endpoints.router_events, CacheEvents)
+        receiver = AsyncReceiver[Any](self._addresses.router_events, CacheEvents)
         while True:
             self._send_to_all(await receiver.socket.recv())
 

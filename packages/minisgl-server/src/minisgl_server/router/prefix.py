@@ -38,11 +38,11 @@ class PrefixRouter(Router):
         loads = [each.num_requests for each in replicas]
         least = min(loads)
         limit = max(least + self.spec.overload_requests, least * self.spec.overload_ratio)
-        able = replicas if max(loads) <= limit else [each for each in replicas if each.num_requests <= limit]
+        candidates = replicas if max(loads) <= limit else [each for each in replicas if each.num_requests <= limit]
         saved = NEW_TOKEN_COST * prompt.block_size  # all replicas have the same prompt, so only cached tokens count
-        work = [each.num_prompt_tokens - saved * num_held[each.replica] for each in able]
+        work = [each.num_prompt_tokens - saved * num_held[each.replica] for each in candidates]
         least = min(work)
-        chosen = self._balance.route(prompt, [each for each, own in zip(able, work, strict=True) if own == least])
+        chosen = self._balance.route(prompt, [each for each, own in zip(candidates, work, strict=True) if own == least])
         self._table.add(keys, chosen, found)
         return chosen
 

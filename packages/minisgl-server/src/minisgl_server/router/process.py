@@ -32,19 +32,19 @@ MAX_EVENTS = 1000
 """Length of the receive queue for cache events, in messages; schedulers drop further ones."""
 
 
-def run_router(options: ServerOptions, endpoints: IpcAddresses, report: Report) -> None:
+def run_router(options: ServerOptions, addresses: IpcAddresses, report: Report) -> None:
     """Run the process: wait for `EngineInfo`, then route requests until `Stop` or `END_SIGNAL`."""
     with (
-        Receiver[Any](endpoints.router_in, Incoming) as requests,
-        Receiver[CacheEvents](endpoints.router_events, CacheEvents, max_messages=MAX_EVENTS) as events,
+        Receiver[Any](addresses.router_in, Incoming) as requests,
+        Receiver[CacheEvents](addresses.router_events, CacheEvents, max_messages=MAX_EVENTS) as events,
     ):
         info = requests.receive()
         if isinstance(info, Stop):
             return
         assert isinstance(info, EngineInfo), "the launcher sends EngineInfo before anything else"
         router = make_router(options, info, Registry.from_environment())
-        senders = Connections(endpoints)
-        to_workers = [Sender(address).send for address in endpoints.tokenizer_in]
+        senders = Connections(addresses)
+        to_workers = [Sender(address).send for address in addresses.tokenizer_in]
         worker = RouterWorker(router, info, senders.connect, to_workers)
         report(Ready(process="router"))
         poller = zmq.Poller()
@@ -65,15 +65,15 @@ def run_router(options: ServerOptions, endpoints: IpcAddresses, report: Report) 
 class Connections:
     """Connections to the engines of replicas, one per replica."""
 
-    def __init__(self, endpoints: IpcAddresses) -> None:
-        self._endpoints = endpoints
+    def __init__(self, addresses: IpcAddresses) -> None:
+        self._addresses = addresses
         self._senders: dict[int, Sender] = {}
 
     def connect(self, engine: int) -> Send:
         """Connect to a new engine, and drop what could not be delivered to the one before it."""
-        endpoints = self._endpoints.of_engine(engine)
-        before = self._senders.pop(endpoints.replica, None)
+        addresses = self._addresses.of_engine(engine)
+        before = self._senders.pop(addresses.replica, None)
         if before is not None:
             before.drop()
-        self._senders[endpoints.replica] = sender = Sender(endpoints.scheduler_in)
+        self._senders[addresses.replica] = sender = Sender(addresses.scheduler_in)
         return sender.send

@@ -110,7 +110,7 @@ class RouterWorker:
         self._max_per_replica = info.max_requests // router.spec.num_replicas
         self.replicas = [Replica(number) for number in range(router.spec.num_replicas)]
         self._requests: dict[str, _Routed] = {}
-        self._held: dict[str, Submit] = {}
+        self._waiting: dict[str, Submit] = {}
         """Requests that wait for a replica, in order."""
         self._has_failed = False
         """True if no replica is ready, and none is expected to be soon."""
@@ -136,7 +136,7 @@ class RouterWorker:
             case Submit():
                 self._submit(message)
             case Abort(request_id):
-                self._held.pop(request_id, None)
+                self._waiting.pop(request_id, None)
                 routed = self._requests.get(request_id)
                 if routed is not None and routed.replica.send is not None:
                     routed.replica.send(message)
@@ -151,9 +151,9 @@ class RouterWorker:
             case ReplicaDied(number, engine):
                 self._lose(self.replicas[number], engine)
             case NoReplica():
-                self._has_failed, held, self._held = True, self._held, {}
-                for submit in held.values():
-                    self._hold(submit)
+                self._has_failed, waiting, self._waiting = True, self._waiting, {}
+                for submit in waiting.values():
+                    self._enqueue(submit)
             case Count():
                 self._count(message)
             case SnapshotRequest():
@@ -173,16 +173,19 @@ class RouterWorker:
         asked.send(message)
 
     def _submit(self, submit: Submit) -> None:
-        """Send a request to a replica that has room. If there is none, let it wait for a replica that is not ready."""
-        able = [each for each in self.replicas if each.send is not None and each.num_requests < self._max_per_replica]
-        if not able:
-            able = self._ready()
-            if len(able) < len(self.replicas):
-                self._hold(submit)
+        """Send a request to a replica with room. If there is none, it waits for a replica that is not ready.
+
+        If all replicas are ready and full, one of them refuses the request.
+        """
+        candidates = [each for each in self._ready() if each.num_requests < self._max_per_replica]
+        if not candidates:
+            candidates = self._ready()
+            if len(candidates) < len(self.replicas):
+                self._enqueue(submit)
                 return
         namespace = CacheNamespace(submit.cache_salt, submit.adapter_id)
         prompt = RoutedPrompt(submit.token_ids, self._block_size, namespace, submit.user)
-        replica = self.replicas[self._router.route(prompt, able)]
+        replica = self.replicas[self._router.route(prompt, candidates)]
         assert replica.send is not None, f"the router chose replica {replica.replica}, which is not ready"
         replica.send(submit)
         self._requests[submit.request_id] = _Routed(replica, submit.worker, len(submit.token_ids))
@@ -191,20 +194,20 @@ class RouterWorker:
         replica.num_routed += 1
         self._routed(replica.replica)
 
-    def _hold(self, submit: Submit) -> None:
-        """Let a request wait for a replica, or refuse it.
+    def _enqueue(self, submit: Submit) -> None:
+        """Add a request to those that wait for a replica.
 
         It is refused if there are as many requests as all replicas accept together, or if all replicas fail repeatedly.
         """
         if self._has_failed:
             kind = "no_replica"
             message = "No replica is ready; each has failed repeatedly and is restarted after a delay."
-        elif len(self._held) + len(self._requests) < self._max_requests:
-            self._held[submit.request_id] = submit
+        elif len(self._waiting) + len(self._requests) < self._max_requests:
+            self._waiting[submit.request_id] = submit
             return
         else:
             kind = "queue_full"
-            message = f"no replica has room, and {len(self._held)} requests are waiting already; try again later"
+            message = f"no replica has room, and {len(self._waiting)} requests are waiting already; try again later"
         # No engine sent this, so the loss of an engine does not discard it.
         self._to_workers[submit.worker](Rejected(request_id=submit.request_id, kind=kind, message=message, engine=-1))
 
@@ -216,8 +219,8 @@ class RouterWorker:
             routed.replica.num_prompt_tokens -= routed.num_tokens
             replica = routed.replica
             # A replica that refuses a request had no room for it, so its end makes none, and the first in line stays so.
-            if self._held and replica.send is not None and replica.num_requests < self._max_per_replica:
-                self._submit(self._held.pop(next(iter(self._held))))
+            if self._waiting and replica.send is not None and replica.num_requests < self._max_per_replica:
+                self._submit(self._waiting.pop(next(iter(self._waiting))))
         return routed
 
     def _apply(self, events: CacheEvents) -> None:
@@ -233,8 +236,8 @@ class RouterWorker:
         replica.engine, replica.send = engine, self._connect(engine)
         replica.num_starts += 1
         self._has_failed = False
-        held, self._held = self._held, {}
-        for submit in held.values():
+        waiting, self._waiting = self._waiting, {}
+        for submit in waiting.values():
             self._submit(submit)
 
     def _lose(self, replica: Replica, engine: int) -> None:
@@ -266,7 +269,7 @@ class RouterWorker:
             self._answered(query, number)
             return
         self._last_count += 1
-        message.counts["router"] = len(self._requests) + len(self._held)
+        message.counts["router"] = len(self._requests) + len(self._waiting)
         counting = self._counting[self._last_count] = _Counting(message, {each.replica for each in self._ready()})
         for each in self._ready():
             assert each.send is not None

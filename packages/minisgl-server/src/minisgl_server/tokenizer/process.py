@@ -53,13 +53,13 @@ Incoming = (
 
 
 def run_tokenizer_worker(
-    config: EngineConfig, options: ServerOptions, index: int, endpoints: IpcAddresses, report: Report
+    config: EngineConfig, options: ServerOptions, index: int, addresses: IpcAddresses, report: Report
 ) -> None:
     """Run the process: load the tokenizer, wait for `EngineInfo`, then handle messages until `Stop` or `END_SIGNAL`."""
     with (
-        Receiver[Any](endpoints.tokenizer_in[index], Incoming) as receiver,
-        Sender(endpoints.router_in) as to_scheduler,
-        ApiConnection(endpoints.of_api(index % endpoints.num_apis)) as to_api,
+        Receiver[Any](addresses.tokenizer_in[index], Incoming) as receiver,
+        Sender(addresses.router_in) as to_scheduler,
+        ApiConnection(addresses.of_api(index % addresses.num_apis)) as to_api,
     ):
         # The engine loads meanwhile. Its error comes first, if it has one: it says more about a checkpoint than the tokenizer's.
         phases = StartupTimer(process_age_s())
@@ -86,7 +86,7 @@ def run_tokenizer_worker(
             to_api.send,
             chat_format,
             registry,
-            endpoints.num_replicas,
+            addresses.num_replicas,
             to_api.api,
             to_api.connect,
         )
@@ -103,9 +103,9 @@ def run_tokenizer_worker(
 class ApiConnection:
     """Connection to the API worker of a tokenizer worker, or to its successor."""
 
-    def __init__(self, endpoints: IpcAddresses) -> None:
-        self._endpoints, self.api = endpoints, endpoints.api
-        self._sender = Sender(endpoints.api_in)
+    def __init__(self, addresses: IpcAddresses) -> None:
+        self._addresses, self.api = addresses, addresses.api
+        self._sender = Sender(addresses.api_in)
 
     def send(self, message: msgspec.Struct) -> None:
         """Send a message to the API worker."""
@@ -114,7 +114,7 @@ class ApiConnection:
     def connect(self, api: int) -> None:
         """Connect to another API worker, and drop what could not be delivered to the one before it."""
         self._sender.drop()
-        self._sender = Sender(self._endpoints.of_api(api).api_in)
+        self._sender = Sender(self._addresses.of_api(api).api_in)
 
     def __enter__(self) -> Self:
         return self
