@@ -178,6 +178,20 @@ def test_an_engine_that_stops_fails_all_requests() -> None:
     run(test)
 
 
+def test_an_unreadable_message_fails_all_requests(caplog: pytest.LogCaptureFixture) -> None:
+    """And stops the server, instead of letting requests wait for ever."""
+
+    async def test(client: EngineClient, engine: Engine) -> None:
+        generation = start(client, "a")
+        engine._to_api.socket.send(b"no message")
+        with pytest.raises(ApiError, match="failed on this request"):
+            await generation.next()
+        assert client.stopped.is_set()
+
+    run(test)
+    assert "cannot read a message" in caplog.text
+
+
 def test_a_request_that_cannot_be_encoded_leaves_no_state() -> None:
     async def test(client: EngineClient, engine: Engine) -> None:
         good = Tokenize(request_id="a", text="x", sampling=SamplingParams())

@@ -151,15 +151,15 @@ class EngineClient:
         is_draining: True during a shutdown; new requests are refused.
     """
 
-    def __init__(self, endpoints: IpcAddresses) -> None:
+    def __init__(self, addresses: IpcAddresses) -> None:
         self.info: EngineInfo | None = None
         self.ready, self.stopped = asyncio.Event(), asyncio.Event()
         self.is_draining = False
         self.no_replica: NoReplica | None = None
-        self._receiver = AsyncReceiver[Any](endpoints.api_in, Incoming)
-        self._api = endpoints.api
-        self._name = f"api {endpoints.api % endpoints.num_apis}" if endpoints.num_apis > 1 else "api"
-        self._workers = {index: Sender(address) for index, address in endpoints.own_tokenizer_in.items()}
+        self._receiver = AsyncReceiver[Any](addresses.api_in, Incoming)
+        self._api = addresses.api
+        self._name = f"api {addresses.api % addresses.num_apis}" if addresses.num_apis > 1 else "api"
+        self._workers = {index: Sender(address) for index, address in addresses.own_tokenizer_in.items()}
         self._next_worker = itertools.cycle(self._workers)
         self._routes: dict[str, tuple[Generation, int]] = {}
         self._queries: dict[str, asyncio.Future[Tokens]] = {}
@@ -283,7 +283,19 @@ class EngineClient:
             del self._pending_states[query]
 
     async def run(self) -> None:
-        """Receive and deliver messages until `Stop`; then every request fails."""
+        """Receive and deliver messages until `Stop`, or an error; then every request fails."""
+        try:
+            await self._deliver_messages()
+            error = ApiError(500, "The engine has stopped.", code="engine_stopped")
+        except Exception:
+            # Without this, the server would accept requests and never answer them.
+            logger.exception("the API server stops, as it cannot read a message of the engine")
+            error = ApiError(500, "The server failed on this request.", code="internal_error")
+        self.info = None
+        self._fail_all(error)
+        self.stopped.set()
+
+    async def _deliver_messages(self) -> None:
         while True:
             match await self._receiver.receive():
                 case EngineInfo() as info:
@@ -316,9 +328,6 @@ class EngineClient:
                     if pending is not None and not pending.done():
                         pending.set_exception(no_replica())
                 case Stop():
-                    self.info = None
-                    self._fail_all(ApiError(500, "The engine has stopped.", code="engine_stopped"))
-                    self.stopped.set()
                     return
 
     def close(self) -> None:

@@ -29,6 +29,14 @@ from minisgl_server.api.openapi import route_docs
 
 router = APIRouter()
 
+
+class _ItemId(msgspec.Struct):
+    id: str
+
+
+_decode_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
+"""Finds the items of a list without decoding them, as a list may have 32 MiB and a client asks for at most `_MAX_ITEMS`."""
+_decode_id = msgspec.json.Decoder(_ItemId).decode
 _MAX_ITEMS = 100
 """Maximum of ``limit``, which is OpenAI's."""
 _MAX_LIMIT_DIGITS = 3
@@ -110,17 +118,22 @@ async def input_items(request: Request, response_id: str) -> Response:
     limit = query.get("limit", "20")
     if not (limit.isdecimal() and len(limit) <= _MAX_LIMIT_DIGITS and 1 <= int(limit) <= _MAX_ITEMS):
         raise InvalidValueError("limit", limit, f"a number from 1 to {_MAX_ITEMS}")
-    items: list[dict[str, Any]] = msgspec.json.decode(_store(request).get(response_id).items)
+    items = _decode_items(_store(request).get(response_id).items)
     if query.get("order", "desc") == "desc":
         items.reverse()
     if after := query.get("after"):
-        index = next((index for index, item in enumerate(items) if item["id"] == after), None)
+        index = next((index for index, item in enumerate(items) if _item_id(item) == after), None)
         if index is None:
             raise InvalidValueError("after", after, "the id of one of the items")
         items = items[index + 1 :]
     shown = items[: int(limit)]
-    ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": None, "last_id": None}
+    first_id, last_id = (_item_id(shown[0]), _item_id(shown[-1])) if shown else (None, None)
+    ends = {"first_id": first_id, "last_id": last_id}
     return json_response({"object": "list", "data": shown, **ends, "has_more": len(shown) < len(items)})
+
+
+def _item_id(item: msgspec.Raw) -> str:
+    return _decode_id(item).id
 
 
 def _store(request: Request) -> ResponseStore:
