@@ -38,8 +38,9 @@ from minisgl_server.api.errors import (
 
 logger = logging.getLogger(__name__)
 
-MAX_UNSENT_BYTES = 4 * 2**20
-"""Approximate memory of the output that a stream holds for a client that does not read; beyond it, the request is aborted."""
+MAX_UNSENT_BYTES, MAX_UNSENT_BYTES_PER_OUTPUT = 4 * 2**20, 2**18
+"""Approximate memory of the output that a stream holds for a client that does not read, and of each output after the first.
+Beyond their sum, the request is aborted."""
 _BYTES_PER_TEXT, _BYTES_PER_TOKEN, _BYTES_PER_LOGPROB = 500, 40, 100
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Incoming = EngineInfo | TextBatch | Tokens | Rejected | Count | EngineSnapshot | NoSnapshot | NoReplica | Stop
@@ -56,6 +57,7 @@ class Generation:
         self._client = client
         self.is_sending = False
         self._num_unsent_bytes = 0
+        self._max_unsent_bytes = MAX_UNSENT_BYTES + MAX_UNSENT_BYTES_PER_OUTPUT * (len(request_ids) - 1)
         self._running = {request_id: index for index, request_id in enumerate(request_ids)}
         self._arrived: list[tuple[int, Text]] = []
         self._error: Exception | None = None
@@ -113,7 +115,7 @@ class Generation:
         self._wake_up()
         if self.is_sending and self._running:
             self._num_unsent_bytes += _num_bytes(text)
-            if self._num_unsent_bytes > MAX_UNSENT_BYTES:
+            if self._num_unsent_bytes > self._max_unsent_bytes:
                 self.fail(slow_client())
 
     def reject(self, message: Rejected) -> None:

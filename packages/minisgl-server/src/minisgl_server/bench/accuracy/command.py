@@ -43,8 +43,7 @@ def accuracy(values: dict[str, Any], sources: dict[str, str], **options: Any) ->
     run_accuracy(EngineConfig.from_flat(**pick(values, EngineConfig)), **options)
 
 
-for (
-    _option
-) in accuracy.params:  # the command sets these itself; values from a config file or the environment are refused
+# The command sets these options itself. Values from a config file or the environment are refused.
+for _option in accuracy.params:
     if isinstance(_option, click.Option) and _option.name in ("kv_dtype", "quantization"):
         _option.hidden = True
