@@ -107,8 +107,8 @@ class ServerOptions:
     )
     page_prompts: bool = option(
         False,
-        "Show the start of cached prompts and the end of running outputs on the page and at /engine/state, to all users"
-        " and of all users.",
+        "Show the start of cached prompts and the end of running outputs on the page and at /engine/state. Every user sees"
+        " those of all users.",
     )
     plugin_routes: bool = option(False, "Serve the routes that installed plugins add to the API.")
     tool_call_parser: str = option(

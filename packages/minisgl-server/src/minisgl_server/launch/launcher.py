@@ -119,7 +119,7 @@ def _compile_in_background(
     """Start the compilation of kernels that ``auto`` would prefer. Return its process; None if it has nothing to do."""
     uncompiled = _uncompiled(supervisor)
     if uncompiled and config.parallel.executor == "local":
-        with suppress(OSError):  # no memory for a process: the server runs without
+        with suppress(OSError):  # there is no memory for a process, and the server does not need it
             compiler = start_kernel_compiler(config, options.log_level, options.log_format, background=True)
             _print(f"{uncompiled} is compiled in the background for the next start.")
             return compiler

@@ -40,7 +40,7 @@ class Backoff:
 
 
 class Restarts(ABC):
-    """Numbered processes, or groups of processes, that are restarted if they fail."""
+    """Base class of `ApiWorkers` and `Replicas`: numbered processes or groups of processes, restarted if they fail."""
 
     def __init__(self) -> None:
         self.backoffs: defaultdict[int, Backoff] = defaultdict(Backoff)

@@ -135,8 +135,9 @@ class ChatFormat:
     def _hints(self, chat: Tokenize) -> dict[str, Any]:
         """Return the hints that are variables of the template. Turning reasoning off is allowed for models without it."""
         hints = {name: value for name, value in chat.template_hints.items() if name in self._template}
-        turns_off_nothing = chat.template_hints.get("enable_thinking") is False and BEGIN not in self._template
-        if chat.hints_name and not hints and not turns_off_nothing:
+        only_disables_reasoning = chat.template_hints.get("enable_thinking") is False
+        has_no_effect = only_disables_reasoning and BEGIN not in self._template
+        if chat.hints_name and not hints and not has_no_effect:
             allowed = f"left out, as the model's chat template has no variable {' or '.join(chat.template_hints)}"
             raise InvalidValueError(chat.hints_name, "given", allowed)
         return hints

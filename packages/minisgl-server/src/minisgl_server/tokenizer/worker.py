@@ -1,4 +1,4 @@
-"""Tokenizer worker: prompts become tokens on the way in, tokens become text on the way out.
+"""Tokenizer worker: tokenizes prompts for the scheduler, and detokenizes its output for the API server.
 
 All messages of a request go through one worker, which keeps its detokenizer. Fields of a request are checked here if the
 check needs a tokenizer or the engine's limits; an invalid request is answered with `Rejected`.
