@@ -138,3 +138,32 @@ def test_the_loss_of_the_head_ends_streams_and_the_launch(
     for node in nodes:
         node.stop()
     nodes[:] = [each.wait_started() for each in (start_node(0), start_node(1, num_cpus=1))]
+
+
+def test_streams_of_other_nodes_end_before_ray_ends_their_processes(
+    narrow: list[RayNode], start_node: Callable[..., RayNode], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for node in narrow:
+        node.stop()
+    nodes = [each.wait_started() for each in (start_node(0, num_cpus=0), start_node(1))]
+    launch = Launch(nodes[0], "--replicas", "2", "--model", tiny_folder.llama()).wait_started()
+    try:
+        assert [len(engines(node)) for node in nodes] == [0, 2]
+        launch.connect(launch.url.replace(nodes[0].address, nodes[1].address))
+        started = threading.Semaphore(0)
+        with ThreadPoolExecutor(4) as pool:
+            streams = [pool.submit(launch.stream, started, NUM_TOKENS) for _ in range(4)]
+            for _ in streams:
+                assert started.acquire(timeout=DEADLINE_S)
+            for each in engines(nodes[1]):
+                each.suspend()  # or the streams would end
+            report = Report(capsys)
+            nodes[0].processes("/gcs_server")[0].kill()
+            assert {each.result(DEADLINE_S)[-1] for each in streams} == {"engine_stopped"}
+            report("the last stream ended")
+        assert launch.process.wait(DEADLINE_S) == 1
+    finally:
+        launch.close()
+        for node in nodes:
+            node.stop()
+        narrow[:] = [each.wait_started() for each in (start_node(0), start_node(1, num_cpus=1))]
