@@ -168,11 +168,11 @@ def test_penalties_follow_openai_and_ctrl(state: str) -> None:
             forced[:, token] = 1e4
             assert sampler(torch.from_numpy(forced), first, rows).tolist() == [token, token]
             first.penalty_states = []
-    found = sampler._penalise(torch.from_numpy(logits), first, rows) if state == "fresh" else None
+    found = sampler._apply_penalties(torch.from_numpy(logits), first, rows) if state == "fresh" else None
     if found is None:
         sampler(torch.from_numpy(logits), first, rows)
         sampler._start_counts(2, prompt, output)
-        found = sampler._penalise(torch.from_numpy(logits), first, rows)
+        found = sampler._apply_penalties(torch.from_numpy(logits), first, rows)
     np.testing.assert_allclose(found[1].numpy(), expected, rtol=1e-5)
     np.testing.assert_allclose(found[0].numpy(), logits[0], rtol=1e-6)
 

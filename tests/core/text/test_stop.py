@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import timeit
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minisgl_core.sampling_params import MAX_STOPS
 from minisgl_core.text.stop import StopFinder
 
 
@@ -49,3 +52,13 @@ def test_a_long_stop_text_costs_no_more_than_a_short_one() -> None:
     finder = StopFinder((stop + "b",))
     assert finder.push(stop) == ("", None)
     assert finder.push("a" * 10) == ("a" * 10, None)
+
+
+def test_stop_texts_that_do_not_begin_cost_little() -> None:
+    text = "The quick brown fox jumps over the lazy dog. " * 50
+
+    def seconds(stop: tuple[str, ...]) -> float:
+        return min(timeit.repeat(lambda: StopFinder(stop).push(text), number=1, repeat=5))
+
+    few, many = ("<end>", "###"), tuple(f"{i:03}" for i in range(MAX_STOPS))
+    assert seconds(many) < 10 * seconds(few)

@@ -87,7 +87,7 @@ class Sampler:
         for state in plan.penalty_states:
             self._start_counts(state.row, state.prompt_ids, state.output_ids)
         if len(plan.penalties):
-            logits = self._penalise(logits.float(), plan, rows)
+            logits = self._apply_penalties(logits.float(), plan, rows)
         if len(plan.bias_index):
             index, token = self._platform.to_device(np.concatenate((plan.bias_index, plan.bias_token))).chunk(2)
             value = self._platform.to_device(plan.bias_value)
@@ -155,7 +155,7 @@ class Sampler:
         num_kept = (before < top_p).sum(-1, keepdim=True).clamp(min=1)
         return torch.where(top_p < 1, best.gather(-1, num_kept - 1), 0.0)
 
-    def _penalise(self, logits: torch.Tensor, plan: SamplePlan, rows: torch.Tensor) -> torch.Tensor:
+    def _apply_penalties(self, logits: torch.Tensor, plan: SamplePlan, rows: torch.Tensor) -> torch.Tensor:
         """Apply OpenAI's presence and frequency penalties, and CTRL's repetition penalty (arXiv 1909.05858)."""
         assert self._output_counts is not None
         assert self._in_prompt is not None

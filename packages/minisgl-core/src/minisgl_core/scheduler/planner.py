@@ -115,12 +115,12 @@ class Planner:
         tokens: list[Int32] = []
         values: list[npt.NDArray[np.float32]] = []
         masked: list[int] = []
-        penalised = False
+        has_penalties = False
         for i in np.flatnonzero(self._has_logit_adjustments[rows]).tolist():
             row = int(rows[i])
             request = self._running[row]
             if request.sampling.has_penalties:
-                penalised = True
+                has_penalties = True
                 if not request.penalties_sent:
                     known = request.tokens.view
                     prompt, output = known[: request.num_prompt].copy(), known[request.num_prompt :].copy()
@@ -141,7 +141,7 @@ class Planner:
             if indices
             else (_NO_INTS, _NO_INTS, _NO_FLOATS)
         )
-        penalties = self._penalties[:, rows].ravel() if penalised else _NO_FLOATS
+        penalties = self._penalties[:, rows].ravel() if has_penalties else _NO_FLOATS
         return penalties, states, bias, np.array(masked, np.int32) if masked else _NO_INTS
 
 

@@ -12,14 +12,19 @@ class StopFinder:
     """Filter that passes a stream of text on and ends it before the first stop text.
 
     Text that may be the beginning of a stop text is held back until that is decided. One Knuth-Morris-Pratt automaton (SIAM
-    J. Comput. 6, 1977) per stop text makes this O(1) per character, however long the stop texts are.
+    J. Comput. 6, 1977) per stop text makes this O(1) per character, however long the stop texts are. Only the automata that have
+    matched a character, or whose text begins with the next one, take a step.
     """
 
     def __init__(self, stop: tuple[str, ...], include_found: bool = False) -> None:
         """`include_found`: keep the stop text in the output."""
         self._stop, self._include_found = stop, include_found
         self._failures = [_failures(text) for text in stop]
-        self._matched = [0] * len(stop)
+        self._by_first_char: dict[str, list[int]] = {}
+        for index, text in enumerate(stop):
+            self._by_first_char.setdefault(text[0], []).append(index)
+        self._matched: dict[int, int] = {}
+        """Matched characters of each stop text, by its index; those without any are left out."""
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
@@ -28,12 +33,12 @@ class StopFinder:
             return text, None
         self._held += text
         for index, char in enumerate(text, start=len(self._held) - len(text)):
-            found = self._advance(char)
+            found = self._advance(char) if self._matched or char in self._by_first_char else None
             if found is not None:
                 end = index + 1 if self._include_found else index + 1 - len(found)
                 shown, self._held = self._held[:end], ""
                 return shown, found
-        keep = len(self._held) - max(self._matched)
+        keep = len(self._held) - max(self._matched.values(), default=0)
         shown, self._held = self._held[:keep], self._held[keep:]
         return shown, None
 
@@ -44,17 +49,19 @@ class StopFinder:
 
     def _advance(self, char: str) -> str | None:
         found: str | None = None
-        for index, stop in enumerate(self._stop):
-            matched, failures = self._matched[index], self._failures[index]
+        before, self._matched = self._matched, {}
+        for index in {*before, *self._by_first_char.get(char, ())}:
+            stop, failures, matched = self._stop[index], self._failures[index], before.get(index, 0)
             while matched and stop[matched] != char:
                 matched = failures[matched - 1]
             if stop[matched] == char:
                 matched += 1
-            self._matched[index] = matched
             if matched == len(stop):
-                self._matched[index] = failures[matched - 1]
+                matched = failures[matched - 1]
                 if found is None or len(stop) > len(found):
                     found = stop
+            if matched:
+                self._matched[index] = matched
         return found
 
 
