@@ -95,7 +95,7 @@ def zeromq_mechanisms(node: RayNode) -> set[bytes]:
     for line in listed.splitlines():
         host, _, port = line.split()[3].rpartition(":")
         if host == node.address and any(rank in line for rank in ranks):
-            with socket.create_connection((host, int(port)), timeout=2) as peer, suppress(OSError):
+            with socket.create_connection((host, int(port)), timeout=5) as peer, suppress(OSError):
                 peer.sendall(greeting)
                 answer = peer.recv(64, socket.MSG_WAITALL)
                 if len(answer) == len(greeting) and answer[:1] == greeting[:1]:  # a peer that hangs up says less
