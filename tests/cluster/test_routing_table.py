@@ -10,7 +10,7 @@ pytest.importorskip("ray", reason="ray is not installed")
 from minisgl_core.contracts.router import RouterSpec, block_keys
 from minisgl_core.protocol.messages import CacheEvents, EngineInfo, Submit
 from minisgl_core.sampling_params import SamplingParams
-from minisgl_server.ray.request_router import MAX_SILENCE, RoutingTable
+from minisgl_server.ray.request_router import HEARTBEAT_TIMEOUT_TICKS, RoutingTable
 from minisgl_server.router.prefix import PrefixRouter
 
 INFO = EngineInfo(
@@ -93,30 +93,30 @@ def test_a_lost_engine_gets_a_larger_number_and_its_requests_are_returned_once()
     assert chosen.number % 3 == number % 3
 
 
-def test_a_silent_engine_with_requests_is_lost_until_it_is_heard() -> None:
+def test_an_engine_without_heartbeats_is_lost_until_the_next_one() -> None:
     table = make()
     assert route(table, submit("1"), "a") == "a"
-    for _ in range(MAX_SILENCE - 1):
+    for _ in range(HEARTBEAT_TIMEOUT_TICKS - 1):
         assert table.tick() == []
-    table.hear("a")
-    for _ in range(MAX_SILENCE - 1):
+    table.heartbeat("a")
+    for _ in range(HEARTBEAT_TIMEOUT_TICKS - 1):
         assert table.tick() == []
     assert [each.request_id for each in table.tick()] == ["1"]
     assert table.lose("1")[0] >= 0
     assert table.tick() == []
     assert table.choose("1", ["a"], ["a"]) is None
     assert route(table, submit("2", range(200, 264)), "a b") == "b"
-    table.hear("a")
+    table.heartbeat("a")
     chosen = table.choose("1", ["a"], ["a"])
     assert chosen is not None
     assert chosen.replica_id == "a"
 
 
-def test_an_engine_without_requests_may_be_silent() -> None:
+def test_an_engine_without_requests_needs_no_heartbeats() -> None:
     table = make()
     assert route(table, submit("1"), "a") == "a"
     table.end("1")
-    assert [table.tick() for _ in range(2 * MAX_SILENCE)] == [[]] * (2 * MAX_SILENCE)
+    assert [table.tick() for _ in range(2 * HEARTBEAT_TIMEOUT_TICKS)] == [[]] * (2 * HEARTBEAT_TIMEOUT_TICKS)
     assert route(table, submit("2"), "a") == "a"
 
 

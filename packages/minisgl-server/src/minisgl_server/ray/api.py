@@ -40,7 +40,7 @@ from minisgl_server.metrics.endpoint import Families, merge
 from minisgl_server.options import ServerOptions
 from minisgl_server.ray import request_router
 from minisgl_server.ray.engine import prepare_process
-from minisgl_server.ray.request_router import MAX_SILENCE, RoutingTable
+from minisgl_server.ray.request_router import HEARTBEAT_TIMEOUT_TICKS, RoutingTable
 from minisgl_server.router.load import make_router
 
 logger = logging.getLogger(__name__)
@@ -182,16 +182,16 @@ class API:
             if len(source) == 1:
                 self._workers[source[0]].socket.send(message)
             else:
-                self._table.hear(source.decode())
+                self._table.heartbeat(source.decode())
                 if message:
                     self._table.apply(source.decode(), decode(message))
 
     async def _watch_engines(self) -> None:
-        """Take engines that send no heartbeats for lost. Ray reports a node without network only after a minute."""
+        """Treat engines that send no heartbeats as lost. Ray reports a node without network only after a minute."""
         while True:
             await asyncio.sleep(TICK_S)
             for submit in self._table.tick():
-                logger.warning("lost a replica: it has sent nothing for %g s", MAX_SILENCE * TICK_S)
+                logger.warning("lost a replica: no heartbeat for %g s", HEARTBEAT_TIMEOUT_TICKS * TICK_S)
                 self._lose(submit)
 
     async def _call(self, submit: Submit) -> None:

@@ -100,7 +100,7 @@ def engines(
         ),
         **place,
     )
-    return deployment.bind(config, _plain(options))
+    return deployment.bind(config, _without_keys(options))
 
 
 def api(
@@ -112,7 +112,7 @@ def api(
     """Return the deployment API. `engines` is the deployment Engine, or the name of the application that has it."""
     digests, high = api_key_digests(options), options.replica_range[1]
     # A slot is free once the requests of its last replica have ended. The page describes processes of one host.
-    options = replace(_plain(options), replicas=high + SPARE_SLOTS, page=False)
+    options = replace(_without_keys(options), replicas=high + SPARE_SLOTS, page=False)
     deployment = serve.deployment(
         API,
         name="API",
@@ -124,7 +124,7 @@ def api(
     return deployment.bind(config, options, digests, engines)
 
 
-def _plain(options: ServerOptions) -> ServerOptions:
+def _without_keys(options: ServerOptions) -> ServerOptions:
     """Return the options without API keys, as Serve stores the arguments of deployments."""
     return replace(options, api_key=(), replicas=options.replica_range[1])
 

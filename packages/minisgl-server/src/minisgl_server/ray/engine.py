@@ -233,7 +233,7 @@ class Engine:
             self._send_to_all(await receiver.socket.recv())
 
     async def _send_heartbeats(self) -> None:
-        """Send an empty message to all callers, which take an engine that they do not hear for lost."""
+        """Send an empty message to all callers, which treat an engine without heartbeats as lost."""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             self._send_to_all(b"")

@@ -21,8 +21,8 @@ table: RoutingTable | None = None
 """Table of this process; None where requests need no policy."""
 replica_ids: list[str] = []
 """Ids of the running replicas."""
-MAX_SILENCE = 10
-"""Calls of `RoutingTable.tick` after which an engine that was not heard is lost."""
+HEARTBEAT_TIMEOUT_TICKS = 10
+"""Calls of `RoutingTable.tick` without a heartbeat of an engine after which it is lost."""
 
 
 class PolicyRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
@@ -49,14 +49,14 @@ class PolicyRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray has no ty
             return [[each for each in candidate_replicas if each.replica_id.unique_id == wanted] or candidate_replicas]
         if table is None or "request_id" not in pending_request.kwargs:
             return [candidate_replicas]
-        able = {each.replica_id.unique_id: each for each in self.select_available_replicas(candidate_replicas)}
-        live = [each.unique_id for each in self.curr_replicas]
-        chosen = table.choose(pending_request.kwargs["request_id"], list(able), live)
+        available = {each.replica_id.unique_id: each for each in self.select_available_replicas(candidate_replicas)}
+        running = [each.unique_id for each in self.curr_replicas]
+        chosen = table.choose(pending_request.kwargs["request_id"], list(available), running)
         if chosen is None:
             return [candidate_replicas]  # full replicas are asked for their load, and this is called again
         # The engine puts this number into its output, so that output of a lost engine is recognised.
         pending_request.kwargs["engine"] = chosen.number
-        return [[able[chosen.replica_id]]]
+        return [[available[chosen.replica_id]]]
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class EngineSlot:
         replica_id: id of the replica in Serve; empty for a free slot.
         num_requests: requests that were routed to it by this process.
         num_prompt_tokens: prompt tokens of these.
-        silence: ticks since it was heard; `MAX_SILENCE` or more if it is lost until it is heard again.
+        ticks_since_heartbeat: `HEARTBEAT_TIMEOUT_TICKS` or more if it is lost until its next heartbeat.
     """
 
     replica: int
@@ -77,7 +77,7 @@ class EngineSlot:
     replica_id: str = ""
     num_requests: int = 0
     num_prompt_tokens: int = 0
-    silence: int = 0
+    ticks_since_heartbeat: int = 0
 
 
 class RoutingTable:
@@ -108,20 +108,24 @@ class RoutingTable:
             self._unroute(request_id)
             self._submits.pop(request_id, None)
 
-    def choose(self, request_id: str, able: Sequence[str], live: Sequence[str]) -> EngineSlot | None:
+    def choose(self, request_id: str, available: Sequence[str], running: Sequence[str]) -> EngineSlot | None:
         """Select an engine for a request and count the request as its load; None if none has room or the request has ended.
 
         Args:
             request_id: id of the request.
-            able: ids of the replicas that have room.
-            live: ids of all replicas.
+            available: ids of the replicas that have room.
+            running: ids of all running replicas.
         """
         with self._lock:
             self._unroute(request_id)
             submit = self._submits.get(request_id)
             engines = {each.replica_id: each for each in self._engines}
-            found = [engines.get(each) or self._occupy(each, live) for each in able]
-            views = [engine for engine in found if engine is not None and engine.silence < MAX_SILENCE]
+            found = [engines.get(each) or self._assign_slot(each, running) for each in available]
+            views = [
+                engine
+                for engine in found
+                if engine is not None and engine.ticks_since_heartbeat < HEARTBEAT_TIMEOUT_TICKS
+            ]
             if submit is None or not views:
                 return None
             if submit.session_id:  # rendezvous hashing: few sessions move when the replicas change
@@ -150,22 +154,26 @@ class RoutingTable:
             return number, lost
 
     def tick(self) -> list[Submit]:
-        """Count a second of silence of the engines that have requests. Return a request of each that is lost as of now."""
+        """Count a second without heartbeat for engines with requests. Return a request of each engine that is lost as of now."""
         with self._lock:
             for engine in self._engines:
                 if engine.num_requests:
-                    engine.silence += 1
-                elif engine.silence < MAX_SILENCE:
-                    engine.silence = 0
-            lost = {engine.replica: name for name, (engine, _) in self._routed.items() if engine.silence == MAX_SILENCE}
+                    engine.ticks_since_heartbeat += 1
+                elif engine.ticks_since_heartbeat < HEARTBEAT_TIMEOUT_TICKS:
+                    engine.ticks_since_heartbeat = 0
+            lost = {
+                engine.replica: name
+                for name, (engine, _) in self._routed.items()
+                if engine.ticks_since_heartbeat == HEARTBEAT_TIMEOUT_TICKS
+            }
             return [self._submits[name] for name in lost.values()]
 
-    def hear(self, replica_id: str) -> None:
-        """Note that a replica has sent something."""
+    def heartbeat(self, replica_id: str) -> None:
+        """Note a heartbeat of a replica, or another message."""
         with self._lock:
             for engine in self._engines:
                 if engine.replica_id == replica_id:
-                    engine.silence = 0
+                    engine.ticks_since_heartbeat = 0
 
     def apply(self, replica_id: str, events: CacheEvents) -> None:
         """Tell the policy what a replica's prefix cache has taken and evicted."""
@@ -175,14 +183,14 @@ class RoutingTable:
                     self._router.evicted(engine.replica, events.evicted)
                     self._router.inserted(engine.replica, events.inserted)
 
-    def _occupy(self, replica_id: str, live: Sequence[str]) -> EngineSlot | None:
+    def _assign_slot(self, replica_id: str, running: Sequence[str]) -> EngineSlot | None:
         """Assign a new replica a free slot, or that of an ended replica; return None if all slots are in use."""
-        free = (each for each in self._engines if each.replica_id not in live and not each.num_requests)
+        free = (each for each in self._engines if each.replica_id not in running and not each.num_requests)
         engine = next(free, None)
         if engine is not None:
             if engine.replica_id:
                 self._renew(engine)
-            engine.replica_id, engine.silence = replica_id, 0
+            engine.replica_id, engine.ticks_since_heartbeat = replica_id, 0
         return engine
 
     def _renew(self, engine: EngineSlot) -> None:
