@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import json
 
-from minisgl_core.protocol.messages import Text
+import pytest
+
+from minisgl_core.protocol.messages import Logprob, Text, TokenLogprobs
 from minisgl_server.api.generate import GeneratedOutput, GenerateEvents
 
 
@@ -16,3 +18,22 @@ def test_outputs_that_arrive_together_give_one_event() -> None:
         (0, "xyz", 3 * [3]),
         (1, "12", [3, 3]),
     ]
+
+
+@pytest.mark.parametrize(("num_logprobs", "most"), [(0, 5000), (20, 400)])
+def test_long_outputs_have_an_event_per_several_tokens(num_logprobs: int, most: int) -> None:
+    """An event per token would take 16 GB with log-probabilities."""
+    events = GenerateEvents([GeneratedOutput("a", started_s=0.0)], is_single=True)
+    logprobs = [TokenLogprobs(Logprob(3, -1.0, 1), [Logprob(4, -2.0, 2)] * num_logprobs)] if num_logprobs else None
+    found, num_bytes = [], 0
+    for number in range(8000):
+        finish_reason = "length" if number == 7999 else None
+        text = Text(request_id="", text="x", token_ids=[3], logprobs=logprobs, finish_reason=finish_reason)
+        if new := events.output(0, text):
+            found.append(number + 1)
+            num_bytes, last = num_bytes + len(new), new
+    assert found[:40] == list(range(1, 41)), "short outputs have an event per token"
+    assert len(found) < most
+    assert num_bytes < 200_000_000
+    response = json.loads(last.removeprefix(b"data: "))
+    assert (response["text"], len(response["output_ids"])) == (8000 * "x", 8000)

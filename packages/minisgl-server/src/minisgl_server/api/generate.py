@@ -28,6 +28,9 @@ router = APIRouter()
 
 GENERATE_MAX_TOKENS = 128
 """SGLang's default of max_new_tokens."""
+_VALUES_PER_NEW_TOKEN = 1024
+"""Tokens and log-probabilities of an output per new token that the next event waits for. As each event has the whole output, an
+event per token would take time and bytes that grow with the square of the output's length."""
 
 
 class GenerateSamplingParams(SamplingFields):
@@ -120,6 +123,8 @@ class GeneratedOutput:
         self._name, self._started_s = name, started_s
         self._pieces: list[str] = []
         self._token_ids: list[int] = []
+        self._num_values = self._num_sent = 0
+        """Tokens and log-probabilities so far, and tokens in the last event."""
         self._logprobs: list[Any] | None = None
         self._top_logprobs: list[Any] = []
         self._last = Text(request_id="", text="", token_ids=[])
@@ -129,10 +134,19 @@ class GeneratedOutput:
         self._pieces.append(text.text)
         self._token_ids += text.token_ids
         self._last = text
+        self._num_values += len(text.token_ids) + sum([1 + len(each.top) for each in text.logprobs or ()])
         if text.logprobs is not None:
             self._logprobs = self._logprobs or []
             self._logprobs += [_logprob(each.token) for each in text.logprobs]
             self._top_logprobs += [[_logprob(entry) for entry in each.top] for each in text.logprobs]
+
+    def take_event(self) -> dict[str, Any] | None:
+        """Return the response for an event, or None if there is too little new output for one."""
+        num_new = len(self._token_ids) - self._num_sent
+        if self._last.finish_reason is None and num_new < self._num_values // _VALUES_PER_NEW_TOKEN:
+            return None
+        self._num_sent = len(self._token_ids)
+        return self.response()
 
     def response(self) -> dict[str, Any]:
         """Return all output so far, in SGLang's format."""
@@ -154,7 +168,7 @@ class GenerateEvents(StreamEvents):
     """Encodes outputs as events, each with the whole output so far.
 
     Outputs that arrive together give one event, so a client that reads slowly gets fewer events. The memory for those that it has
-    not read is bounded by the size of the whole response.
+    not read is bounded by the size of the whole response. Long outputs have an event per several tokens.
     """
 
     def __init__(self, outputs: list[GeneratedOutput], is_single: bool) -> None:
@@ -169,7 +183,10 @@ class GenerateEvents(StreamEvents):
         return self.outputs([(index, text)])
 
     def _event(self, index: int) -> bytes:
-        return event(self._outputs[index].response() | ({} if self._is_single else {"index": index}))
+        response = self._outputs[index].take_event()
+        if response is None:
+            return b""
+        return event(response if self._is_single else response | {"index": index})
 
 
 def _logprob(entry: Logprob) -> tuple[float, int, None]:
