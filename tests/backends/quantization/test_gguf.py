@@ -14,12 +14,14 @@ import torch.nn.functional as F
 from gguf import GGMLQuantizationType as Kind
 from gguf_blocks import checkpoint, random_blocks
 
+from minisgl_backends.moe.torch_kernel import TorchMoe
 from minisgl_backends.native import library
 from minisgl_backends.quantization.gguf import Gguf
 from minisgl_backends.quantization.gguf_types import TYPES
 from minisgl_core import LLM, SamplingParams
 from minisgl_core.contracts.checkpoint_quantization import CheckpointQuantization
-from minisgl_core.contracts.layer_methods import LinearPart, LinearSpec
+from minisgl_core.contracts.layer_methods import ExpertsSpec, LinearPart, LinearSpec
+from minisgl_core.contracts.moe import MoeSpec
 from minisgl_core.contracts.ops import Ops
 from minisgl_core.contracts.quantization import QuantizationSpec
 from minisgl_core.contracts.shard import Shard
@@ -28,6 +30,7 @@ from minisgl_core.testing.packed_checkpoint import PackedModule, fill
 from minisgl_core.testing.quantization_kit import QuantizationTests
 
 CPU = torch.device("cpu")
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 if reasons := library.unsupported(CPU, torch.float32):
     pytest.skip("; ".join(reasons), allow_module_level=True)
 
@@ -38,7 +41,7 @@ class TestGguf(QuantizationTests):
     loss: ClassVar[float] = 0.01
 
     def test_expert_weights_have_no_second_copy(self) -> None:
-        """Experts are dequantized."""
+        """The kit's experts are dequantized, since their inputs are in no whole blocks; see `test_experts_stay_packed`."""
 
 
 def module(kind: str, rows: int, columns: int) -> PackedModule:
@@ -181,6 +184,61 @@ def test_parts_of_different_types(rows: int, is_gated: bool) -> None:
         first, second = (in_8_bits(x) @ each.weight.double().T for each in modules.values())
         expected = F.silu(first) * second if is_gated else torch.cat((first, second), -1)
         assert relative(method.prepare()(x), expected) < 1e-3
+
+
+def experts_case(kinds: tuple[str, str, str], hidden: int, inner: int) -> tuple[Gguf, dict[str, PackedModule]]:
+    """Return the provider and the modules of three experts, whose projections have these types."""
+    modules, types = {}, {}
+    for projection, kind in zip(PROJECTIONS, kinds, strict=True):
+        types[f"m.{projection}"] = kind
+        for expert in range(3):
+            rows, columns = (hidden, inner) if projection == "down_proj" else (inner, hidden)
+            blocks, weight = random_blocks(kind, rows + expert, columns)  # the number of rows seeds the values
+            modules[f"m.{expert}.{projection}"] = PackedModule({"qweight": blocks[:rows]}, weight[:rows])
+    return provider(types), modules
+
+
+def experts_spec(hidden: int, inner: Shard) -> ExpertsSpec:
+    return ExpertsSpec("m", MoeSpec(3, 2, hidden, inner.size, torch.float32, CPU), inner, PROJECTIONS)
+
+
+def expert(modules: dict[str, PackedModule], index: int, x: torch.Tensor) -> torch.Tensor:
+    """Compute an expert's output in float64, with activations of 8 bits."""
+    gate, up, down = (modules[f"m.{index}.{name}"].weight.double().T for name in PROJECTIONS)
+    activated = F.silu(in_8_bits(x) @ gate) * (in_8_bits(x) @ up)
+    return in_8_bits(activated.float()) @ down
+
+
+@pytest.mark.parametrize("kinds", [("Q4_K", "Q4_K", "Q6_K"), ("Q4_0", "Q5_1", "Q8_0"), ("Q8_0", "Q8_0", "Q8_0")])
+def test_experts_stay_packed(kinds: tuple[str, str, str]) -> None:
+    """Tokens that share an expert, an expert without tokens, and a token alone."""
+    quantization, modules = experts_case(kinds, 512, 256)
+    method = quantization.experts(experts_spec(512, Shard.whole(256)), TorchMoe)
+    assert {name.rpartition(".")[2] for name, _ in method.targets()} == {"qweight"}
+    fill(method.targets(), modules)
+    op, x, weights = method.prepare(), torch.randn(5, 512), torch.rand(5, 2)
+    ids = torch.tensor([[0, 2], [2, 0], [0, 2], [0, 2], [2, 0]])
+    expected = torch.stack([sum(w * expert(modules, int(i), row) for w, i in zip(ws, chosen, strict=True))
+                            for row, ws, chosen in zip(x, weights.double(), ids, strict=True)])  # fmt: skip
+    found = op(x, weights, ids)
+    # Rounding of the activated product to 8 bits may differ by a step.
+    assert relative(found, expected) < 5e-3
+    for row in range(5):
+        assert torch.equal(op(x[row : row + 1], weights[row : row + 1], ids[row : row + 1])[0], found[row])
+
+
+def test_experts_are_sharded_in_whole_blocks() -> None:
+    """Two ranks add up to one; experts whose blocks they would split are dequantized."""
+    quantization, modules = experts_case(("Q4_0", "Q4_0", "Q8_0"), 64, 128)
+    x, weights, ids = torch.randn(4, 64), torch.rand(4, 2), torch.tensor([[0, 1], [1, 2], [2, 0], [1, 0]])
+    outputs = []
+    for inner in (Shard.whole(128), Shard(0, 64, 64, 128), Shard(64, 128, 64, 128)):
+        method = quantization.experts(experts_spec(64, inner), TorchMoe)
+        fill(method.targets(), modules)
+        outputs.append(method.prepare()(x, weights, ids))
+    assert relative(outputs[1] + outputs[2], outputs[0].double()) < 1e-5
+    split = quantization.experts(experts_spec(64, Shard(0, 48, 48, 128)), TorchMoe)
+    assert {name.rpartition(".")[2] for name, _ in split.targets()} == {"weight"}
 
 
 def test_modules_without_a_kernel_are_dequantized(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,6 +12,9 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from minisgl_backends.native import library
+from minisgl_backends.quantization.gguf_experts import CpuExperts
+from minisgl_core import LLM, SamplingParams
 from minisgl_core.config.hf import model_config
 from minisgl_core.contracts.model_config import RopeConfig
 from minisgl_core.errors import ModelFormatError
@@ -151,6 +154,29 @@ class TestQwen3MoeInBfloat16(TestLlama):
         assert (moe.num_experts, moe.top_k, moe.intermediate_size) == (3, 2, 32)
         assert moe.norm_topk_prob
         assert not moe.dense_layers
+
+
+class TestQwen3MoeIn8Bits(TestQwen3MoeInBfloat16):
+    store_as = Kind.Q8_0
+
+
+@pytest.mark.skipif(bool(library.unsupported(torch.device("cpu"), torch.float32)), reason="needs the C kernels")
+def test_packed_experts_agree_with_dequantized_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPUs, experts stay packed; the difference is that of activations in 8 bits."""
+    config, path = AutoConfig.for_model("qwen3_moe", **{**SMALL, **EXPERTS}), tmp_path / "model.gguf"
+    write_gguf(path, "qwen3moe", config, reference_tensors(config), Kind.Q8_0)
+    prompts = [list(range(start, start + 20)) for start in (0, 13, 40)]
+    asked, found, packed = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0), {}, []
+    prepare = CpuExperts.prepare
+    monkeypatch.setattr(CpuExperts, "prepare", lambda self: packed.append(self.spec.name) or prepare(self))
+    for quantization in ("auto", "none"):
+        with LLM(str(path), dtype="float32", num_pages=64, quantization=quantization) as llm:
+            outputs = llm.generate(prompts, asked)
+        entries = [entry for output in outputs for entry in output.prompt_logprobs or [] if entry is not None]
+        found[quantization] = torch.tensor([entry.token.logprob for entry in entries])
+    assert found["auto"].shape == (3 * 19,)
+    assert (found["auto"] - found["none"]).abs().mean() < 0.1
+    assert packed == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
 
 
 def write_llama(path: Path, **extra: Any) -> Path:

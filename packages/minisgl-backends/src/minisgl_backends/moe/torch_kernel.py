@@ -22,6 +22,28 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 
 
+def sum_over_experts(
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    num_experts: int,
+    run: Callable[[int, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Return `MoeKernel.forward` by a function of an expert's index and the activations of its tokens, [N, H], N at least 1."""
+    num_tokens, top_k = topk_ids.shape
+    order = topk_ids.flatten().argsort(stable=True)
+    num_rows = torch.bincount(topk_ids.flatten(), minlength=num_experts).tolist()
+    rows = x[order // top_k]
+    outputs = torch.empty_like(rows)
+    start = 0
+    for expert, stop in enumerate(itertools.accumulate(num_rows)):
+        if stop > start:
+            outputs[order[start:stop]] = run(expert, rows[start:stop])
+        start = stop
+    outputs = outputs.view(num_tokens, top_k, -1)
+    return torch.einsum("tk,tkh->th", topk_weights, outputs.float()).to(x.dtype)
+
+
 class TorchMoe(MoeKernel):
     """Sorts the tokens by expert and runs two matmuls per expert that has tokens.
 
@@ -45,24 +67,16 @@ class TorchMoe(MoeKernel):
         self, x: torch.Tensor, weights: ExpertWeights, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> torch.Tensor:
         """See `MoeKernel.forward`."""
-        num_tokens, top_k = topk_ids.shape
-        order = topk_ids.flatten().argsort(stable=True)
-        num_rows = torch.bincount(topk_ids.flatten(), minlength=self.spec.num_experts).tolist()
-        rows = x[order // top_k]
-        outputs = torch.empty_like(rows)
         gate_up = self._by_expert(weights.gate_up, weights.gate_up_scales, weights.gate_up_zeros, self.spec.hidden_size)
         down = self._by_expert(weights.down, weights.down_scales, weights.down_zeros, self.spec.intermediate_size)
         biases = weights.gate_up_bias, weights.down_bias
         gate_up_bias, down_bias = (self._no_bias if each is None else each for each in biases)
-        start = 0
-        for expert, stop in enumerate(itertools.accumulate(num_rows)):
-            if stop > start:
-                gate, up = F.linear(rows[start:stop], gate_up[expert], gate_up_bias[expert]).chunk(2, dim=-1)
-                hidden = self._activate(gate, up)
-                outputs[order[start:stop]] = F.linear(hidden, down[expert], down_bias[expert])
-            start = stop
-        outputs = outputs.view(num_tokens, top_k, -1)
-        return torch.einsum("tk,tkh->th", topk_weights, outputs.float()).to(x.dtype)
+
+        def run(expert: int, rows: torch.Tensor) -> torch.Tensor:
+            gate, up = F.linear(rows, gate_up[expert], gate_up_bias[expert]).chunk(2, dim=-1)
+            return F.linear(self._activate(gate, up), down[expert], down_bias[expert])
+
+        return sum_over_experts(x, topk_weights, topk_ids, self.spec.num_experts, run)
 
     def _by_expert(
         self, weight: torch.Tensor, scales: torch.Tensor | None, zeros: torch.Tensor | None, columns: int

@@ -7,24 +7,28 @@ Each layer loads the file's blocks as they are, and repacks them once for its ke
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from minisgl_backends.kernels.device import packed_gemm_unsupported
+from minisgl_backends.moe.torch_kernel import TorchMoe
 from minisgl_backends.native import library
 from minisgl_backends.quantization.gguf_cpu import CpuLinearMethod
+from minisgl_backends.quantization.gguf_experts import CpuExperts
 from minisgl_backends.quantization.gguf_types import TYPES, GgmlType
 from minisgl_backends.requirements import other_weights
-from minisgl_core.contracts.layer_methods import EmbeddingMethod, LinearMethod, LinearSpec
+from minisgl_core.contracts.layer_methods import EmbeddingMethod, ExpertsMethod, ExpertsSpec, LinearMethod, LinearSpec
+from minisgl_core.contracts.moe import MoeKernel
 from minisgl_core.contracts.ops import Ops
 from minisgl_core.contracts.quantization import Quantization, QuantizationSpec
+from minisgl_core.contracts.shard import Shard
 
 _LOG = logging.getLogger(__name__)
 
 
 class Gguf(Quantization):
-    """Linear layers, embedding and LM head of a GGUF file.
+    """Linear layers, embedding and LM head of a GGUF file, and its experts on CPUs.
 
-    A layer is dequantized if its type has no kernel, or if a rank's columns begin or end within a block. Experts always are.
+    A layer is dequantized if its type has no kernel, or if a rank's columns begin or end within a block.
     """
 
     @classmethod
@@ -46,28 +50,38 @@ class Gguf(Quantization):
 
     def linear(self, spec: LinearSpec) -> LinearMethod:
         """Return the method of a layer whose parts all have a kernel."""
-        types = self._types(spec)
+        types = self._types([(part.name, spec.columns) for part in spec.parts])
         return super().linear(spec) if types is None else self._method(spec, types)
 
     def embedding(self, spec: LinearSpec) -> EmbeddingMethod | None:
         """Return the method of the embedding or the LM head."""
-        types = self._types(spec)
+        types = self._types([(part.name, spec.columns) for part in spec.parts])
         return None if types is None else self._method(spec, types)
 
-    def _types(self, spec: LinearSpec) -> list[GgmlType] | None:
+    def experts(self, spec: ExpertsSpec, kernel: type[MoeKernel]) -> ExpertsMethod:
+        """Return the method of packed experts on CPUs. Other kernels than `TorchMoe` get dequantized weights."""
+        types = None
+        if self.spec.device.type == "cpu" and kernel is TorchMoe and CpuExperts.supports(spec):
+            columns = (*[Shard.whole(spec.moe.hidden_size)] * 2, spec.inner)
+            names = [f"{spec.name}.{projection}" for projection in spec.projections]
+            types = self._types(zip(names, columns, strict=True))
+        return super().experts(spec, kernel) if types is None else CpuExperts(spec, kernel, types)
+
+    def _types(self, modules: Iterable[tuple[str, Shard]]) -> list[GgmlType] | None:
+        """Return the types of modules with these columns; None if one of them is dequantized."""
         assert self.spec.checkpoint is not None
         found = []
-        for part in spec.parts:
-            name = (self.spec.checkpoint.weights_of(part.name) or {}).get("type")
+        for module, columns in modules:
+            name = (self.spec.checkpoint.weights_of(module) or {}).get("type")
             kind = TYPES.get(name or "")
-            if kind is None or kind.in_bytes(spec.columns) is None:
+            if kind is None or kind.in_bytes(columns) is None:
                 if name is not None:
                     why = (
                         "has no kernel"
                         if kind is None
                         else f"has blocks of {kind.columns} columns, which ranks would split"
                     )
-                    _LOG.warning("%s is dequantized to %s: its type %s %s", part.name, spec.dtype, name, why)
+                    _LOG.warning("%s is dequantized to %s: its type %s %s", module, self.spec.dtype, name, why)
                 return None
             found.append(kind)
         return found

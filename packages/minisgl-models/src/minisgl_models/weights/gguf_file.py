@@ -110,13 +110,18 @@ class GgufWeights(WeightSource):
         return self._metadata.get("tokenizer.ggml.eos_token_id")
 
     def _quantization(self) -> dict[str, Any] | None:
-        """Return the GGML type of each quantized linear module and embedding, or None."""
+        """Return the GGML type of each quantized linear module, embedding and stack of experts, or None.
+
+        A stack has the name of its experts' modules without the index, such as ``model.layers.0.mlp.experts.gate_proj``.
+        """
         types = {}
         for name, tensor in self._tensors.items():
             block, stem, suffix = match.groups() if (match := _NAME.fullmatch(name)) else (None, "", "")
             target = self._architecture.names.get(stem, "{}")
-            if suffix == "weight" and len(tensor.shape) == 2 and tensor.is_quantized and "{}" not in target:
-                types[(f"model.layers.{block}." if block else "") + target] = tensor.ggml_type.name
+            is_matrix = len(tensor.shape) == (3 if "{}." in target else 2) and target != "{}"
+            if suffix == "weight" and is_matrix and tensor.is_quantized:
+                module = (f"model.layers.{block}." if block else "") + target.replace("{}.", "")
+                types[module] = tensor.ggml_type.name
         return {"quant_method": "gguf", "types": types} if types else None
 
     def _rope(self) -> dict[str, Any]:
@@ -201,8 +206,11 @@ class GgufWeights(WeightSource):
                     raise ModelFormatError(
                         f"{self._path}: tensor {name} has the shape {tensor.shape}; experts are stacked matrices"
                     )
-                for expert, matrix in enumerate(stacked(tensor)):
-                    yield f"{target.format(expert)}.{suffix}", matrix
+                # Experts of a stack are all packed, or none is.
+                is_packed = suffix == "weight" and tensor.is_quantized and f"{target.format(0)}.qweight" in wanted
+                kind = "qweight" if is_packed else suffix
+                for expert, matrix in enumerate(stacked(tensor.packed() if is_packed else tensor)):
+                    yield f"{target.format(expert)}.{kind}", matrix
             elif stem.endswith("_exps"):
                 if stem != "ffn_up_exps":  # which comes with the gate
                     up_name = name.replace("gate", "up")
