@@ -15,8 +15,66 @@ KVLayout = Literal["NHD", "HND"]
 
 
 @dataclass(frozen=True, slots=True)
+class KVGroup:
+    """Group of layers whose K and V have one shape and use the same pages per request.
+
+    Attributes:
+        num_layers: attention layers.
+        page_size: tokens per page, S.
+        num_kv_heads: KV heads, Hkv.
+        head_dim: head dimension of keys, D.
+        value_head_dim: head dimension of values; None for `head_dim`.
+        window: sliding window of all its layers, so that older tokens need not be kept; None to keep all tokens.
+    """
+
+    num_layers: int
+    page_size: int
+    num_kv_heads: int
+    head_dim: int
+    value_head_dim: int | None = None
+    window: int | None = None
+
+    @property
+    def elements_per_page(self) -> int:
+        """Elements per page, for K and V of all layers."""
+        return (
+            self.num_layers
+            * self.page_size
+            * self.num_kv_heads
+            * (self.head_dim + (self.value_head_dim or self.head_dim))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheSpec:
+    """State that a model keeps per request between steps.
+
+    Attributes:
+        groups: groups of layers, each with its own pages.
+        state_bytes: bytes per request besides pages, such as the state of linear attention.
+    """
+
+    groups: tuple[KVGroup, ...]
+    state_bytes: int = 0
+
+    @property
+    def only_group(self) -> KVGroup:
+        """Return the only group of a cache without other state, which is the usual case.
+
+        Raises:
+            ValueError: there are several groups, or further state.
+        """
+        if len(self.groups) != 1 or self.state_bytes:
+            raise ValueError(
+                f"the KV cache has {len(self.groups)} groups and {self.state_bytes} bytes of state per request; "
+                "only one group without further state is supported"
+            )
+        return self.groups[0]
+
+
+@dataclass(frozen=True, slots=True)
 class KVPoolSpec:
-    """Shape of the KV pool, local to a rank.
+    """Shape of one group's pool, local to a rank.
 
     Attributes:
         num_layers: attention layers.
@@ -38,11 +96,20 @@ class KVPoolSpec:
     device: torch.device
     layout: KVLayout = "NHD"
 
+    @classmethod
+    def of_group(
+        cls, group: KVGroup, num_pages: int, dtype: torch.dtype, device: torch.device, layout: KVLayout
+    ) -> KVPoolSpec:
+        """Return the spec of a group's pool with `num_pages` pages."""
+        assert group.value_head_dim in (None, group.head_dim), "values of another size than keys"
+        shape = group.page_size, group.num_kv_heads, group.head_dim
+        return cls(group.num_layers, num_pages, *shape, dtype, device, layout)
+
     @property
     def bytes_per_page(self) -> int:
         """Bytes per page, for K and V of all layers."""
-        elements = self.num_layers * self.page_size * self.num_kv_heads * self.head_dim
-        return 2 * elements * self.dtype.itemsize
+        group = KVGroup(self.num_layers, self.page_size, self.num_kv_heads, self.head_dim)
+        return group.elements_per_page * self.dtype.itemsize
 
 
 class KVPages(Protocol):
