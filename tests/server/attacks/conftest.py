@@ -32,7 +32,8 @@ class InnocentStream(threading.Thread):
         self.error: BaseException | None = None
 
     def run(self) -> None:
-        body = {"prompt": "Once upon a time", "max_tokens": 8000, "ignore_eos": True, "stream": True}
+        # Greedy, since `iter_lines` also ends a line at U+2028 and the like, which samples may have.
+        body = {"prompt": "Once upon a time", "max_tokens": 8000, "ignore_eos": True, "stream": True, "temperature": 0}
         try:
             with httpx.Client(timeout=60) as client:
                 while not self._ends.is_set():

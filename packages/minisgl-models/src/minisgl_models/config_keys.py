@@ -51,8 +51,8 @@ def unsupported_keys(
 def with_defaults(defaults: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config with the defaults of missing keys.
 
-    A key whose default is a number above 0, such as 1.0, takes such numbers; one whose default is a whole number takes whole
-    numbers of at least 0; and so on for flags and strings. `_NULL_IS_NONE` may be null.
+    A key whose default is a float takes numbers above 0; one whose default is an int takes whole numbers of at least 0. The
+    others take flags and strings, as their defaults. `_NULL_IS_NONE` may be null.
 
     Raises:
         ModelFormatError: a value has another type than its key's default; the message names the key.

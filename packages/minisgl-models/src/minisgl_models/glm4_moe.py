@@ -223,7 +223,7 @@ class Glm4MoeForCausalLM(Model):
 
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:
-        """Refuse a config without experts, biases of the MLP, sliding windows, a soft cap and a sparse step."""
+        """Refuse biases of the MLP, sliding windows, a soft cap, a sparse step, and configs without experts."""
         return unsupported_keys(
             config,
             partial_rotary=True,

@@ -181,7 +181,7 @@ class GptOssForCausalLM(Model):
 
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:
-        """Refuse a config without experts, a soft cap, and experts of other kinds."""
+        """Refuse a soft cap, experts of other kinds, and configs without experts."""
         return unsupported_keys(
             config,
             experts=True,

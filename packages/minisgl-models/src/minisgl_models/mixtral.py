@@ -146,7 +146,7 @@ class MixtralForCausalLM(Model):
 
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:
-        """Refuse a config without experts, biases, a soft cap, windows in some layers, and experts of other kinds."""
+        """Refuse biases, a soft cap, windows in some layers, experts of other kinds, and configs without experts."""
         return unsupported_keys(
             config,
             experts=True,

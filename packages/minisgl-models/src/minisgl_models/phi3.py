@@ -146,7 +146,10 @@ class Phi3ForCausalLM(Model):
 
     @classmethod
     def standard_config(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Add defaults, and give LongRoPE its name and its original context, which older checkpoints have elsewhere."""
+        """Add defaults, and LongRoPE's name and original context.
+
+        Older checkpoints call it ``su`` or ``yarn``, and have its original context at the top level.
+        """
         config = with_defaults({"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096}, raw)
         for name in ("rope_scaling", "rope_parameters"):
             rope = config.get(name)

@@ -164,7 +164,7 @@ class Qwen2MoeForCausalLM(Model):
 
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:
-        """Refuse a config without experts, biases of the MLP and a soft cap."""
+        """Refuse biases of the MLP, a soft cap, and configs without experts."""
         return unsupported_keys(config, experts=True, attn_logit_softcapping=None, mlp_bias=False)
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:

@@ -140,7 +140,7 @@ class Qwen3MoeForCausalLM(Model):
 
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:
-        """Refuse a config without experts, or with experts that are not Qwen3's."""
+        """Refuse configs without experts, or with experts that are not Qwen3's."""
         return unsupported_keys(config, experts=True, mlp_bias=False, **_OTHER_EXPERT_KEYS)
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:

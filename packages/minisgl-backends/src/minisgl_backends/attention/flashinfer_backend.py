@@ -63,7 +63,8 @@ class FlashInferAttention(FusedStoreAttention):
 
     @classmethod
     def uncompiled(cls, spec: AttentionSpec) -> str:
-        """Name the prefill's modules until `compile` has run. The decode's are not checked, as ``auto`` does not use them."""
+        """Name the prefill's modules until `compile` has run. Those of the decode are not checked, because ``auto`` takes only
+        the prefill from FlashInfer."""
         return "" if is_compiled(spec) else "FlashInfer's prefill"
 
     @classmethod

@@ -240,7 +240,7 @@ class TorchAttention(AttentionBackend):
         blocks = []
         for start in range(0, group.num_queries, _BLOCK):
             stop = min(start + _BLOCK, group.num_queries)
-            # Fewer keys are less work, but all keys need no copy, which matters more if there is one block.
+            # A slice of the keys is less work, but is copied for the GEMM. With one block, the copy costs more than it saves.
             num_keys = group.num_keys if group.num_queries <= _BLOCK else min(highest + stop, group.num_keys)
             masked_from = 0 if window is not None else min(lowest + start + 1, num_keys)
             mask = None

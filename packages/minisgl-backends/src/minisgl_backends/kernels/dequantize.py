@@ -119,9 +119,10 @@ def _bits(word, FIRST: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def scale_and_offset(word, superblock, FIELD: tl.constexpr, KIND: tl.constexpr, LOW: tl.constexpr, ZERO: tl.constexpr):
-    """Return field FIELD of a word of scales, float32, for `dequantize`. The offset includes what codes have too much there.
+    """Return field FIELD of a word of scales, float32, for `dequantize`.
 
-    All products are exact. An offset that is stored is rounded: by 2**-24 of 128 times the scale.
+    The offset also subtracts `base`, which `dequantize` leaves in each code, times the scale. All products are exact. If the file
+    has an offset, the difference is rounded, by at most 2**-24 of 128 times the scale.
     """
     base: tl.constexpr = 0.0 if INTERPRETED else (32768.0 if LOW == 8 else 128.0)
     if KIND == "scale":

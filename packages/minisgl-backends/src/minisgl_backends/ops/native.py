@@ -67,7 +67,7 @@ class NativeOps(OneDnnOps, StepOps):
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
         """Pack the weight; see `PackedGemm`."""
-        if self._fits_tiles(weight) and (bias is None or self._owns(bias)):
+        if self._fits_tiles(weight) and (bias is None or self._has_kernels_for(bias)):
             return PackedGemm(weight, bias, self._kernels)
         return super().prepare_linear(weight, bias)
 
@@ -78,15 +78,15 @@ class NativeOps(OneDnnOps, StepOps):
         return super().prepare_gated(weight, bias)
 
     def _fits_tiles(self, weight: torch.Tensor) -> bool:
-        return self._kernels.has_tiles and self._owns(weight) and weight.shape[1] % 2 == 0
+        return self._kernels.has_tiles and self._has_kernels_for(weight) and weight.shape[1] % 2 == 0
 
-    def _owns(self, *tensors: torch.Tensor) -> bool:
+    def _has_kernels_for(self, *tensors: torch.Tensor) -> bool:
         """Return True if all tensors have the dtype that the C kernels were compiled for."""
         return all(each.dtype == self.dtype for each in tensors)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See `NormOps.rms_norm`."""
-        if not self._owns(x, weight):
+        if not self._has_kernels_for(x, weight):
             return super().rms_norm(x, weight, eps)
         size = x.shape[-1]
         rows = x.reshape(-1, size)
@@ -100,7 +100,7 @@ class NativeOps(OneDnnOps, StepOps):
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `NormOps.add_rms_norm`. The sum overwrites `x`."""
-        if not self._owns(x, residual, weight):
+        if not self._has_kernels_for(x, residual, weight):
             return super().add_rms_norm(x, residual, weight, eps)
         x, residual, size = x.contiguous(), residual.contiguous(), x.shape[-1]
         out = torch.empty_like(x)
@@ -110,19 +110,19 @@ class NativeOps(OneDnnOps, StepOps):
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """See `NormOps.silu_and_mul`."""
-        if not self._owns(gate_up):
+        if not self._has_kernels_for(gate_up):
             return super().silu_and_mul(gate_up)
         return _activated(gate_up, self._kernels.silu_and_mul)
 
     def gelu_tanh_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """See `NormOps.gelu_tanh_and_mul`."""
-        if not self._owns(gate_up):
+        if not self._has_kernels_for(gate_up):
             return super().gelu_tanh_and_mul(gate_up)
         return _activated(gate_up, self._kernels.gelu_tanh_and_mul)
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """See `SamplingOps.argmax`."""
-        if not self._owns(logits):
+        if not self._has_kernels_for(logits):
             return super().argmax(logits)
         logits = logits.contiguous()
         out = torch.empty(len(logits), dtype=torch.int64)
@@ -131,7 +131,7 @@ class NativeOps(OneDnnOps, StepOps):
 
     def sample(self, logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
         """See `SamplingOps.sample`."""
-        if not self._owns(logits):
+        if not self._has_kernels_for(logits):
             return super().sample(logits, temperature, uniform)
         logits, temperature, uniform = logits.contiguous(), temperature.contiguous(), uniform.contiguous()
         out = torch.empty(len(logits), dtype=torch.int64)
@@ -173,13 +173,13 @@ class NativeOps(OneDnnOps, StepOps):
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `RotaryOps.rotary`; q and k are overwritten."""
-        if not self._owns(q, k):
+        if not self._has_kernels_for(q, k):
             return super().rotary(q, k, cos, sin)
         return self.rotate(q, k, Rotation(cos, sin))
 
     def rotate(self, q: torch.Tensor, k: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
         """See `RotaryOps.rotate`; q and k are overwritten."""
-        if not self._owns(q, k, *(rotation.norms or ())):
+        if not self._has_kernels_for(q, k, *(rotation.norms or ())):
             return super().rotate(q, k, rotation)
         cos, sin = (x.to(self.dtype).contiguous() for x in (rotation.cos, rotation.sin))
         q, k = _dense_heads(q), _dense_heads(k)

@@ -108,9 +108,9 @@ class RadixPrefixCache(PrefixCache):
             leaf, _ = self._lru.popitem(last=False)
             num_kept = max(0, len(leaf.pages) - num_left)
             if num_kept > 0:
-                rest = leaf.split(num_kept, self.page_size)
-                self._lru[rest] = None
-                self._lru.move_to_end(rest, last=False)
+                kept = leaf.split(num_kept, self.page_size)  # `leaf` now has only the pages to evict
+                self._lru[kept] = None
+                self._lru.move_to_end(kept, last=False)
             assert leaf.parent is not None
             assert not leaf.children
             del leaf.parent.children[edge_key(leaf.token_ids, self.page_size)]

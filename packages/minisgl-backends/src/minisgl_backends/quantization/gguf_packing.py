@@ -18,7 +18,8 @@ _CHUNK = 1 << 22
 """Weights that are unpacked at once, which bounds the temporary memory."""
 
 Unpacked = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""Codes, uint8 [rows, K], and bytes of scales and superblocks in the order of a word's fields, uint8 [rows, ...]."""
+"""Codes, uint8 [rows, blocks, ...], and the bytes of scales and of superblocks in the order of `Packing.kind`, uint8 [rows,
+...]."""
 
 
 def pack(matrix: PackedMatrix, row: int, kind: GgmlType, blocks: torch.Tensor) -> None:

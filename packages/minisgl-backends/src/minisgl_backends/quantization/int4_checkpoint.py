@@ -8,7 +8,7 @@ An int32 has eight codes, along the dimension that is divided by 8 here. There a
   ``weight_g_idx`` [K].
 
 With act-order, inputs are sorted by group. If this rank has only some inputs of a group, each block of 32 inputs
-has its own scales. The rest of the last block of a group gets codes of zero.
+has its own scales. The rest of the last block of a group is padded with the zero point as the code, that is, with weights of 0.
 """
 
 from __future__ import annotations

@@ -158,11 +158,11 @@ def resolve(
     elif reasons := unsupported("grammar", grammar):
         raise ProviderUnsupportedError("grammar", grammar, reasons)
 
-    overlap = config.scheduler.disable_overlap
-    if overlap == AUTO:
-        overlap = hardware.torch_name == "cpu"
-        why = "the device works synchronously" if overlap else "the device works asynchronously"
-        choices.append(Choice("overlap", "off" if overlap else "on", why))
+    disable_overlap = config.scheduler.disable_overlap
+    if disable_overlap == AUTO:
+        disable_overlap = hardware.torch_name == "cpu"
+        why = "the device works synchronously" if disable_overlap else "the device works asynchronously"
+        choices.append(Choice("overlap", "off" if disable_overlap else "on", why))
     prefill = config.scheduler.max_prefill_length
     if prefill == AUTO:
         prefill = 1024 if hardware.torch_name == "cpu" else 8192
@@ -184,7 +184,7 @@ def resolve(
         quantization=quantization,
         communicator=communicator,
         grammar=grammar,
-        disable_overlap=overlap,
+        disable_overlap=disable_overlap,
         max_prefill_length=prefill,
         max_step_ms=max_step_ms,
         platform=hardware.platform,

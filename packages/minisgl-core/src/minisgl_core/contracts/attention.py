@@ -71,17 +71,18 @@ class AttentionCapabilities:
     Attributes:
         layouts: KV layouts, best first; two combined backends use a common one.
         fused_kv_store: with layout NHD, the RoPE kernel may store K and V. Requires `kv_slots` and `attend_stored`.
-        fused_rope_decode: the decode kernel applies RoPE and stores K and V. Requires `rotates` and `attend_rotating`.
+        fused_rope_decode: the decode kernel applies the QK norm, if there is one, and RoPE, and stores K and V. Requires
+            `rotates` and `attend_rotating`.
         cuda_graphs: supports CUDA graphs of decodes. Requires `plan_capture` and `plan_replay`.
-        graph_reads_page_table: `plan_replay` reads no device memory, because the captured kernels read the page table and the
-            batch's tensors. If True, the graph writes these before `forward`. If False, the engine writes them before
+        graph_reads_page_table: the captured kernels read the page table and the batch's tensors, so that `plan_replay` reads no
+            device memory. If True, the graph writes both before `forward`. If False, the engine writes them before
             `plan_replay`; see there.
         fp8_kv: reads and writes a KV pool in float8_e4m3fn.
         sliding_windows: supports `AttentionLayer.sliding_window`.
         soft_cap: supports `AttentionLayer.soft_cap`.
         sinks: supports `AttentionLayer.sinks`.
-        value_head_dim: supports values with another head dimension than keys.
-        mla: supports multi-head latent attention.
+        value_head_dim: reserved for values with another head dimension than keys; must be False.
+        mla: reserved for multi-head latent attention, whose tensors are not defined yet; must be False.
         multi_token_decodes: supports several tokens per decoding request.
     """
 
@@ -336,7 +337,7 @@ class AttentionBackend(ABC):
     def attend_rotating(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, rotation: Rotation, plan: Any
     ) -> torch.Tensor:
-        """Apply RoPE as `RotaryOps.rotate` does, then run `forward`. The inputs q, k and v are not modified.
+        """Apply the QK norm and RoPE as `RotaryOps.rotate` does, then run `forward`. The inputs q, k and v are not modified.
 
         It is called only if `rotates` returned True for the step.
 

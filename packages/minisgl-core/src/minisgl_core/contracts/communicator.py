@@ -18,7 +18,7 @@ class CommunicatorSpec:
     """Properties of this rank and its group.
 
     Attributes:
-        rank: global rank of this process in the group, in ``[0, size)``.
+        rank: rank of this process in the group, in ``[0, size)``; not the local rank, which is the index of `device`.
         size: number of ranks of the group.
         device: device of this rank; its index is the local rank.
         init_method: torch.distributed URL, the same for all ranks, such as ``tcp://127.0.0.1:29500``.

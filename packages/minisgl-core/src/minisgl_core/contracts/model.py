@@ -93,7 +93,7 @@ class Attend(Protocol):
     ) -> torch.Tensor:
         """Return the output [T, Hq, D] of q [T, Hq, D], k and v [T, Hkv, D].
 
-        If `rotation` is given, q and k are rotated first, possibly in place.
+        If `rotation` is given, its QK norm (if there is one) and RoPE are applied to q and k first, possibly in place.
         """
 
 

@@ -226,7 +226,8 @@ class DecodeGraphs:
         io.restart()
         captured = _Captured(io, inputs, batch, attend, [graph], *results)
         if on_host:
-            # The graph lacks kernels that neither torch nor `cpu_graphs.call` calls, so check a replay.
+            # A kernel that is called neither through torch nor through `cpu_graphs.call` is missing in the graph, so check a
+            # replay.
             first[1:3], first[4], batch.seq_lens_host[:] = 1, 2, 2
             self._platform.fill(inputs, first)
             self._attention.plan_replay(batch)

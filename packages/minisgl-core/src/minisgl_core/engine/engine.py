@@ -119,6 +119,7 @@ class Engine:
                 hidden = self._piecewise.run(inputs)
             else:
                 attend = BoundAttention(self.attention, self.attention.plan(inputs.batch), self._ops.rotary)
+                # Without a sampled token, one is still needed: token 0, the first entry of cu_seqlens_q.
                 index = inputs.logits_index if num_sampled else inputs.batch.cu_seqlens_q[:1]
                 wanted = None if wants_all or not self._selects else index
                 hidden = self._forward(inputs, attend, wanted)

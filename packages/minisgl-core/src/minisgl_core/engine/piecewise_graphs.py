@@ -120,7 +120,7 @@ class PiecewiseGraphs:
     ) -> None:
         """Capture all sizes; see `capture_sizes`.
 
-        Without `max_requests`, the most requests of a step, the last layer computes all tokens.
+        `max_requests` is the maximum number of requests in a step. If it is None, the last layer computes all tokens.
         """
         self._platform, self._model, self._attention, self._rotary = platform, model, attention, rotary
         self._fused_store = fused_store_backend(attention, rotary)
@@ -128,7 +128,9 @@ class PiecewiseGraphs:
         device, most = platform.device, max(sizes)
         self._ids, self._positions = torch.zeros(2, most, dtype=torch.int32, device=device).unbind(0)
         self._slots = torch.zeros(most, dtype=torch.int64, device=device)
-        self._rows = torch.zeros(most if max_requests is None else max_requests, dtype=torch.int32, device=device)
+        self._logits_index = torch.zeros(
+            most if max_requests is None else max_requests, dtype=torch.int32, device=device
+        )
         remedy = "--piecewise-cuda-graph-max-tokens 0 captures none"
         self._captured = capture_sizes(
             sizes, self._capture, what="piecewise CUDA graphs", remedy=remedy, progress=progress
@@ -149,7 +151,7 @@ class PiecewiseGraphs:
         return int(self._sizes[np.searchsorted(self._sizes, count)])
 
     def _selects(self, size: int) -> bool:
-        return size > len(self._rows)
+        return size > len(self._logits_index)
 
     def run(self, inputs: StepInputs) -> torch.Tensor:
         """Run a step that `fits`.
@@ -166,8 +168,8 @@ class PiecewiseGraphs:
         self._slots[:count].copy_(inputs.batch.slots)
         self._slots[count:size].zero_()
         if self._selects(size):
-            self._rows[:num_sampled].copy_(inputs.logits_index)
-            self._rows[num_sampled:].zero_()  # indices of an earlier, larger step could be out of range
+            self._logits_index[:num_sampled].copy_(inputs.logits_index)
+            self._logits_index[num_sampled:].zero_()  # indices of an earlier, larger step could be out of range
         for graph, call in zip(captured.graphs, captured.calls, strict=False):
             graph.replay()
             q, k, v = call.q[:count], call.k[:count], call.v[:count]
@@ -181,7 +183,7 @@ class PiecewiseGraphs:
     def _run(self, size: int, between: Callable[[], None]) -> tuple[torch.Tensor, list[_Call]]:
         least = int(max(self._sizes[self._sizes < size], default=0))  # steps with fewer tokens use a smaller size
         attend = _Capture(self._platform, self._attention, self._rotary, self._slots[:size], least, between)
-        index = self._rows if self._selects(size) else None
+        index = self._logits_index if self._selects(size) else None
         return self._model.forward(self._ids[:size], self._positions[:size], attend, index), attend.calls
 
     def _capture(self, size: int, pool: Any) -> _Captured:

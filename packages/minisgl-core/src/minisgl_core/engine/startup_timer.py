@@ -34,7 +34,7 @@ class StartupTimer:
 
 
 def process_age_s() -> float:
-    """Return the seconds since this process was started. On Linux, psutil's time is off by up to a second or more."""
+    """Return the seconds since this process was started. On Linux, psutil's time may be off by a second or more."""
     if not hasattr(time, "CLOCK_BOOTTIME"):
         return time.time() - psutil.Process().create_time()
     ticks = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])

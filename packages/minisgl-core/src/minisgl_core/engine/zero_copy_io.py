@@ -1,8 +1,8 @@
 """Zero-copy input and output of a CUDA graph, through mapped pinned memory.
 
-The first kernel of a step reads the step inputs there, and its last kernel writes the tokens there. So no copy is needed
-between two steps. There are two buffers, which steps use alternately. The device keeps the index itself, since each replay is
-the same:
+The first kernel of a step reads the step inputs there, and its last kernel writes the tokens there. So no separate
+transfer is launched between two steps. There are two buffers, which steps use alternately. The device keeps the index itself,
+since each replay is the same:
 
     host    | fill 0, launch | fill 1, launch | wait, read 0 | fill 0, launch | wait, read 1 | ...
     device           | step: reads 0, writes 0 | step: reads 1, writes 1 | step: reads 0, ...

@@ -3,10 +3,11 @@
 The major number grows when a plugin for the old contracts may stop working. Examples are a removed method, a new abstract method
 and a changed argument. The minor number grows with additions that a plugin may ignore, such as an optional method, a new hook or
 a field with a default. A provider declares its versions as a class attribute, ``plugin_api = ">=2,<3"``, and a hook
-module as a module attribute. Other versions of minisgl refuse it by name. The base classes of the contracts have a default for
+module as a module attribute. Other versions of minisgl refuse the provider
+with an error that names it. The base classes of the contracts have a default for
 providers without a declaration. The versions of the packages are independent of this one.
 
-Nothing is released yet: 2.0 will be the contracts of the first release, and they may change until then.
+Version 1 was never released. The first release will have version 2.0, which may change until then.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ VERSION = "2.0"
 
 CHANGES = {
     "attention": "a backend declares `capabilities` in place of kv_layout, reads_page_table and the optional protocols",
-    "communicator": "`CommunicatorSpec` has global ranks, and a communicator has send() and recv()",
+    "communicator": "`CommunicatorSpec.rank` is the rank in the group, not the local rank, and a communicator has send() and"
+    " recv()",
     "grammar": "the base classes declare version 2, and nothing else changed",
     "hooks": "plans and records have new fields, and the hooks pages_cached and pages_evicted are new",
     "models": "models are plain layers loaded by attribute, and forward() has the argument logits_index",

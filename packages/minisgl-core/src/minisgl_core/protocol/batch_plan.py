@@ -1,8 +1,8 @@
 """Plan and result of one step: the scheduler makes the plan, the engine returns the result.
 
-A `BatchPlan` is plain data on the host. The scheduler sends nothing else to the engine, and rank 0 sends nothing else to the
-other ranks. So every rank runs the same steps in the same order by construction. With pipeline parallelism, the last stage sends
-the `StepResult` to rank 0.
+A `BatchPlan` is plain data on the host. Apart from the `TokenMasks` of constrained requests, the scheduler sends nothing else to
+the engine. Rank 0 sends both to the other ranks, and a `Stop` at the end. So every rank runs the same steps in the same order by
+construction. With pipeline parallelism, the last stage sends the `StepResult` to rank 0.
 """
 
 from __future__ import annotations

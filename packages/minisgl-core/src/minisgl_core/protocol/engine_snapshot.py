@@ -71,7 +71,7 @@ class RequestSnapshot(msgspec.Struct, kw_only=True):
     num_cached: int
     """Prompt tokens found in the prefix cache at admission; -1 before."""
     num_computed: int
-    """Tokens whose KV is in the pool once the launched steps are done."""
+    """Tokens whose KV is in the pool once all planned steps are done."""
     num_output: int
     """Output tokens known to the host."""
     num_pages: int
@@ -121,7 +121,8 @@ class PagesSnapshot(msgspec.Struct, kw_only=True):
     map_starts: np.ndarray
     """Start of each run of pages with the same owner, int32, ascending from 0, counted in pages on the map."""
     map_owners: np.ndarray
-    """Owner of each run of pages, int64: 0 is free, n > 0 is cached run n, -1 is an unlisted cached run, -1 - n is request n."""
+    """Owner of each run of pages, int64: 0 is free, n > 0 is cached node n, -1 is an unlisted cached node, -1 - n is request
+    n."""
 
 
 class TotalsSnapshot(msgspec.Struct, kw_only=True):

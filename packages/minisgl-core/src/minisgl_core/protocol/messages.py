@@ -222,7 +222,7 @@ class Submit(msgspec.Struct, tag=True, kw_only=True):
 
 
 class Rejected(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
-    """Scheduler or tokenizer worker to API server: a request was refused before it ran.
+    """Scheduler or tokenizer worker to API server: a request was refused, or cannot continue.
 
     `kind` is ``invalid`` or ``too_long`` for the context (HTTP 400), ``queue_full`` (429), ``internal`` (500), or
     ``replica_lost`` or ``no_replica`` (503), after which the request may be sent again. `param` names the field at fault.

@@ -40,8 +40,8 @@ from minisgl_core.protocol.messages import TokenBatch
 from minisgl_core.scheduler.scheduler import Scheduler
 
 _LEAD_S = 2e-3
-"""The next step is scheduled this long, and the CPU time of the last scheduling and launch, before the end of a step. So the
-device does not wait for it."""
+"""Safety margin. Scheduling begins this much, plus the duration of the last scheduling and launch, before the predicted end of
+the step in flight. So the device does not wait for the next step."""
 _POLL_S = 1e-3
 """Longest wait of `time_to_schedule` before the step in flight is checked again."""
 
@@ -57,7 +57,7 @@ class _InFlight:
         plan: plan of the step.
         pending: its results.
         launched_s: time of the launch.
-        done_s: time when the step was seen to be done; 0 before that.
+        done_s: estimated time when the step was done; 0 before that.
     """
 
     plan: BatchPlan
@@ -102,8 +102,8 @@ class EngineLoop:
         """Most steps in flight when `step` returns."""
         self._send_plan, self._receive_result = send_plan, receive_result
         self._in_flight: deque[_InFlight] = deque()
-        self._cpu_s = 0.0
-        """CPU time of scheduling and launching the newest step."""
+        self._host_s = 0.0
+        """Duration of scheduling and launching the newest step on the host."""
         self._last_done_s = 0.0
         """Time when the last processed step was done. The next step began then if it had been launched before."""
 
@@ -123,10 +123,10 @@ class EngineLoop:
         oldest = self._in_flight[0]
         now = time.monotonic()
         began_s = max(oldest.launched_s, self._last_done_s)
-        left_s = began_s + self.scheduler.step_times.predict(*oldest.sizes) - _LEAD_S - self._cpu_s - now
+        left_s = began_s + self.scheduler.step_times.predict(*oldest.sizes) - _LEAD_S - self._host_s - now
         if left_s < _POLL_S / 2 or oldest.done_s:
             return 0.0
-        if oldest.pending.is_done():  # it ended since the last check, earlier than predicted
+        if oldest.pending.is_done():  # it ended since the last check, up to `_POLL_S` ago
             oldest.done_s = now - _POLL_S
             return 0.0
         return min(left_s, _POLL_S)
@@ -139,7 +139,7 @@ class EngineLoop:
         begun = None if plan is None else self._begin(plan)
         outputs = self.scheduler.collect_aborted()
         if plan is not None and begun is not None:
-            self._cpu_s = time.monotonic() - started_s
+            self._host_s = time.monotonic() - started_s
             # Token masks depend on all tokens before. In a pipeline, the host knew them when it planned the step.
             while self._in_flight and len(plan.sample.masked) and not self._is_pipeline:
                 outputs += self._process(self._in_flight.popleft())

@@ -38,7 +38,8 @@ _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 GRACE_S = 3.0
 """Time from `END_SIGNAL` to SIGKILL."""
 _KILLED_S = 1.0
-"""Time from the failure of a child in which the end of a killed one is its cause."""
+"""After a child fails, the supervisor waits this long for another one to turn out to be killed by a signal, and then reports that
+one."""
 _MAX_WAIT_S = 3600.0
 """Longest timeout of one system call, which counts milliseconds in 32 bits."""
 

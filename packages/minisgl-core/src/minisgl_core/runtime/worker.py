@@ -97,6 +97,8 @@ def _run_rank0(
             loop.scheduler.grammars.warm_up()
         if hooks.engine_started is not None:
             hooks.engine_started(info=info)
+        if hooks.engine_stopped is not None:
+            stack.callback(hooks.engine_stopped)
         phases.done("made the scheduler")
         report(Ready(process="scheduler rank 0", engine=info))
         workers = [Sender(address) for address in addresses.scheduler_out]
@@ -107,8 +109,6 @@ def _run_rank0(
                 if loop.scheduler.grammars is not None:
                     loop.scheduler.grammars.close()
                 send_all(followers, Stop())
-                if hooks.engine_stopped is not None:
-                    hooks.engine_stopped()
                 for sender in followers:
                     sender.close()
 
@@ -187,8 +187,7 @@ def load_grammar(built: BuiltEngine, registry: Registry) -> Grammar:
 def follow(built: BuiltEngine, from_rank0: Receiver[FromRank0]) -> None:
     """Run the plans of rank 0 in order, until it stops.
 
-    The result of a step is awaited before the second step after it is launched, so that a rank does not run ahead without
-    limit.
+    Step n + 2 is launched after step n is done, so that a rank is at most two steps ahead.
     """
     pending = None
     with closing(built.engine):
@@ -269,8 +268,8 @@ def _serve(
 def _arrivals(requests: Receiver[Incoming], loop: EngineLoop) -> Iterator[Incoming | None]:
     """Yield the messages to handle before the next step.
 
-    This yields all messages that have arrived, otherwise requests that end within one step would run one at a time. Then it
-    waits for more until `EngineLoop.time_to_schedule` is 0.
+    These are all messages that have arrived. With one message per step, requests that end within a step would never share a
+    batch. Then it waits for more until `EngineLoop.time_to_schedule` is 0.
     """
     if not loop.has_work:
         yield requests.receive()

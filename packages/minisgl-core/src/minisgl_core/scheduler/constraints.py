@@ -53,13 +53,13 @@ class Constraint:
     Attributes:
         error: the reason why the output cannot continue; empty if there is none.
         param: the request field at fault; None if the provider is at fault.
-        opening: a token that may come next in addition to those that the grammar allows; None if there is none.
+        reasoning_begin_token: token that begins the reasoning content, while it may still come; None otherwise.
     """
 
-    __slots__ = ("_compiled", "_reasoning_end_token", "_state", "error", "opening", "param")
+    __slots__ = ("_compiled", "_reasoning_end_token", "_state", "error", "param", "reasoning_begin_token")
 
     def __init__(self, source: GrammarSource, compiled: Future[CompiledGrammar]) -> None:
-        self._compiled, self.opening = compiled, source.reasoning_begin_token
+        self._compiled, self.reasoning_begin_token = compiled, source.reasoning_begin_token
         self._reasoning_end_token = source.reasoning_end_token
         self._state: GrammarState | None = None
         self.error = ""
@@ -89,16 +89,16 @@ class Constraint:
     @property
     def active_state(self) -> GrammarState | None:
         """The grammar state that restricts the next token; None in the reasoning content, which is unrestricted."""
-        is_free = self._reasoning_end_token is not None and self.opening is None
+        is_free = self._reasoning_end_token is not None and self.reasoning_begin_token is None
         return None if is_free else self._state
 
     def accept(self, token: int) -> None:
         """Advance the state by the next token."""
         assert self._state is not None
-        if self.opening is not None:
-            if token != self.opening:
+        if self.reasoning_begin_token is not None:
+            if token != self.reasoning_begin_token:
                 self._reasoning_end_token = None
-            self.opening = None
+            self.reasoning_begin_token = None
         if self._reasoning_end_token is not None:
             if token == self._reasoning_end_token:
                 self._reasoning_end_token = None
@@ -217,8 +217,8 @@ class Grammars:
             self._provider().fill_masks(states, filled)
             masks[indices] = filled
             for index in indices:
-                if (each := constraints[index]) is not None and each.opening is not None:
-                    allow_token(masks[index], each.opening)
+                if (each := constraints[index]) is not None and each.reasoning_begin_token is not None:
+                    allow_token(masks[index], each.reasoning_begin_token)
         for mask, tokens in zip(masks, banned, strict=True):
             before = mask.copy() if tokens else mask
             clear_tokens(mask, tokens)

@@ -17,7 +17,7 @@ class SchedulerLimits:
     Attributes:
         max_running: most requests in a batch; also the rows of the page table.
         max_prefill_tokens: most prompt tokens in a step.
-        max_queued: most waiting requests in addition to one per free slot of the batch.
+        max_queued: most waiting requests in addition to one per free row of the page table.
         max_seq_len: most tokens of a sequence; ``num_pages - 1`` pages must hold it.
         num_pages: pages of the pool, the padding page included.
         page_size: tokens per page.

@@ -13,7 +13,8 @@ A request uses locked pages of the prefix cache, followed by pages of its own:
     owner   |     prefix cache      |            request             |
 
 `share` runs when a step is planned. Requests that are planned later, even in the same step, can then use the prefix. This is
-safe because each layer of a step stores all K and V before any query of that layer attends.
+safe because each layer of a step stores the K and V of all prefills before any prefill of that layer attends. Decodes read no
+pages that the same step writes, apart from that of their own token.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ class PageManager:
         return self.allocator.allocate(num_pages)
 
     def share(self, request: Request) -> None:
-        """Insert the request's computed pages into the cache.
+        """Insert the pages that planned steps have filled or will fill into the cache.
 
         This is skipped if the cache already holds more pages of the prefix than the request shares. The request then has
         duplicates of these pages. Two cases cause duplicates: the last page of a fully cached prompt is computed again, and so

@@ -132,7 +132,7 @@ class Request:
 
     @property
     def num_computed(self) -> int:
-        """Tokens whose KV is in the pool once the launched steps are done."""
+        """Tokens whose KV is in the pool once all planned steps are done."""
         return int(self._running.num_computed[self.row])
 
     @num_computed.setter

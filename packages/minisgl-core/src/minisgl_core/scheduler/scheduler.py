@@ -339,15 +339,15 @@ class Scheduler:
         budget = self.step_times.prompt_tokens(num_decodes, most)
         # If `max_step_s` limits the prompt tokens, no further prompt begins once half of them are used: the next step then has
         # more room for it, and the prompts that have begun get their first tokens earlier.
-        unused = 0 if budget == most else budget // 2
+        reserve = 0 if budget == most else budget // 2
         chunks: list[Chunk] = []
         for row in rows.tolist():
             if budget > 0:
                 request = self._running[row]
                 self.pages.attach_cached(request)
                 budget -= self._add_chunk(request, budget, chunks)
-        if self._waiting and budget > unused and self.rows.num_free > 0:
-            self._admit(budget, unused, chunks)
+        if self._waiting and budget > reserve and self.rows.num_free > 0:
+            self._admit(budget, reserve, chunks)
         return chunks
 
     def _in_order(self, waiting: list[Request]) -> Sequence[Request]:
@@ -366,14 +366,14 @@ class Scheduler:
             )
         return cast(Sequence[Request], ordered)
 
-    def _admit(self, budget: int, unused: int, chunks: list[Chunk]) -> None:
-        """Start waiting requests until `unused` tokens of the budget, or none, are left."""
+    def _admit(self, budget: int, reserve: int, chunks: list[Chunk]) -> None:
+        """Admit waiting requests while more than `reserve` tokens of the budget are left. The last chunk may use the reserve."""
         reserved = self.pages.num_reserved()
         waiting = self._waiting
         if self._compiling:
             waiting = [each for each in waiting if each.constraint is None or each.constraint.has_begun]
         for request in self._in_order(waiting):
-            if budget <= unused or self.rows.num_free == 0:
+            if budget <= reserve or self.rows.num_free == 0:
                 return
             self._running.assign(request, self.rows.allocate())
             self.pages.attach_cached(request)

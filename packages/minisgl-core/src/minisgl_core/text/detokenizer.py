@@ -88,7 +88,8 @@ class _WindowDecoder:
     """Decoder that calls the tokenizer with the new tokens and those of the step before.
 
     A decoder may treat the first token of a text differently: that of sentencepiece drops its leading space. A decoder with
-    byte fallback decodes a run of byte tokens as a whole. Then the first byte of a character invalidates the bytes before it.
+    byte fallback decodes a run of byte tokens as a whole. With an incomplete character at its end, the
+    complete characters before it become replacement characters, too.
     """
 
     def __init__(self, tokens: TokenBytes, skip_special_tokens: bool) -> None:
@@ -106,7 +107,7 @@ class _WindowDecoder:
         new = [token for token in token_ids if token not in self._special]
         if finished:
             return self._add(new, finished)
-        # Tokens are added one by one: this finds the boundary before a character that several tokens end inside of.
+        # Tokens are added one by one: this finds the boundary before a character that is spread over several tokens.
         return "".join([self._add([token], finished) for token in new])
 
     def _add(self, token_ids: list[int], finished: bool) -> str:

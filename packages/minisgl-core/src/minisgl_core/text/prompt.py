@@ -15,7 +15,7 @@ from minisgl_core.text.chat import render_chat
 _FIRST_LOOK = 2**14
 """Characters that are tokenized first; so many take about 10 ms."""
 _SLACK = 256
-"""Tokens by which the beginning of a text may exceed the whole text."""
+"""Bound for the tokens that the beginning of a text, tokenized alone, may have in addition to those of the whole text."""
 
 
 def list_prompts(prompts: Any) -> list[Any]:

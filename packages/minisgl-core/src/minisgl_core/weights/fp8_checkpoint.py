@@ -31,7 +31,7 @@ class TypedTensor(LazyTensor, Protocol):
 
 
 def unreadable_reasons(config: Mapping[str, Any]) -> list[str]:
-    """Return the reasons why the weights cannot be read, one sentence each. Empty if they can be, or are not quantized.
+    """Return the reasons why the weights cannot be dequantized, one sentence each. Empty if they can be, or are not quantized.
 
     Args:
         config: the checkpoint's ``config.json``.

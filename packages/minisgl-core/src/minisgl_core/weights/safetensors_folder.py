@@ -29,7 +29,7 @@ class SafetensorsWeights(FolderSource):
 
     @classmethod
     def unsupported(cls, path: Path) -> list[str]:
-        """Return the reasons: no config, no safetensors, or an unsupported quantization format."""
+        """Return the reasons: no config, or no safetensors. Unsupported quantization is an error of `tensors`."""
         if not path.is_dir():
             return ["it is not a folder"]
         reasons = [] if (path / "config.json").is_file() else ["the folder has no config.json"]

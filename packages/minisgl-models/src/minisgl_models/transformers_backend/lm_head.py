@@ -36,7 +36,7 @@ class IdentityBackbone(nn.Module):
 
 
 def backbone_name(model: Any) -> str:
-    """Return the attribute of the model below the LM head. A few classes declare a prefix that they do not have.
+    """Return the name of the attribute that holds the backbone: `base_model_prefix`, or ``model`` if that names no attribute.
 
     Raises:
         ModelFormatError: the model has none.

@@ -1,4 +1,4 @@
-"""Linear layers of a transformers model, on the ranks that its own tensor-parallel plan gives them.
+"""Linear layers of a transformers model, sharded over the ranks by its own tensor-parallel plan.
 
 A plan names modules and styles (``"layers.*.mlp.up_proj": "colwise"``). Everything else is the same on every rank.
 """

@@ -1,7 +1,8 @@
 """The attention layers of a transformers model, traced in one forward on the meta device.
 
-Nothing is read from config keys, whose meaning differs between architectures: the arguments of its attention function
-say it all. A model that reads values of tensors on the host, as CUDA graphs forbid, fails here.
+Heads, scales, windows, soft caps and sinks are read from the arguments of the model's attention calls. The meaning of config
+keys differs between architectures. Config keys only serve to refuse a model and to bound its size. A model that reads
+values of tensors on the host, as CUDA graphs forbid, fails here.
 """
 
 from __future__ import annotations

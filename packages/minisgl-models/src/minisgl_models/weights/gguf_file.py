@@ -192,7 +192,7 @@ class GgufWeights(WeightSource):
         return self.stored_tensors(config, ())
 
     def stored_tensors(self, config: ModelConfig, wanted: Container[str]) -> Iterator[tuple[str, LazyTensor]]:
-        """Yield `tensors`; but ``X.qweight``, the file's blocks as int8 [rows, bytes per row], if that is wanted."""
+        """Yield `tensors`, but a weight X as ``X.qweight`` if that is wanted: the file's blocks, int8 [rows, bytes per row]."""
         for name, tensor in self._tensors.items():
             if name in _OF_ROPE:
                 continue

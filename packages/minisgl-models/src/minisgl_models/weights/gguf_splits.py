@@ -1,7 +1,8 @@
 """Pre-tokenizers of GGUF's byte-level vocabularies, by the value of ``tokenizer.ggml.pre``.
 
 The expressions are those of the models' own ``tokenizer.json``; llama.cpp's vocabularies with expected tokens test them (see
-docs/development.md). Each expression splits what the one before it left. None of them takes quadratic time in the text.
+docs/development.md). Each expression splits the pieces that the one before it made, its matches included. None of them takes
+quadratic time in the text.
 """
 
 from __future__ import annotations

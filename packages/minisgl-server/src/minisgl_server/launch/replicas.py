@@ -60,7 +60,10 @@ class Replicas(Restarts):
             config = self._divide_host(config, registry)
         self._config = config
         self._engines = dict.fromkeys(range(self._num), -1)
-        """Number of the engine by replica; replicas that stay down are missing."""
+        """Number of the engine by replica; replicas that stay down are missing.
+
+        An engine is one incarnation of a replica. After k restarts, its number is ``replica + k * num_replicas``.
+        """
         self._ready_s: dict[int, float] = {}
         """Time of readiness, by number of the engine; only of engines that the router knows."""
         self.info: EngineInfo | None = None

@@ -17,7 +17,8 @@ HARMONY = "gpt_oss"
 TAGS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
 
 _RECIPIENT = re.compile(r" ?(|t|to|to=\S{0,256}( \w{0,16})?)")
-"""Start of an output that names the recipient of a tool call, and its beginnings. The prompt ends with ``<|start|>assistant``."""
+"""Matches ``to=NAME`` at the start of an output, and every prefix of it, so that a stream can be held back. The prompt ends with
+``<|start|>assistant``."""
 
 Kind = Literal["reasoning", "content"]
 

@@ -51,7 +51,7 @@ OUTPUT_S = 10.0
 METRICS_S = 5.0
 """Longest time that an engine may take to return its metrics."""
 MAX_ATTEMPTS = 3
-"""Replicas that one request may lose."""
+"""Replicas that are tried for a request, which fails when the last of them is lost."""
 TICK_S = 1.0
 """Time between two calls of `RoutingTable.tick`."""
 

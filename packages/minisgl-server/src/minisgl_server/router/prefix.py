@@ -10,8 +10,8 @@ from minisgl_server.router.block_table import BlockTable
 from minisgl_server.router.policies import LeastLoadedRouter
 
 NEW_TOKEN_COST = 32
-"""Cost of a prompt token that must be computed, in prompt tokens of the requests that a replica has already; docs/scaling.md has
-the measurement."""
+"""Weight of one uncached token of the new prompt, relative to one prompt token of the requests that a replica has already;
+docs/scaling.md has the measurement."""
 
 
 class PrefixRouter(Router):

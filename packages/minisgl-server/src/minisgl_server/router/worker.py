@@ -218,7 +218,7 @@ class RouterWorker:
             routed.replica.num_requests -= 1
             routed.replica.num_prompt_tokens -= routed.num_tokens
             replica = routed.replica
-            # A replica that refuses a request had no room for it, so its end makes none, and the first in line stays so.
+            # The end of a request that a full replica refused frees no room. Then the first waiting request keeps its place.
             if self._waiting and replica.send is not None and replica.num_requests < self._max_per_replica:
                 self._submit(self._waiting.pop(next(iter(self._waiting))))
         return routed

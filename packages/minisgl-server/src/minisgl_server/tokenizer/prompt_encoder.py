@@ -57,7 +57,7 @@ class PromptEncoder:
         return message.token_ids, ""
 
     def _encode_text(self, message: Tokenize, text: str, add_special_tokens: bool) -> list[int]:
-        """Return the tokens of a text. Only the beginning of a text beyond the limit, unless it is truncated on the left."""
+        """Return the tokens of a text. A text beyond the limit is tokenized only up to it, unless it is truncated on the left."""
         limit = self._max_tokens if message.truncate_prompt_tokens is None else None
         return encode_prompt(self._tokenizer, text, add_special_tokens, limit)
 

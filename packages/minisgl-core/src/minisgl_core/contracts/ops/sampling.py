@@ -15,7 +15,7 @@ from minisgl_core.utils.deterministic_cumsum import deterministic_cumsum
 class VocabShard:
     """This rank's part of the vocabulary.
 
-    Rank r has S columns, for the tokens ``[r * S, (r + 1) * S)``. Columns past the vocabulary are padding.
+    Rank r has C columns, for the tokens ``[r * C, (r + 1) * C)``. Columns past the vocabulary are padding.
 
     Attributes:
         communicator: tensor-parallel group.
@@ -26,7 +26,7 @@ class VocabShard:
     vocab_size: int
 
     def gather(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return all ranks' logits, [N, V], from this rank's, [N, S]. Every rank calls it."""
+        """Return all ranks' logits, [N, V], from this rank's, [N, C]. Every rank calls it."""
         return self.communicator.all_gather(logits, dim=-1)[:, : self.vocab_size]
 
 
