@@ -4,8 +4,9 @@
 
 FOLDER is written by scripts/make_model.py. Options go to `minisgl_core.LLM` or `vllm.LLM`. A decode step's time is the difference
 between generating 160 and 32 tokens, divided by 128; the prompts have 256 random token ids and are not in the prefix cache.
-vLLM runs in the environment that has it, and in this process. With `--trained-norms`, vLLM's norms are 1 and its router
-biases 0, as in minisgl's dummy weights, so that both engines select equally many experts.
+vLLM runs in the environment that has it, and in this process. It also needs packages/minisgl-server/src on PYTHONPATH. With
+`--trained-norms`, vLLM's norms are 1 and its router biases 0, as in minisgl's dummy weights, so that both engines select equally
+many experts.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import click
+
+from minisgl_server.bench.workloads import mixed
 
 STEP_OUTPUTS = (32, 160)
 Prompts = list[list[int]]
@@ -48,13 +51,6 @@ def set_norms(model: Any) -> int:
             parameter.data.fill_(float("norm" in name))
             found += 1
     return found
-
-
-def workload_w() -> tuple[Prompts, list[int]]:
-    """Return the prompts and the numbers of output tokens of workload W."""
-    random.seed(0)
-    prompts = [[random.randint(0, 10000) for _ in range(random.randint(100, 1024))] for _ in range(256)]
-    return prompts, [random.randint(100, 1024) for _ in range(256)]
 
 
 @click.command(help=__doc__)
@@ -100,8 +96,9 @@ def main(
         step = (long - short) / (STEP_OUTPUTS[1] - STEP_OUTPUTS[0])
         click.echo(f"{engine} {folder.name}: {count} requests, {step * 1000:.2f} ms per decode step")
     if with_w:
-        prompts, outputs = workload_w()
-        elapsed = seconds(prompts, outputs)
+        w = mixed(256, vocab_size=10_001)  # the largest id of W is 10,000
+        outputs = w.output_lens
+        elapsed = seconds(w.prompts, outputs)
         click.echo(f"{engine} {folder.name}: W {elapsed:.2f} s, {sum(outputs) / elapsed:,.0f} tokens per second")
 
 

@@ -135,7 +135,7 @@ class FlashVersion:
         ) -> None:
             result = function(q, k_pages, v_pages, softmax_scale=scale, causal=True, **arguments(metadata, window, out))
             result = result[0] if isinstance(result, tuple) else result  # version 4 also returns the log-sum-exp
-            if result is not out:
+            if result.data_ptr() != out.data_ptr():  # vLLM's writes to `out`
                 out.copy_(result)
 
         return run

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from minisgl_backends.moe.torch_kernel import sum_over_experts
-from minisgl_backends.quantization.gguf_cpu import CpuLinearMethod, PackedLinear
+from minisgl_backends.quantization.gguf_cpu import CpuLinearMethod
 from minisgl_backends.quantization.gguf_types import GgmlType
 from minisgl_core.contracts.layer import Targets
 from minisgl_core.contracts.layer_methods import ExpertsMethod, ExpertsOp, ExpertsSpec, LinearPart, LinearSpec
@@ -43,17 +43,9 @@ class CpuExperts(ExpertsMethod):
 
     def prepare(self) -> ExpertsOp:
         """Repack the blocks of one expert after the other."""
-        return PackedExpertsOp([each.prepare() for each in self._gate_up], [each.prepare() for each in self._down])
+        gate_up, down = [each.prepare() for each in self._gate_up], [each.prepare() for each in self._down]
 
+        def run(expert: int, rows: torch.Tensor) -> torch.Tensor:
+            return down[expert](gate_up[expert](rows))
 
-class PackedExpertsOp:
-    """Weighted sum of packed experts; see `MoeKernel.forward`."""
-
-    def __init__(self, gate_up: list[PackedLinear], down: list[PackedLinear]) -> None:
-        self._gate_up, self._down = gate_up, down
-
-    def __call__(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
-        return sum_over_experts(x, topk_weights, topk_ids, len(self._down), self._run)
-
-    def _run(self, expert: int, rows: torch.Tensor) -> torch.Tensor:
-        return self._down[expert](self._gate_up[expert](rows))
+        return lambda x, topk_weights, topk_ids: sum_over_experts(x, topk_weights, topk_ids, len(down), run)

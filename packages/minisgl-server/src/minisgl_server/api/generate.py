@@ -12,6 +12,7 @@ from pydantic import Field
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.protocol.messages import EngineInfo, Logprob, Text, Tokenize
 from minisgl_core.sampling_params import SamplingParams
+from minisgl_server.api.engine_client import num_logprobs
 from minisgl_server.api.limits import Bound
 from minisgl_server.api.openai.choices import Choices
 from minisgl_server.api.openai.completions import prompts_by_field
@@ -134,7 +135,7 @@ class GeneratedOutput:
         self._pieces.append(text.text)
         self._token_ids += text.token_ids
         self._last = text
-        self._num_values += len(text.token_ids) + sum([1 + len(each.top) for each in text.logprobs or ()])
+        self._num_values += len(text.token_ids) + num_logprobs(text)
         if text.logprobs is not None:
             self._logprobs = self._logprobs or []
             self._logprobs += [_logprob(each.token) for each in text.logprobs]
