@@ -66,9 +66,9 @@ def test_the_state_has_running_requests_and_cached_pages(http: httpx.Client) -> 
     assert new[1:] == [1] * 39
     for each in states:
         assert each["has_text"] is False
-        assert {shown["text"] for shown in (*each["runs"], *each["requests"])} <= {""}
+        assert {shown["text"] for shown in (*each["nodes"], *each["requests"])} <= {""}
         assert "token_ids" not in json.dumps(each)
-    assert after["runs"]
+    assert after["nodes"]
     assert after["totals"]["num_output_tokens"] - before["totals"]["num_output_tokens"] == 40
     for each in (before, during, after):
         pages = each["pages"]
@@ -122,7 +122,7 @@ def answer_to(request: SnapshotRequest, last_step: int) -> EngineSnapshot:
         totals=TotalsSnapshot(**no_counts),
         pages=PagesSnapshot(**pages, map_starts=np.zeros(1, np.int32), map_owners=np.zeros(1, np.int64)),
         requests=[],
-        runs=[],
+        nodes=[],
         steps=[step_state(step) for step in range(request.since + 1, last_step + 1)],
         query=request.query,
     )

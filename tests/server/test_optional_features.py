@@ -68,4 +68,4 @@ def test_page_prompts_includes_text_in_the_state(server: Any) -> None:
         assert request["text"]
         while (state := http.get("/engine/state").json())["num_running"]:
             pass
-        assert any(run["text"].startswith("You keep the bees") for run in state["runs"])
+        assert any(node["text"].startswith("You keep the bees") for node in state["nodes"])

@@ -205,7 +205,7 @@ def test_prompts_are_hidden_without_the_flag(page: Any) -> None:
     wait_until_done(page)
     expect(page.get_by_text("minisgl launch --page-prompts")).to_be_visible()
     node = page.locator("#tree .node .text").first
-    expect(node).to_have_text(re.compile(r"run \d+"))
+    expect(node).to_have_text(re.compile(r"node \d+"))
     assert "lighthouse" not in page.locator("#engine").text_content()
 
 

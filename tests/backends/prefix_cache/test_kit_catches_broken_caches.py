@@ -13,12 +13,12 @@ from hypothesis import Phase, settings
 from minisgl_backends.prefix_cache.naive import NaivePrefixCache
 from minisgl_backends.prefix_cache.radix import RadixPrefixCache
 from minisgl_core.contracts.prefix_cache import (
-    CachedRun,
     CacheNamespace,
     PageIds,
     PrefixCache,
     PrefixInsert,
     PrefixMatch,
+    PrefixTreeNode,
     TokenIds,
 )
 from minisgl_core.testing.kit_runner import failures, iter_failures
@@ -165,13 +165,13 @@ class FindsItselfBroken(RadixPrefixCache):
 
 
 class HidesLockedRuns(RadixPrefixCache):
-    def runs(self, max_runs: int) -> list[CachedRun]:
-        return [run for run in super().runs(max_runs) if not run.num_locks]
+    def nodes(self, max_nodes: int) -> list[PrefixTreeNode]:
+        return [node for node in super().nodes(max_nodes) if not node.num_locks]
 
 
 class ShowsNoParents(RadixPrefixCache):
-    def runs(self, max_runs: int) -> list[CachedRun]:
-        return [replace(run, parent=0) for run in super().runs(max_runs)]
+    def nodes(self, max_nodes: int) -> list[PrefixTreeNode]:
+        return [replace(node, parent_id=0) for node in super().nodes(max_nodes)]
 
 
 class TakesNothing(NaivePrefixCache):
@@ -188,7 +188,7 @@ BROKEN = [
 class LooksAtChangedTokens(RadixPrefixCache):
     """Base class of caches that compare a function of the tokens instead of the tokens."""
 
-    runs = PrefixCache.runs
+    nodes = PrefixCache.nodes
 
     def seen(self, token_ids: TokenIds) -> TokenIds:
         raise NotImplementedError

@@ -13,7 +13,7 @@ from minisgl_core.protocol.engine_snapshot import EngineSnapshot, SnapshotReques
 from minisgl_core.protocol.messages import Decoder, encode
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_core.scheduler import monitor as monitor_module
-from minisgl_core.scheduler.monitor import MAX_MAPPED_PAGES, MAX_RUNS, MAX_STEP_REQUESTS, MAX_STEPS, Monitor
+from minisgl_core.scheduler.monitor import MAX_MAPPED_PAGES, MAX_NODES, MAX_STEP_REQUESTS, MAX_STEPS, Monitor
 
 PAGE_SIZE = 4
 SYSTEM = tuple(range(3, 15))
@@ -42,18 +42,18 @@ def check_pages(state: EngineSnapshot) -> None:
     assert len(mapped) == pages.capacity
     assert np.count_nonzero(mapped == 0) == pages.num_free
     assert np.count_nonzero(mapped < -1) == pages.num_private
-    assert sum(run.num_pages for run in state.runs) == pages.num_locked + pages.num_evictable
-    for run in state.runs:
-        assert np.count_nonzero(mapped == run.number) == run.num_pages == run.num_tokens // PAGE_SIZE
-        assert mapped[run.last_page - 1] == run.number
-        assert run.parent in {0, *(each.number for each in state.runs)}
+    assert sum(node.num_pages for node in state.nodes) == pages.num_locked + pages.num_evictable
+    for node in state.nodes:
+        assert np.count_nonzero(mapped == node.node_id) == node.num_pages == node.num_tokens // PAGE_SIZE
+        assert mapped[node.last_page - 1] == node.node_id
+        assert node.parent_id in {0, *(each.node_id for each in state.nodes)}
 
 
 def test_counts_while_requests_run_and_after() -> None:
     loop = new_loop(max_running_requests=2)
     watch = Monitor(loop.scheduler)
     empty = watch.snapshot(SnapshotRequest(worker=3))
-    assert (empty.worker, empty.step, empty.num_running, empty.requests, empty.runs) == (3, 0, 0, [], [])
+    assert (empty.worker, empty.step, empty.num_running, empty.requests, empty.nodes) == (3, 0, 0, [], [])
     check_pages(empty)
     for place in range(3):
         submit(loop, f"r{place}", (*SYSTEM, 20 + place, 30, 31))
@@ -71,7 +71,7 @@ def test_counts_while_requests_run_and_after() -> None:
     assert (first.num_cached, first.num_output, first.num_computed) == (0, 2, 16)
     assert (second.num_cached, second.num_shared) == (12, 3)
     assert third.num_cached == -1
-    [shared] = state.runs
+    [shared] = state.nodes
     assert (shared.num_tokens, shared.num_locks, shared.num_hits) == (12, 2, 1)
     assert shared.token_ids.tolist() == list(SYSTEM)
     assert shared.last_page == first.last_shared_page == second.last_shared_page
@@ -79,7 +79,7 @@ def test_counts_while_requests_run_and_after() -> None:
     assert state.has_tokens
     private = watch.snapshot(SnapshotRequest(worker=0))
     assert not private.has_tokens
-    assert [len(each.token_ids) for each in (*private.runs, *private.requests)] == [0] * 4
+    assert [len(each.token_ids) for each in (*private.nodes, *private.requests)] == [0] * 4
     assert [each.number for each in private.requests] == [1, 2, 3]
     [prefill, decode] = state.steps
     assert (prefill.step, prefill.num_decodes, prefill.num_tokens) == (1, 0, 15 + 3)
@@ -97,7 +97,7 @@ def test_counts_while_requests_run_and_after() -> None:
     assert (end.num_running, end.pages.num_private, end.pages.num_locked, end.requests) == (0, 0, 0, [])
     assert [step.step for step in end.steps] == list(range(3, end.step + 1))
     assert sum(step.num_tokens for step in (*state.steps, *end.steps)) == 15 + 3 + 3 + 3 * 19
-    hits = {run.num_tokens: run.num_hits for run in end.runs if run.parent == 0}
+    hits = {node.num_tokens: node.num_hits for node in end.nodes if node.parent_id == 0}
     assert hits == {12: 2}
     tiny.assert_nothing_in_use(loop)
 
@@ -114,7 +114,7 @@ def test_a_snapshot_of_many_requests_stays_small() -> None:
     loop.step()
     loop.step()
     state = watch.snapshot(SnapshotRequest(worker=0, with_tokens=True))
-    assert len(state.runs) == MAX_RUNS
+    assert len(state.nodes) == MAX_NODES
     assert state.steps[-1].num_tokens == 200
     assert len(state.steps[-1].requests) == MAX_STEP_REQUESTS
     data = encode(state)
@@ -122,7 +122,7 @@ def test_a_snapshot_of_many_requests_stays_small() -> None:
     back = Decoder(EngineSnapshot | SnapshotRequest)(data)
     assert back.pages.map_owners.tolist() == state.pages.map_owners.tolist()
     assert back.steps[-1].requests.tolist() == state.steps[-1].requests.tolist()
-    assert (back.runs[5].text, back.runs[5].token_ids.tolist()) == ("", state.runs[5].token_ids.tolist())
+    assert (back.nodes[5].text, back.nodes[5].token_ids.tolist()) == ("", state.nodes[5].token_ids.tolist())
     tiny.run(loop)
 
 
@@ -178,9 +178,9 @@ def test_a_large_pool_is_mapped_in_strides() -> None:
     assert state.pages.stride == 8
     mapped = owners(state)
     assert len(mapped) == -(-state.pages.capacity // 8) <= MAX_MAPPED_PAGES
-    [run] = state.runs
+    [node] = state.nodes
     pages = loop.scheduler.running[0].pages.view
     expected = sorted((pages[pages % 8 == 1] - 1) // 8)
     assert np.flatnonzero(mapped).tolist() == expected
-    assert set(mapped[expected].tolist()) <= {run.number, -2}
+    assert set(mapped[expected].tolist()) <= {node.node_id, -2}
     tiny.run(loop)

@@ -316,7 +316,7 @@ def test_hooks_tell_all_that_enters_and_leaves_the_cache() -> None:
         salt = "s" * (number % 2)
         loop.scheduler.submit(Submit(request_id=f"{number}", token_ids=ids, sampling=greedy(6), cache_salt=salt))
     tiny.run(loop)
-    shown = [int(page) for run in loop.scheduler.pages.cache.runs(100) for page in run.pages]
+    shown = [int(page) for node in loop.scheduler.pages.cache.nodes(100) for page in node.pages]
     assert sorted(shown) == sorted(held)
     assert namespaces == {"", "s"}
 

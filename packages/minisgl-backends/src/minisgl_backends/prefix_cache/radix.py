@@ -12,12 +12,12 @@ import numpy as np
 from minisgl_backends.prefix_cache.radix_node import RadixNode, edge_key
 from minisgl_core.contracts.prefix_cache import (
     DEFAULT_NAMESPACE,
-    CachedRun,
     CacheNamespace,
     PageIds,
     PrefixCache,
     PrefixInsert,
     PrefixMatch,
+    PrefixTreeNode,
     TokenIds,
 )
 from minisgl_core.errors import CacheFullError
@@ -38,7 +38,7 @@ class RadixPrefixCache(PrefixCache):
     Each namespace has a tree of its own, which exists while it has cached pages.
 
     A handle is the last node of its prefix; the handle of an empty match is a root. `_locked` holds the locked nodes, since
-    `runs` lists them first.
+    `nodes` lists them first.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -139,15 +139,15 @@ class RadixPrefixCache(PrefixCache):
             node.num_hits += 1
             node.last_hit_s = now_s
 
-    def runs(self, max_runs: int) -> list[CachedRun]:
+    def nodes(self, max_nodes: int) -> list[PrefixTreeNode]:
         """Return the nodes without the roots: locked ones first, then the most recently used, each after its parent."""
         selected: dict[RadixNode, None] = {}
         for node in chain(reversed(self._locked), reversed(self._lru)):
-            if len(selected) == max_runs:
+            if len(selected) == max_nodes:
                 break
             path = list(takewhile(lambda ancestor: ancestor not in selected, self._path_up(node)))
-            selected.update(dict.fromkeys(path[::-1][: max_runs - len(selected)]))
-        return [node.as_run() for node in selected]
+            selected.update(dict.fromkeys(path[::-1][: max_nodes - len(selected)]))
+        return [node.describe() for node in selected]
 
     def reset(self) -> Sequence[int]:
         """Empty the cache and return all its pages."""
@@ -223,11 +223,11 @@ class RadixPrefixCache(PrefixCache):
 
 def _pages_to(node: RadixNode) -> PageIds:
     """Return the pages of the prefix that ends with `node`."""
-    runs = [node.pages]
+    pages = [node.pages]
     while node.parent is not None:
         node = node.parent
-        runs.append(node.pages)
-    return np.concatenate(runs[::-1])
+        pages.append(node.pages)
+    return np.concatenate(pages[::-1])
 
 
 def _descendants(node: RadixNode) -> Iterator[RadixNode]:

@@ -5,34 +5,34 @@ from __future__ import annotations
 import time
 from itertools import count
 
-from minisgl_core.contracts.prefix_cache import DEFAULT_NAMESPACE, CachedRun, CacheNamespace, PageIds, TokenIds
+from minisgl_core.contracts.prefix_cache import DEFAULT_NAMESPACE, CacheNamespace, PageIds, PrefixTreeNode, TokenIds
 
-_numbers = count()
+_ids = count()
 
 
 class RadixNode:
-    """A run of whole pages; the path from the root to a node spells a cached prefix.
+    """Consecutive whole pages; the path from the root to a node spells a cached prefix.
 
     A node with several pages stands for a chain of one-page nodes without branches, and is split where a branch
     appears.
 
     Attributes:
-        token_ids: tokens of this run, int32 [num_pages * page_size]. Never changed in place.
-        pages: pages of this run, int32 [num_pages].
+        token_ids: tokens of these pages, int32 [num_pages * page_size]. Never changed in place.
+        pages: page ids, int32 [num_pages].
         parent: the node before; None for a root and for a node that was evicted.
-        namespace: namespace of a root, whose children are the first runs of its prompts; None for every other node.
-        children: the runs after this one, keyed by the bytes of their first page's tokens.
+        namespace: namespace of a root, whose children begin its prompts; None for every other node.
+        children: the nodes after this one, keyed by the bytes of their first page's tokens.
         num_locks: locks on this node and on all nodes below it; not counted on a root.
-        number, num_hits, last_hit_s: see `CachedRun`.
+        node_id, num_hits, last_hit_s: see `PrefixTreeNode`.
     """
 
     __slots__ = (
         "children",
         "last_hit_s",
         "namespace",
+        "node_id",
         "num_hits",
         "num_locks",
-        "number",
         "pages",
         "parent",
         "token_ids",
@@ -52,19 +52,19 @@ class RadixNode:
         self.children: dict[bytes, RadixNode] = {}
         self.num_locks = num_locks
         self.namespace = namespace
-        self.number = next(_numbers)
+        self.node_id = next(_ids)
         self.num_hits = 0
         self.last_hit_s = time.monotonic()
 
     def num_common_tokens(self, token_ids: TokenIds) -> int:
-        """Return the length of the common prefix of this run and `token_ids`."""
+        """Return the length of the common prefix of this node's tokens and `token_ids`."""
         length = min(len(self.token_ids), len(token_ids))
         differs = self.token_ids[:length] != token_ids[:length]
         first = int(differs.argmax())
         return first if differs[first] else length
 
     def split(self, num_pages: int, page_size: int) -> RadixNode:
-        """Split this run after its first `num_pages` pages, and return the new node that holds these.
+        """Split this node after its first `num_pages` pages, and return the new node that holds these.
 
         This node keeps the rest, so that handles to it still stand for the same prefix.
         """
@@ -78,13 +78,13 @@ class RadixNode:
         upper.children[edge_key(self.token_ids, page_size)] = self
         return upper
 
-    def as_run(self) -> CachedRun:
-        """Return the description of this run for monitoring."""
+    def describe(self) -> PrefixTreeNode:
+        """Return the description of this node for monitoring."""
         assert self.parent is not None
         namespace = self.parent.namespace
-        return CachedRun(
-            number=self.number,
-            parent=self.parent.number if namespace is None else 0,
+        return PrefixTreeNode(
+            node_id=self.node_id,
+            parent_id=self.parent.node_id if namespace is None else 0,
             token_ids=self.token_ids,
             pages=self.pages,
             num_locks=self.num_locks,
@@ -95,5 +95,5 @@ class RadixNode:
 
 
 def edge_key(token_ids: TokenIds, page_size: int) -> bytes:
-    """Return the key among its siblings of a run that starts with `token_ids`."""
+    """Return the key in `children` of a node whose tokens start with `token_ids`."""
     return token_ids[:page_size].tobytes()

@@ -74,22 +74,22 @@ class PrefixInsert:
 
 
 @dataclass(frozen=True, slots=True)
-class CachedRun:
-    """Consecutive cached pages, for display: a node of the cache's prefix tree (in a radix cache, a node of the radix tree).
+class PrefixTreeNode:
+    """Node of a cache's prefix tree, for display: consecutive cached pages. A radix cache returns its radix tree's nodes.
 
     Attributes:
-        number: number that identifies the run while it is cached, at least 1.
-        parent: number of the run before it; 0 if it is the beginning of a prompt.
+        node_id: id of the node while it is cached, at least 1.
+        parent_id: id of the node before it; 0 if it is the beginning of a prompt.
         token_ids: its tokens, shape [num_pages * page_size]; read-only.
         pages: its pages in order, shape [num_pages], at least one; read-only.
         num_locks: number of locks on it.
         num_hits: calls of `count_hit` for a prefix that contains it.
         last_hit_s: time of the last such call, or of its insertion, by ``time.monotonic()``.
-        namespace: namespace of a run at the beginning of a prompt; other runs have the namespace of their parent.
+        namespace: namespace of a node at the beginning of a prompt; other nodes have the namespace of their parent.
     """
 
-    number: int
-    parent: int
+    node_id: int
+    parent_id: int
     token_ids: TokenIds
     pages: PageIds
     num_locks: int
@@ -184,11 +184,11 @@ class PrefixCache(ABC):
     def count_hit(self, handle: Any) -> None:
         """Count a request that starts after the prefix of `handle`, which is locked. For statistics only."""
 
-    def runs(self, max_runs: int) -> list[CachedRun]:
-        """Return cached runs as a tree, for display. Parents come before their children.
+    def nodes(self, max_nodes: int) -> list[PrefixTreeNode]:
+        """Return the nodes of the prefix tree, for display. Parents come before their children.
 
-        If there are more than `max_runs` runs, locked runs come first and then the most recently used ones, always with their
-        parents. The cost must not grow with the size of the cache. The default returns no runs.
+        If there are more than `max_nodes` nodes, locked nodes come first and then the most recently used ones, always with
+        their parents. The cost must not grow with the size of the cache. The default returns no nodes.
         """
         return []
 

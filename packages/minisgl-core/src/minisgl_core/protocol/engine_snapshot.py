@@ -79,17 +79,17 @@ class RequestSnapshot(msgspec.Struct, kw_only=True):
     num_shared: int
     """Number of its first pages that belong to the prefix cache."""
     last_shared_page: int
-    """Last of these pages, which is the last page of a cached run; 0 if there is none."""
+    """Last of these pages, which is the last page of a node of the cache; 0 if there is none."""
     token_ids: np.ndarray
     """The newest tokens, int32; empty unless requested."""
     text: str = ""
 
 
-class CachedRunSnapshot(msgspec.Struct, kw_only=True):
-    """A run of the prefix cache; see `minisgl_core.contracts.prefix_cache.CachedRun`."""
+class PrefixTreeNodeSnapshot(msgspec.Struct, kw_only=True):
+    """A node of the prefix tree; see `minisgl_core.contracts.prefix_cache.PrefixTreeNode`."""
 
-    number: int
-    parent: int
+    node_id: int
+    parent_id: int
     num_tokens: int
     num_pages: int
     last_page: int
@@ -146,14 +146,14 @@ class EngineSnapshot(msgspec.Struct, tag=True, kw_only=True):
     step: int
     """Steps planned so far."""
     has_tokens: bool
-    """If False, `requests` and `runs` contain no tokens and no text."""
+    """If False, `requests` and `nodes` contain no tokens and no text."""
     num_waiting: int
     num_running: int
     totals: TotalsSnapshot
     pages: PagesSnapshot
     requests: list[RequestSnapshot]
     """The first running and then waiting requests, in their order."""
-    runs: list[CachedRunSnapshot]
+    nodes: list[PrefixTreeNodeSnapshot]
     """Runs of the prefix cache, parents before children. If there are too many, those in use and the most recent ones."""
     steps: list[StepSnapshot]
     query: int = 0

@@ -12,12 +12,12 @@ from collections import deque
 import msgspec
 import numpy as np
 
-from minisgl_core.contracts.prefix_cache import CachedRun
+from minisgl_core.contracts.prefix_cache import PrefixTreeNode
 from minisgl_core.protocol.batch_plan import BatchPlan
 from minisgl_core.protocol.engine_snapshot import (
-    CachedRunSnapshot,
     EngineSnapshot,
     PagesSnapshot,
+    PrefixTreeNodeSnapshot,
     RequestSnapshot,
     SnapshotRequest,
     StepSnapshot,
@@ -34,12 +34,12 @@ MAX_STEP_REQUESTS = 64
 """Most requests per recorded step."""
 MAX_REQUESTS = 64
 """Most requests per snapshot."""
-MAX_RUNS = 128
-"""Most cached runs per snapshot."""
+MAX_NODES = 128
+"""Most nodes of the prefix tree per snapshot."""
 MAX_MAPPED_PAGES = 4096
 """Most pages on the map; of a larger pool, every second, fourth, ... page is on it."""
 NUM_TEXT_TOKENS = 24
-"""Tokens of a cached run or request that a snapshot contains as a preview."""
+"""Tokens of a node or request that a snapshot contains as a preview."""
 
 
 class Monitor:
@@ -55,7 +55,7 @@ class Monitor:
         scheduler, now_s = self._scheduler, time.monotonic()
         self._until_s = now_s + WATCH_S
         scheduler.step_planned = self._record
-        runs = scheduler.pages.cache.runs(MAX_RUNS)
+        nodes = scheduler.pages.cache.nodes(MAX_NODES)
         running = scheduler.running
         shown = [*running, *scheduler.waiting[:MAX_REQUESTS]][:MAX_REQUESTS]
         stats, num_tokens = scheduler.stats, NUM_TEXT_TOKENS if request.with_tokens else 0
@@ -67,9 +67,9 @@ class Monitor:
             num_waiting=scheduler.num_waiting,
             num_running=scheduler.num_running,
             totals=msgspec.convert(stats, TotalsSnapshot, from_attributes=True),
-            pages=self._pages(runs),
+            pages=self._pages(nodes),
             requests=[_request_snapshot(each, now_s, num_tokens) for each in shown],
-            runs=[_run_snapshot(run, now_s, num_tokens) for run in runs],
+            nodes=[_node_snapshot(node, now_s, num_tokens) for node in nodes],
             steps=[step for step in self._steps if step.step > request.since],
             query=request.query,
             replica=self._replica,
@@ -97,14 +97,14 @@ class Monitor:
             )
         )
 
-    def _pages(self, runs: list[CachedRun]) -> PagesSnapshot:
+    def _pages(self, nodes: list[PrefixTreeNode]) -> PagesSnapshot:
         pages = self._scheduler.pages
         allocator, cache = pages.allocator, pages.cache
         stride = 1
         while allocator.capacity > stride * MAX_MAPPED_PAGES:
             stride *= 2
         map_owners = np.where(allocator.is_free[1::stride], 0, -1)
-        owned = [(run.number, run.pages) for run in runs]
+        owned = [(node.node_id, node.pages) for node in nodes]
         owned += [(-1 - each.arrival, each.pages.view[each.num_shared :]) for each in self._scheduler.running]
         if owned:
             numbers, page_ids = zip(*owned, strict=True)
@@ -144,15 +144,15 @@ def _request_snapshot(request: Request, now_s: float, num_tokens: int) -> Reques
     )
 
 
-def _run_snapshot(run: CachedRun, now_s: float, num_tokens: int) -> CachedRunSnapshot:
-    return CachedRunSnapshot(
-        number=run.number,
-        parent=run.parent,
-        num_tokens=len(run.token_ids),
-        num_pages=len(run.pages),
-        last_page=int(run.pages[-1]),
-        num_locks=run.num_locks,
-        num_hits=run.num_hits,
-        since_hit_s=now_s - run.last_hit_s,
-        token_ids=run.token_ids[:num_tokens],
+def _node_snapshot(node: PrefixTreeNode, now_s: float, num_tokens: int) -> PrefixTreeNodeSnapshot:
+    return PrefixTreeNodeSnapshot(
+        node_id=node.node_id,
+        parent_id=node.parent_id,
+        num_tokens=len(node.token_ids),
+        num_pages=len(node.pages),
+        last_page=int(node.pages[-1]),
+        num_locks=node.num_locks,
+        num_hits=node.num_hits,
+        since_hit_s=now_s - node.last_hit_s,
+        token_ids=node.token_ids[:num_tokens],
     )

@@ -180,8 +180,8 @@ class PrefixCacheTests:
             assert cache.match(tokens, namespace).pages.tolist() == [10 * number + 10, 10 * number + 11]
         assert cache.match(tokens).pages.tolist() == [10, 11], "a match without a namespace must use the default one"
         assert len(cache.match(tokens, CacheNamespace("other")).pages) == 0
-        if type(cache).runs is not PrefixCache.runs:
-            assert {run.namespace for run in cache.runs(100) if run.parent == 0} == set(namespaces)
+        if type(cache).nodes is not PrefixCache.nodes:
+            assert {node.namespace for node in cache.nodes(100) if node.parent_id == 0} == set(namespaces)
         cache.lock(cache.match(tokens, namespaces[1]).handle)
         assert (cache.num_locked, cache.num_evictable) == (2, 8)
         assert sorted(cache.evict(8).tolist()) == [10, 11, *range(30, 32), *range(40, 42), *range(50, 52)]
@@ -202,24 +202,24 @@ class PrefixCacheTests:
 
     @each_page_size
     def test_runs_are_bounded_and_count_hits(self, page_size: int) -> None:
-        """`runs` returns locked runs and their parents first; `count_hit` counts for the whole prefix."""
+        """`nodes` returns locked nodes and their parents first; `count_hit` counts for the whole prefix."""
         cache = self.filled(page_size, (0, 0, 0), (0, 0, 1), *[(2, index % 3, index // 3) for index in range(9)])
-        if type(cache).runs is PrefixCache.runs:
-            pytest.skip("the cache returns no runs")
-        everything = cache.runs(1000)
-        assert sum(len(run.token_ids) for run in everything) == cache.num_pages * page_size
-        assert len(cache.runs(0)) == 0
+        if type(cache).nodes is PrefixCache.nodes:
+            pytest.skip("the cache returns no nodes")
+        everything = cache.nodes(1000)
+        assert sum(len(node.token_ids) for node in everything) == cache.num_pages * page_size
+        assert len(cache.nodes(0)) == 0
         handle = cache.match(tokens_of((0, 0), page_size)).handle
         cache.lock(handle)
         cache.count_hit(handle)
         cache.count_hit(handle)
-        shown = cache.runs(2)
+        shown = cache.nodes(2)
         assert len(shown) == 2
-        locked = next(run for run in shown if run.num_locks)
+        locked = next(node for node in shown if node.num_locks)
         assert locked.pages.tolist() in ([10], [10, 11])
-        for run in cache.runs(1000):
-            assert run.num_hits == (2 if 10 <= run.pages[0] <= 11 else 0)
-            assert run.last_hit_s <= time.monotonic()
+        for node in cache.nodes(1000):
+            assert node.num_hits == (2 if 10 <= node.pages[0] <= 11 else 0)
+            assert node.last_hit_s <= time.monotonic()
 
     def test_a_long_chain_of_prefixes(self) -> None:
         """A prefix with a cached prefix at each page is matched, locked and evicted, without recursion per page."""

@@ -208,23 +208,23 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def runs_are_right(self) -> None:
-        """`runs` returns exactly the cached prefixes if the cache implements it."""
-        if type(self.cache).runs is PrefixCache.runs:
+        """`nodes` returns exactly the cached prefixes if the cache implements it."""
+        if type(self.cache).nodes is PrefixCache.nodes:
             return
         tokens, pages = {0: tokens_of((), self.page_size)}, {0: pages_array([])}
         shown = {}
         num_locked = 0
-        for run in self.cache.runs(NUM_PAGES):
-            assert run.parent in pages, "a run comes before its parent"
-            assert run.number not in pages, "two runs have one number"
-            tokens[run.number] = np.concatenate((tokens[run.parent], run.token_ids))
-            pages[run.number] = np.concatenate((pages[run.parent], run.pages))
-            for end in range(len(pages[run.parent]) + 1, len(pages[run.number]) + 1):
-                shown[tokens[run.number][: end * self.page_size].tobytes()] = int(pages[run.number][end - 1])
-            num_locked += len(run.pages) if run.num_locks else 0
+        for node in self.cache.nodes(NUM_PAGES):
+            assert node.parent_id in pages, "a node comes before its parent"
+            assert node.node_id not in pages, "two nodes have one id"
+            tokens[node.node_id] = np.concatenate((tokens[node.parent_id], node.token_ids))
+            pages[node.node_id] = np.concatenate((pages[node.parent_id], node.pages))
+            for end in range(len(pages[node.parent_id]) + 1, len(pages[node.node_id]) + 1):
+                shown[tokens[node.node_id][: end * self.page_size].tobytes()] = int(pages[node.node_id][end - 1])
+            num_locked += len(node.pages) if node.num_locks else 0
         cached = {tokens_of(prefix, self.page_size).tobytes(): page for prefix, page in self.cached.items()}
-        assert shown == cached, "the runs differ from the cached prefixes"
-        assert num_locked == self.cache.num_locked, "the locks of the runs are wrong"
+        assert shown == cached, "the nodes differ from the cached prefixes"
+        assert num_locked == self.cache.num_locked, "the locks of the nodes are wrong"
 
     def teardown(self) -> None:
         """Check at the end that all cached prefixes are matched and can be evicted."""

@@ -69,7 +69,7 @@ class EngineFeed:
         steps: list[StepSnapshot] = state.steps
         self._steps.extend(_plain(step) for step in steps)
         plain = _plain(state)
-        for each in (*plain["runs"], *plain["requests"]):
+        for each in (*plain["nodes"], *plain["requests"]):
             del each["token_ids"]
         plain["has_text"] = plain.pop("has_tokens")
         for name in ("type", "worker", "query", "steps"):

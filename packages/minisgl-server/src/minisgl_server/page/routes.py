@@ -51,7 +51,7 @@ class EngineState(BaseModel):
     totals: dict[str, int]
     pages: dict[str, Any]
     requests: list[dict[str, Any]]
-    runs: list[dict[str, Any]]
+    nodes: list[dict[str, Any]]
     steps: list[dict[str, Any]]
     replica: int
     replicas: list[dict[str, Any]]

@@ -19,7 +19,12 @@ import numpy as np
 from minisgl_core.contracts.structured_outputs import GrammarSource
 from minisgl_core.errors import ContextLengthError, InvalidValueError
 from minisgl_core.plugins.registry import Registry
-from minisgl_core.protocol.engine_snapshot import CachedRunSnapshot, EngineSnapshot, RequestSnapshot, SnapshotRequest
+from minisgl_core.protocol.engine_snapshot import (
+    EngineSnapshot,
+    PrefixTreeNodeSnapshot,
+    RequestSnapshot,
+    SnapshotRequest,
+)
 from minisgl_core.protocol.messages import (
     Abort,
     ApiRestarted,
@@ -317,7 +322,7 @@ class TokenizerWorker:
 
     def _add_previews(self, state: EngineSnapshot) -> None:
         """Replace token ids by text. Special tokens are included, incomplete characters are left out."""
-        shown: list[CachedRunSnapshot | RequestSnapshot] = [*state.runs, *state.requests]
+        shown: list[PrefixTreeNodeSnapshot | RequestSnapshot] = [*state.nodes, *state.requests]
         for each in shown:
             pieces = (self._token_bytes[token] for token in each.token_ids.tolist())
             each.text = b"".join(pieces).decode(errors="ignore")

@@ -1,4 +1,4 @@
-// Layout of the radix tree, from runs to boxes: newest at the top, each node aligned with its first child.
+// Layout of the radix tree, from cached nodes to boxes: newest at the top, each node aligned with its first child.
 
 export const HEIGHT = 40;
 const ROW = 47;
@@ -7,30 +7,30 @@ const ROOT_WIDTH = 18;
 const MARGIN = 4;
 const PAGE = 7;
 
-// Merges runs with a single child and equal use into one node.
-function join(runs) {
+// Merges nodes with a single child and equal use into one box.
+function join(cached) {
   const nodes = new Map();
-  const root = { number: 0, children: [], numTokens: 0 };
+  const root = { id: 0, children: [], numTokens: 0 };
   nodes.set(0, root);
-  for (const run of runs) {
+  for (const each of cached) {
     const node = {
-      number: run.number, numbers: [run.number], parent: nodes.get(run.parent), children: [], text: run.text, lastPage: run.last_page,
-      numTokens: run.num_tokens, numPages: run.num_pages, numLocks: run.num_locks, numHits: run.num_hits, sinceHitS: run.since_hit_s,
+      id: each.node_id, ids: [each.node_id], parent: nodes.get(each.parent_id), children: [], text: each.text, lastPage: each.last_page,
+      numTokens: each.num_tokens, numPages: each.num_pages, numLocks: each.num_locks, numHits: each.num_hits, sinceHitS: each.since_hit_s,
     };
-    nodes.set(run.number, node);
+    nodes.set(node.id, node);
     node.parent.children.push(node);
   }
   const visit = (node) => {
     while (node !== root && node.children.length === 1 && alike(node, node.children[0])) {
       const [next] = node.children;
-      node.numbers.push(...next.numbers);
+      node.ids.push(...next.ids);
       node.numTokens += next.numTokens;
       node.numPages += next.numPages;
       node.lastPage = next.lastPage;
       node.children = next.children;
       for (const child of node.children) child.parent = node;
     }
-    node.newest = Math.max(...(node.numbers ?? [0]), ...node.children.map(visit));
+    node.newest = Math.max(...(node.ids ?? [0]), ...node.children.map(visit));
     node.children.sort((a, b) => b.newest - a.newest);
     return node.newest;
   };
@@ -41,8 +41,8 @@ function join(runs) {
 const alike = (a, b) => a.numLocks === b.numLocks && a.numHits === b.numHits;
 
 // Returns the root with the positions of all nodes, and the size of the tree.
-export function layOut(runs) {
-  const root = join(runs);
+export function layOut(cached) {
+  const root = join(cached);
   const nodes = [];
   let width = 0;
   let numLeaves = 0;

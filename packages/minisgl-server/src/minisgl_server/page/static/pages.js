@@ -31,11 +31,11 @@ function draw(state) {
   const size = Math.max(3, Math.min(14, Math.floor(Math.sqrt((width * HEIGHT) / pages.num_mapped))));
   const columns = Math.max(1, Math.floor(width / size));
   const gap = size > 4 ? 1 : 0;
-  const runs = new Map(state.runs.map((run) => [run.number, run]));
+  const nodes = new Map(state.nodes.map((node) => [node.node_id, node]));
   const anySelected = selection.owners.size > 0;
   pages.map_starts.forEach((start, place) => {
     const owner = pages.map_owners[place];
-    context.fillStyle = colorOf(owner, runs);
+    context.fillStyle = colorOf(owner, nodes);
     context.globalAlpha = anySelected && !selection.owners.has(owner) ? 0.28 : 1;
     const end = pages.map_starts[place + 1] ?? pages.num_mapped;
     for (let cell = start; cell < end; cell++) {
@@ -53,10 +53,10 @@ function draw(state) {
   describe(state);
 }
 
-function colorOf(owner, runs) {
+function colorOf(owner, nodes) {
   if (owner === 0) return cssColor("--free");
   if (owner < -1) return requestColor(-1 - owner);
-  return cssColor(runs.get(owner)?.num_locks ? "--locked" : "--cached");
+  return cssColor(nodes.get(owner)?.num_locks ? "--locked" : "--cached");
 }
 
 function describe(state) {
@@ -66,8 +66,8 @@ function describe(state) {
     let place = pages.map_starts.findIndex((start) => start > hovered);
     if (place < 0) place = pages.map_starts.length;
     const owner = pages.map_owners[place - 1];
-    const run = state.runs.find((each) => each.number === owner);
-    const whose = owner === 0 ? "free" : owner < -1 ? `request #${-1 - owner}'s own` : run ? `cached: ${run.text.replaceAll("\n", " ") || `run ${run.number}`}` : "cached";
+    const node = state.nodes.find((each) => each.node_id === owner);
+    const whose = owner === 0 ? "free" : owner < -1 ? `request #${-1 - owner}'s own` : node ? `cached: ${node.text.replaceAll("\n", " ") || `node ${node.node_id}`}` : "cached";
     text = `Page ${1 + hovered * pages.stride}, ${whose}`;
   }
   byId("pages-detail").textContent = text;

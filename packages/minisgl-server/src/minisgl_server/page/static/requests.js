@@ -28,13 +28,13 @@ export function showRequests(state) {
       rows.delete(number);
     }
   }
-  const runOfPage = new Map(state.runs.map((run) => [run.last_page, run]));
-  const runs = new Map(state.runs.map((run) => [run.number, run]));
+  const nodeOfPage = new Map(state.nodes.map((node) => [node.last_page, node]));
+  const nodes = new Map(state.nodes.map((node) => [node.node_id, node]));
   for (const request of state.requests) {
     if (!rows.has(request.number)) rows.set(request.number, makeRow(request.number));
     const { row, parts } = rows.get(request.number);
     parts.owners = [requestOwner(request.number)];
-    for (let run = runOfPage.get(request.last_shared_page); run; run = runs.get(run.parent)) parts.owners.push(run.number);
+    for (let node = nodeOfPage.get(request.last_shared_page); node; node = nodes.get(node.parent_id)) parts.owners.push(node.node_id);
     byId("requests").append(row);
     fill(row, parts, request, state.has_text);
   }

@@ -1,4 +1,4 @@
-// Selection by pointer or keyboard: its pages, runs and request are highlighted in all views.
+// Selection by pointer or keyboard: its pages, nodes and request are highlighted in all views.
 
 export const selection = { owners: new Set(), source: null };
 
@@ -8,5 +8,5 @@ export function select(owners, source) {
   window.dispatchEvent(new CustomEvent("selection"));
 }
 
-// Owner of a request's pages in the page map; runs are owners by their number.
+// Owner of a request's pages in the page map; nodes are owners by their id.
 export const requestOwner = (number) => -1 - number;

@@ -1,4 +1,4 @@
-// Radix tree: one node per cached run, with a width by its pages, and a dot per request that reads it.
+// Radix tree: one box per cached node, with a width by its pages, and a dot per request that reads it.
 
 import { byId, count, element, requestColor, setText, shape } from "./dom.js";
 import { HEIGHT, layOut } from "./layout.js";
@@ -20,10 +20,10 @@ let nodes = [];
 export function showTree(state) {
   const { pages } = state;
   if (!svg.parentNode) start();
-  const tree = layOut(state.runs);
-  const numTokens = state.runs.reduce((sum, run) => sum + run.num_tokens, 0);
+  const tree = layOut(state.nodes);
+  const numTokens = state.nodes.reduce((sum, each) => sum + each.num_tokens, 0);
   const all = (pages.num_locked + pages.num_evictable) * pages.page_size;
-  const rest = all > numTokens ? `, ${(all - numTokens).toLocaleString("en")} of them in runs not shown` : "";
+  const rest = all > numTokens ? `, ${(all - numTokens).toLocaleString("en")} of them in nodes not shown` : "";
   byId("tree-summary").textContent = `${count(tree.nodes.length, "node")}, ${count(all, "token")} cached${rest}`;
   nodes = tree.nodes;
   svg.setAttribute("width", tree.width);
@@ -34,11 +34,11 @@ export function showTree(state) {
   const readers = readersOf(state, nodes);
   const inUseLast = nodes.toSorted((a, b) => a.numLocks - b.numLocks);
   links.replaceChildren(...inUseLast.map((node) => link(node, middle)));
-  const seen = new Set(nodes.map((node) => node.number));
-  for (const [number, box] of drawn) {
-    if (!seen.has(number)) {
+  const seen = new Set(nodes.map((node) => node.id));
+  for (const [id, box] of drawn) {
+    if (!seen.has(id)) {
       box.group.remove();
-      drawn.delete(number);
+      drawn.delete(id);
     }
   }
   for (const node of nodes) draw(node, readers.get(node) ?? []);
@@ -50,18 +50,18 @@ function start() {
   const box = byId("tree");
   box.append(svg, element("p", { className: "quiet", textContent: "Nothing is cached yet. Prompts appear here as they are computed; a prefix that prompts share is one node." }));
   box.addEventListener("keydown", move);
-  box.addEventListener("focus", () => go(nodes.find((node) => node.number === current) ?? nodes[0]));
+  box.addEventListener("focus", () => go(nodes.find((node) => node.id === current) ?? nodes[0]));
   box.addEventListener("blur", () => go(null));
 }
 
 // Requests that read each node, found by the last page that they share with the cache.
 function readersOf(state, all) {
-  const byPage = new Map(state.runs.map((run) => [run.last_page, run.number]));
-  const byRun = new Map(all.flatMap((node) => node.numbers.map((number) => [number, node])));
+  const byPage = new Map(state.nodes.map((each) => [each.last_page, each.node_id]));
+  const nodeOfId = new Map(all.flatMap((node) => node.ids.map((id) => [id, node])));
   const readers = new Map();
   for (const request of state.requests) {
-    let node = byRun.get(byPage.get(request.last_shared_page));
-    for (; node?.numbers; node = node.parent) readers.set(node, [...(readers.get(node) ?? []), request.number]);
+    let node = nodeOfId.get(byPage.get(request.last_shared_page));
+    for (; node?.ids; node = node.parent) readers.set(node, [...(readers.get(node) ?? []), request.number]);
   }
   return readers;
 }
@@ -75,19 +75,19 @@ function link(node, middle) {
 }
 
 function draw(node, readers) {
-  if (!drawn.has(node.number)) drawn.set(node.number, make(node));
-  const box = drawn.get(node.number);
+  if (!drawn.has(node.id)) drawn.set(node.id, make(node));
+  const box = drawn.get(node.id);
   box.node = node;
   const heat = HEAT.findLastIndex((least) => node.numHits >= least);
   box.group.style.transform = `translate(${node.x}px, ${node.y}px)`;
-  const selected = node.numbers.some((number) => selection.owners.has(number));
+  const selected = node.ids.some((id) => selection.owners.has(id));
   box.group.setAttribute("class", `node heat-${heat}${node.numLocks ? " in-use" : ""}${selected ? " selected" : ""}`);
   box.group.setAttribute("aria-label", words(node));
   box.group.setAttribute("aria-level", node.level);
   for (const rect of box.rects) rect.setAttribute("width", node.width);
   const dots = readers.slice(0, MAX_DOTS);
   const room = Math.floor((node.width - 18 - dots.length * 9) / CHAR);
-  const text = node.text.replaceAll("\n", "⏎") || `run ${node.number}`;
+  const text = node.text.replaceAll("\n", "⏎") || `node ${node.id}`;
   box.text.textContent = text.length > room ? `${text.slice(0, room - 1)}…` : text;
   box.facts.textContent = `${node.numTokens} tok${node.numHits ? ` · ${count(node.numHits, "hit")}` : ""}${node.numLocks ? ` · ${node.numLocks} reading` : ""}`;
   const numPages = Math.min(node.numPages, MAX_PAGES, Math.floor((node.width - 18) / 7));
@@ -107,7 +107,7 @@ function make(node) {
   const facts = shape("text", { x: 9, y: 27, class: "facts" });
   const pages = shape("path", { class: "pages" });
   const dots = shape("g");
-  const group = shape("g", { id: `run-${node.number}`, role: "treeitem" }, ...rects, text, facts, pages, dots);
+  const group = shape("g", { id: `node-${node.id}`, role: "treeitem" }, ...rects, text, facts, pages, dots);
   const box = { group, rects, text, facts, pages, dots, node, numHits: node.numHits };
   group.addEventListener("pointerenter", () => go(box.node));
   group.addEventListener("pointerleave", () => go(null));
@@ -126,25 +126,25 @@ function words(node) {
 }
 
 function go(node) {
-  current = node?.number ?? null;
+  current = node?.id ?? null;
   const tree = byId("tree");
-  if (node) tree.setAttribute("aria-activedescendant", `run-${node.number}`);
+  if (node) tree.setAttribute("aria-activedescendant", `node-${node.id}`);
   else tree.removeAttribute("aria-activedescendant");
-  select(new Set(node?.numbers ?? []), "tree");
+  select(new Set(node?.ids ?? []), "tree");
 }
 
 function describe() {
-  const node = nodes.find((each) => each.number === current);
+  const node = nodes.find((each) => each.id === current);
   setText(byId("tree-detail"), node ? `${words(node)}${node.text && `: ${node.text}…`}` : "Point at a node, or go there with the arrow keys, to see its pages below.");
 }
 
 // Arrow keys: right to the child, left to the parent, up and down to neighbours.
 function move(event) {
-  const node = nodes.find((each) => each.number === current);
+  const node = nodes.find((each) => each.id === current);
   if (!node) return;
   const siblings = node.parent.children;
   const neighbour = (step) => siblings[siblings.indexOf(node) + step];
-  const parent = node.parent.number ? node.parent : undefined;
+  const parent = node.parent.id ? node.parent : undefined;
   const next = { ArrowRight: () => node.children[0], ArrowLeft: () => parent, ArrowDown: () => neighbour(1), ArrowUp: () => neighbour(-1) }[event.key];
   if (!next) return;
   event.preventDefault();
