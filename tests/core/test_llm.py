@@ -19,7 +19,7 @@ import tiny_folder
 import torch
 
 from minisgl_core import LLM, SamplingParams
-from minisgl_core.contracts.grammar import Grammar, GrammarKind, GrammarState, Masks
+from minisgl_core.contracts.grammar import GrammarBackend, GrammarKind, GrammarState, Masks
 from minisgl_core.contracts.structured_outputs import StructuredOutputs
 from minisgl_core.errors import (
     InvalidValueError,
@@ -315,7 +315,7 @@ class GivesUp(GrammarState):
         return "the grammar is too complex" if self.num_accepted >= 3 else ""
 
 
-class Difficult(Grammar):
+class Difficult(GrammarBackend):
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Any) -> None:
         pass
 
@@ -328,7 +328,7 @@ class Difficult(Grammar):
 
 
 def test_a_failing_grammar_ends_only_its_own_output(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "load_grammar", lambda built, registry: Difficult(None, 0, ()))
+    monkeypatch.setattr(worker, "load_grammar_backend", lambda built, registry: Difficult(None, 0, ()))
     form = greedy(9, structured_outputs=StructuredOutputs(regex=".*"))
     expected = [list(tiny.greedy(tuple(prompt), 9)) for prompt in PROMPTS[:2]]
     ended, whole = llm.generate(PROMPTS[:2], [form, greedy(9)])

@@ -15,7 +15,7 @@ from minisgl_core.contracts.grammar import GrammarKind, GrammarState
 from minisgl_core.contracts.structured_outputs import GrammarSource
 from minisgl_core.protocol.messages import Submit
 from minisgl_core.sampling_params import SamplingParams
-from minisgl_core.scheduler.constraints import Constraint, Grammars, wait_for_any
+from minisgl_core.scheduler.constraints import Constraint, GrammarManager, wait_for_any
 from minisgl_core.testing.grammar_kit import EOS, VOCAB_SIZE, byte_tokenizer
 
 BEGIN, END = byte_tokenizer().convert_tokens_to_ids(["<tool>", "<|call|>"])
@@ -24,11 +24,11 @@ EVERYTHING = 10 * 32
 
 
 @pytest.fixture(scope="module")
-def grammars() -> Grammars:
-    return Grammars(lambda: LlguidanceGrammar(byte_tokenizer(), VOCAB_SIZE, EOS), VOCAB_SIZE)
+def grammars() -> GrammarManager:
+    return GrammarManager(lambda: LlguidanceGrammar(byte_tokenizer(), VOCAB_SIZE, EOS), VOCAB_SIZE)
 
 
-def begin(grammars: Grammars, after: int | None, begun_by: int | None) -> Constraint:
+def begin(grammars: GrammarManager, after: int | None, begun_by: int | None) -> Constraint:
     source = GrammarSource("choice", '["ax", "b"]', "it", after, begun_by)
     grammars.check(source)
     constraint = grammars.start(source)
@@ -36,7 +36,7 @@ def begin(grammars: Grammars, after: int | None, begun_by: int | None) -> Constr
     return constraint
 
 
-def allowed(grammars: Grammars, constraint: Constraint) -> set[int]:
+def allowed(grammars: GrammarManager, constraint: Constraint) -> set[int]:
     masks = grammars.fill([None, constraint], [(), ()])
     return set(np.flatnonzero(np.unpackbits(masks[1].view(np.uint8), bitorder="little")).tolist())
 
@@ -47,7 +47,7 @@ class Forgetful(LlguidanceGrammar):
 
 
 def test_a_provider_that_compiles_to_nothing_is_named() -> None:
-    grammars = Grammars(lambda: Forgetful(byte_tokenizer(), VOCAB_SIZE, EOS), VOCAB_SIZE)
+    grammars = GrammarManager(lambda: Forgetful(byte_tokenizer(), VOCAB_SIZE, EOS), VOCAB_SIZE)
     constraint = grammars.start(GrammarSource("choice", '["a"]', "it"))
     wait_for_any([constraint], 60)
     constraint.begin()
@@ -73,7 +73,7 @@ def test_errors_of_grammars_name_the_request_or_the_provider(
     provider: type[LlguidanceGrammar], text: str, kind: str, param: str | None, message: str
 ) -> None:
     loop = tiny.new_loop(page_size=4, num_pages=20)
-    loop.scheduler.grammars = Grammars(lambda: provider(byte_tokenizer(), VOCAB_SIZE, EOS), VOCAB_SIZE)
+    loop.scheduler.grammars = GrammarManager(lambda: provider(byte_tokenizer(), VOCAB_SIZE, EOS), VOCAB_SIZE)
     submit = Submit(request_id="r", token_ids=np.array([3, 4], np.int32), sampling=SamplingParams(max_tokens=2))
     loop.scheduler.submit(msgspec.structs.replace(submit, grammar=GrammarSource("regex", text, "it")))
     [output] = tiny.run(loop)["r"].outputs
@@ -83,14 +83,14 @@ def test_errors_of_grammars_name_the_request_or_the_provider(
     assert re.search(message, output.rejected.message)
 
 
-def test_from_the_beginning(grammars: Grammars) -> None:
+def test_from_the_beginning(grammars: GrammarManager) -> None:
     constraint = begin(grammars, None, None)
     assert allowed(grammars, constraint) == {A, B}
     constraint.accept(B)
     assert constraint.is_finished
 
 
-def test_after_thoughts(grammars: Grammars) -> None:
+def test_after_thoughts(grammars: GrammarManager) -> None:
     constraint = begin(grammars, END, None)
     for token in (X, BEGIN, X):
         assert len(allowed(grammars, constraint)) == EVERYTHING
@@ -99,7 +99,7 @@ def test_after_thoughts(grammars: Grammars) -> None:
     assert allowed(grammars, constraint) == {A, B}
 
 
-def test_after_thoughts_if_there_are_any(grammars: Grammars) -> None:
+def test_after_thoughts_if_there_are_any(grammars: GrammarManager) -> None:
     """A model that may think or not: what it does not think follows the grammar."""
     constraint = begin(grammars, END, BEGIN)
     assert allowed(grammars, constraint) == {A, B, BEGIN}

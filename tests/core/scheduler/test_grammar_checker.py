@@ -13,7 +13,7 @@ from minisgl_backends.grammar.llguidance_grammar import LlguidanceGrammar
 from minisgl_core.contracts.structured_outputs import GrammarSource
 from minisgl_core.errors import InvalidValueError, PluginError, QueueFullError
 from minisgl_core.scheduler import constraints
-from minisgl_core.scheduler.constraints import Grammars
+from minisgl_core.scheduler.constraints import GrammarManager
 from minisgl_core.scheduler.grammar_checker import GrammarChecker
 from minisgl_core.testing.grammar_kit import EOS, VOCAB_SIZE, byte_tokenizer
 
@@ -27,8 +27,8 @@ def checker() -> Iterator[GrammarChecker]:
     made.close()
 
 
-def new_grammars(checker: GrammarChecker | None = None) -> Grammars:
-    return Grammars(lambda: LlguidanceGrammar(byte_tokenizer(), VOCAB_SIZE, EOS), VOCAB_SIZE, checker)
+def new_grammars(checker: GrammarChecker | None = None) -> GrammarManager:
+    return GrammarManager(lambda: LlguidanceGrammar(byte_tokenizer(), VOCAB_SIZE, EOS), VOCAB_SIZE, checker)
 
 
 def test_what_takes_too_long_names_field_and_limit(checker: GrammarChecker) -> None:

@@ -1,1 +1,1 @@
-"""Grammar compilers for structured outputs."""
+"""Grammar backends for structured outputs."""

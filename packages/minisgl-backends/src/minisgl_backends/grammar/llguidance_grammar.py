@@ -11,7 +11,7 @@ import numpy as np
 
 from minisgl_backends.grammar import lark
 from minisgl_backends.grammar.tokenizer import read_tokenizer
-from minisgl_core.contracts.grammar import Grammar, GrammarKind, GrammarState, Masks, clear_tokens, mask_width
+from minisgl_core.contracts.grammar import GrammarBackend, GrammarKind, GrammarState, Masks, clear_tokens, mask_width
 from minisgl_core.contracts.structured_outputs import StructuralTag
 from minisgl_core.errors import InvalidValueError, ModelFormatError
 
@@ -82,8 +82,8 @@ class LlguidanceState(GrammarState):
         return _first_line(self._matcher.get_error()) if self._matcher.is_error() else ""
 
 
-class LlguidanceGrammar(Grammar):
-    """Grammars by llguidance. Compiling takes milliseconds, a mask microseconds; several masks are filled in parallel."""
+class LlguidanceGrammar(GrammarBackend):
+    """Grammar backend by llguidance. Compiling takes milliseconds, a mask takes microseconds. Masks are filled in parallel."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self.vocab_size, self.eos_token_ids = vocab_size, frozenset(eos_token_ids)
@@ -105,19 +105,19 @@ class LlguidanceGrammar(Grammar):
 
     @staticmethod
     def check(kind: GrammarKind, text: str, name: str) -> None:
-        """See `Grammar.check`. Keywords of a schema that llguidance does not support are errors."""
+        """See `GrammarBackend.check`. Keywords of a schema that llguidance does not support are errors."""
         source = _source(kind, text, name, {}, {})
         if kind == "grammar":
             source = lark.without_tokens(source)
         _matcher(llguidance.LLTokenizer("byte"), source, kind, text, name)
 
     def compile(self, kind: GrammarKind, text: str, name: str) -> GrammarState:
-        """See `Grammar.compile`."""
+        """See `GrammarBackend.compile`."""
         source = _source(kind, text, name, self._tags, self._special)
         return LlguidanceState(self, _matcher(self._tokenizer, source, kind, text, name))
 
     def fill_masks(self, states: Sequence[GrammarState], masks: Masks) -> None:
-        """See `Grammar.fill_masks`."""
+        """See `GrammarBackend.fill_masks`."""
         if self.own_width or len(states) < 2:
             super().fill_masks(states, masks)
             return

@@ -96,7 +96,7 @@ SCAFFOLDS = {
     "grammar": Scaffold(
         "grammar",
         "{Name}Grammar",
-        "A grammar provider for structured outputs",
+        "A grammar backend for structured outputs",
         "minisgl launch --grammar {name}",
         dependencies=("minisgl-backends[grammar]", "numpy"),
     ),

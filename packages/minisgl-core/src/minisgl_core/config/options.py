@@ -182,7 +182,7 @@ class BackendOptions:
         kind="communicator",
     )
     platform: str = option(AUTO, "Device.", kind="platform")
-    grammar: str = option(AUTO, "Grammar provider for structured outputs.", kind="grammar")
+    grammar: str = option(AUTO, "Grammar backend for structured outputs.", kind="grammar")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

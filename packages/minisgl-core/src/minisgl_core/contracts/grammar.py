@@ -1,4 +1,4 @@
-"""Contract of grammar providers for constrained decoding: token masks of structured outputs.
+"""Contract of grammar backends for constrained decoding: token masks of structured outputs.
 
 Masks are packed: bit ``t % 32`` of word ``t // 32`` is set if token ``t`` may come next. Shape legend: V vocabulary,
 W = ceil(V / 32) words.
@@ -130,8 +130,8 @@ class GrammarState(ABC):
         return ""
 
 
-class Grammar(ABC):
-    """Compiler of grammars for one tokenizer."""
+class GrammarBackend(ABC):
+    """Grammar backend: it compiles grammars for one tokenizer. A compiled grammar is a `GrammarState`."""
 
     plugin_api: ClassVar[str] = ">=2,<3"
 

@@ -54,7 +54,7 @@ KINDS: dict[str, Kind] = {
         _kind("weights", "weights:WeightSource", "", "checkpoint formats"),
         _kind("policy", "policy:Policy", "--policy", "order of the waiting requests"),
         _kind("commands", "", "", "commands under `minisgl`"),
-        _kind("grammar", "grammar:Grammar", "--grammar", "structured output"),
+        _kind("grammar", "grammar:GrammarBackend", "--grammar", "structured output"),
         _kind("hooks", "", "", "hook modules"),
     )
 }

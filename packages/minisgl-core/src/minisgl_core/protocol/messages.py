@@ -325,7 +325,7 @@ class EngineInfo(msgspec.Struct, tag=True, kw_only=True):
     max_requests: int
     """Maximum number of requests that run or wait at a time."""
     grammar: str = "llguidance"
-    """Name of the grammar provider."""
+    """Name of the grammar backend."""
     max_token_bytes: int = 0
     """Maximum number of bytes of text per token; 0 if it is unknown or unbounded."""
     start_s: dict[str, float] = msgspec.field(default_factory=dict)

@@ -11,7 +11,7 @@ import msgspec
 
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.contracts.executor import RankPlacement
-from minisgl_core.contracts.grammar import Grammar
+from minisgl_core.contracts.grammar import GrammarBackend
 from minisgl_core.engine.build import BuiltEngine, build_engine
 from minisgl_core.engine.engine import Engine
 from minisgl_core.engine.startup_timer import StartupTimer, process_age_s
@@ -24,7 +24,7 @@ from minisgl_core.protocol.engine_snapshot import SnapshotRequest
 from minisgl_core.protocol.messages import Abort, Count, Ready, Rejected, Stop, Submit
 from minisgl_core.runtime.engine_loop import EngineLoop, Outputs
 from minisgl_core.runtime.ipc import IpcAddresses, Receiver, Sender, send_all
-from minisgl_core.scheduler.constraints import Grammars
+from minisgl_core.scheduler.constraints import GrammarManager
 from minisgl_core.scheduler.grammar_checker import GrammarChecker
 from minisgl_core.scheduler.limits import SchedulerLimits
 from minisgl_core.scheduler.monitor import Monitor
@@ -153,7 +153,7 @@ def make_loop(
     send_plan = (lambda plan: send_all(followers, plan)) if followers else None
     receive_result = None if results is None else (lambda: _next_result(results))
     checker = GrammarChecker(built.config.backends.grammar)
-    grammars = Grammars(lambda: load_grammar(built, registry), limits.vocab_size, checker)
+    grammars = GrammarManager(lambda: load_grammar_backend(built, registry), limits.vocab_size, checker)
     scheduler = Scheduler(limits, cache, policy, hooks, grammars)
     return EngineLoop(
         scheduler,
@@ -173,14 +173,14 @@ def _next_result(results: Receiver[FromLastStage]) -> StepResult:
     return result
 
 
-def load_grammar(built: BuiltEngine, registry: Registry) -> Grammar:
-    """Return the grammar provider for the engine's model.
+def load_grammar_backend(built: BuiltEngine, registry: Registry) -> GrammarBackend:
+    """Return the grammar backend for the engine's model.
 
     Raises:
         MinisglError: the provider is not installed, or cannot read the model's tokenizer.
     """
     checkpoint = built.checkpoint
-    provider: type[Grammar] = registry.load("grammar", built.config.backends.grammar)
+    provider: type[GrammarBackend] = registry.load("grammar", built.config.backends.grammar)
     return provider(checkpoint.source.tokenizer(), checkpoint.config.vocab_size, checkpoint.config.eos_token_ids)
 
 

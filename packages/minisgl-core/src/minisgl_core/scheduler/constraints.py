@@ -18,7 +18,7 @@ from threading import Lock
 
 import numpy as np
 
-from minisgl_core.contracts.grammar import Grammar, GrammarState, Masks, allow_token, clear_tokens, mask_width
+from minisgl_core.contracts.grammar import GrammarBackend, GrammarState, Masks, allow_token, clear_tokens, mask_width
 from minisgl_core.contracts.structured_outputs import GrammarSource
 from minisgl_core.errors import InvalidValueError, MinisglError, PluginError, QueueFullError
 from minisgl_core.scheduler.grammar_checker import GrammarChecker
@@ -117,18 +117,21 @@ class Constraint:
         return state is not None and state.is_finished
 
 
-class Grammars:
-    """Compiler and cache of grammars for one engine. Call `start` and `fill` from one thread only."""
+class GrammarManager:
+    """Manager of one engine's grammars: it compiles them in threads, caches them, and fills their token masks.
+
+    Call `start` and `fill` from one thread only.
+    """
 
     def __init__(
-        self, make_provider: Callable[[], Grammar], vocab_size: int, checker: GrammarChecker | None = None
+        self, make_provider: Callable[[], GrammarBackend], vocab_size: int, checker: GrammarChecker | None = None
     ) -> None:
         """Prepare the thread pool. If `checker` is None, texts are compiled without a check of time and memory.
 
         A thread calls `make_provider` for the first grammar, or earlier for `warm_up`.
         """
         self._make_provider, self._vocab_size, self._checker = make_provider, vocab_size, checker
-        self._made: Grammar | None = None
+        self._made: GrammarBackend | None = None
         self._making = Lock()
         self._pool = ThreadPoolExecutor(_NUM_THREADS, "grammar")
         self._compiled: OrderedDict[bytes, Future[CompiledGrammar]] = OrderedDict()
@@ -226,7 +229,7 @@ class Grammars:
                 mask[:] = before
         return masks
 
-    def _provider(self) -> Grammar:
+    def _provider(self) -> GrammarBackend:
         with self._making:
             if self._made is None:
                 self._made = self._make_provider()

@@ -31,7 +31,7 @@ _START_LIMIT_S = 120.0
 
 
 class Trial(msgspec.Struct, tag=True):
-    """A text to try; see `minisgl_core.contracts.grammar.Grammar.check`."""
+    """A text to try; see `minisgl_core.contracts.grammar.GrammarBackend.check`."""
 
     kind: GrammarKind
     text: str
@@ -61,7 +61,7 @@ class GrammarChecker:
     The process starts with the first trial, and again after a trial that ended it.
 
     Args:
-        provider: name of the grammar provider.
+        provider: name of the grammar backend.
     """
 
     def __init__(self, provider: str) -> None:
@@ -91,7 +91,7 @@ class GrammarChecker:
         if verdict.allowed:
             raise InvalidValueError(name, text, verdict.allowed, verdict.remedy)
         if verdict.failure:
-            raise RuntimeError(f"the grammar provider failed in its own process: {verdict.failure}")
+            raise RuntimeError(f"the grammar backend failed in its own process: {verdict.failure}")
         return verdict.num_bytes
 
     def close(self) -> None:

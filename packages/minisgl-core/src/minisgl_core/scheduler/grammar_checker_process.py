@@ -17,7 +17,7 @@ from pathlib import Path
 
 import setproctitle
 
-from minisgl_core.contracts.grammar import Grammar
+from minisgl_core.contracts.grammar import GrammarBackend
 from minisgl_core.errors import InvalidValueError, MinisglError
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.protocol.messages import Decoder, encode
@@ -39,7 +39,7 @@ def main(fd: int, provider: str) -> None:
         os.nice(_NICENESS)
     pipe = Connection(fd)
     try:
-        checker: type[Grammar] = Registry.from_environment().load("grammar", provider)
+        checker: type[GrammarBackend] = Registry.from_environment().load("grammar", provider)
         checker.check("json_object", "", "")
     except MinisglError as error:
         pipe.send_bytes(encode(Verdict(plugin_error=str(error))))
@@ -54,7 +54,7 @@ def main(fd: int, provider: str) -> None:
     worker.join()
 
 
-def _serve(pipe: Connection, checker: type[Grammar]) -> None:
+def _serve(pipe: Connection, checker: type[GrammarBackend]) -> None:
     decode = Decoder(Trial)
     while True:
         try:
@@ -64,7 +64,7 @@ def _serve(pipe: Connection, checker: type[Grammar]) -> None:
         pipe.send_bytes(encode(_verdict(checker, trial)))
 
 
-def _verdict(checker: type[Grammar], trial: Trial) -> Verdict:
+def _verdict(checker: type[GrammarBackend], trial: Trial) -> Verdict:
     before = _reset_peak()
     signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)
     try:

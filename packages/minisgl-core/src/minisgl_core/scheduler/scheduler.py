@@ -30,7 +30,7 @@ from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.protocol.batch_plan import BatchPlan, StepResult, TokenMasks
 from minisgl_core.protocol.messages import Rejected, Submit, TokenBatch, TokenLogprobs, TokenOut
 from minisgl_core.protocol.scheduler_stats import SchedulerStats
-from minisgl_core.scheduler.constraints import Constraint, Grammars, wait_for_any
+from minisgl_core.scheduler.constraints import Constraint, GrammarManager, wait_for_any
 from minisgl_core.scheduler.limits import SchedulerLimits
 from minisgl_core.scheduler.page_manager import PageManager
 from minisgl_core.scheduler.planner import Chunk, Planner
@@ -65,7 +65,7 @@ class Scheduler:
         cache: PrefixCache,
         policy: Policy,
         hooks: Hooks | None = None,
-        grammars: Grammars | None = None,
+        grammars: GrammarManager | None = None,
     ) -> None:
         """Start without requests.
 

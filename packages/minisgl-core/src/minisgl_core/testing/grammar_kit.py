@@ -1,4 +1,4 @@
-"""Conformance kit of grammar providers. The file is long because it has the cases of all kinds of grammars."""
+"""Conformance kit of grammar backends. The file is long because it has the cases of all kinds of grammars."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from minisgl_core.contracts.grammar import WHITESPACE, Grammar, GrammarKind, GrammarState, mask_width
+from minisgl_core.contracts.grammar import WHITESPACE, GrammarBackend, GrammarKind, GrammarState, mask_width
 from minisgl_core.errors import InvalidValueError
 
 EOS = (257, 259)
@@ -159,20 +159,20 @@ INVALID: list[tuple[GrammarKind, str]] = [
 
 
 class GrammarTests:
-    """Tests of a grammar provider. Subclass this and set `provider`.
+    """Tests of a grammar backend. Subclass this and set `provider`.
 
     Attributes:
         provider: the class.
     """
 
-    provider: ClassVar[type[Grammar]]
+    provider: ClassVar[type[GrammarBackend]]
 
     def make(self, name: str) -> GrammarState:
         """Return the initial state of a case."""
         kind, text = CASES[name][:2]
         return self.make_provider().compile(kind, text, "it")
 
-    def make_provider(self) -> Grammar:
+    def make_provider(self) -> GrammarBackend:
         """Return a provider for the kit's tokenizer."""
         return self.provider(byte_tokenizer(), VOCAB_SIZE, EOS)
 

@@ -32,7 +32,7 @@ class PromptEncoder:
         tokenizer: a transformers tokenizer.
         info: limits of the engine.
         chat_format: chat template and parsers of the model.
-        registry: has the grammar provider.
+        registry: has the grammar backend.
     """
 
     def __init__(self, tokenizer: Any, info: EngineInfo, chat_format: ChatFormat, registry: Registry) -> None:
@@ -147,7 +147,7 @@ class PromptEncoder:
         """Return the grammar of the output, or None. Only its size is checked here: the scheduler's process compiles it.
 
         Raises:
-            InvalidValueError: it is too large, or does not go with other fields, or the server has no grammar provider.
+            InvalidValueError: it is too large, or does not go with other fields, or the server has no grammar backend.
         """
         structured = message.sampling.structured_outputs
         if message.messages is not None:

@@ -66,7 +66,7 @@ class TokenizerWorker:
         to_scheduler: sends `Submit`, `Abort`, `Ended`, `Count` and `SnapshotRequest`, to the router if there is one.
         to_api: sends `TextBatch`, `Tokens`, `Rejected`, `Count`, `EngineSnapshot` and `NoSnapshot`.
         chat_format: chat template and parsers; by default those of the tokenizer's template, without a reasoning parser.
-        registry: has the grammar provider.
+        registry: has the grammar backend.
         num_replicas: number of replicas. If there are several, a router is told when requests end. Requests of a replica that
             died are submitted again if they have sent nothing.
         api: number of the API worker.

@@ -118,7 +118,7 @@ class GenerationRequest(SamplingFields, NoOpFields):
     disable_any_whitespace: bool | None = Field(
         None, description="The same as structured_outputs.disable_any_whitespace."
     )
-    guided_decoding_backend: str | None = Field(None, description="auto, or the server's grammar provider.")
+    guided_decoding_backend: str | None = Field(None, description="auto, or the server's grammar backend.")
     add_special_tokens: bool | None = Field(
         None,
         description="Add special tokens such as BOS; true by default for texts only, as chat templates add them.",
