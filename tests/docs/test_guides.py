@@ -45,7 +45,7 @@ NUM_TESTS = {
 """By guide: the minimum number of tests that run."""
 NOT_FOR_THE_GUIDE: dict[str, str | tuple[str, ...]] = {
     "attention": ("the backend does not apply RoPE", "the backend does not support CUDA graphs"),
-    "prefix_cache": "the cache returns no runs",
+    "prefix_cache": "the cache returns no nodes",
     "router": "the router uses no events",
     "platform": "the platform does not support CUDA graphs",
     "quantization": "the provider supports no such model on this machine",
