@@ -17,7 +17,7 @@ from minisgl_server.bench.serve.command import serve
 from minisgl_server.bench.trace.command import trace
 
 
-@click.group(invoke_without_command=True)
+@click.group(invoke_without_command=True, context_settings={"show_default": True})
 @click.pass_context
 def bench(ctx: click.Context) -> None:
     """Measure throughput and latency. Without a subcommand, run offline with its defaults."""
@@ -32,7 +32,6 @@ def bench(ctx: click.Context) -> None:
     "--workload",
     type=click.Choice(["uniform", "W"]),
     default="uniform",
-    show_default=True,
     help="uniform: greedy, equal lengths. W: 256 sequences with 100 to 1024 input and output tokens, temperature 0.6.",
 )
 @click.option(
@@ -41,22 +40,18 @@ def bench(ctx: click.Context) -> None:
     type=click.IntRange(1),
     multiple=True,
     default=(1, 16),
-    show_default=True,
     help="Prompts per batch; may be given several times. (uniform)",
 )
-@click.option("--input-len", type=click.IntRange(1), default=64, show_default=True, help="Tokens per prompt. (uniform)")
-@click.option(
-    "--output-len", type=click.IntRange(1), default=128, show_default=True, help="Tokens per output. (uniform)"
-)
+@click.option("--input-len", type=click.IntRange(1), default=64, help="Tokens per prompt. (uniform)")
+@click.option("--output-len", type=click.IntRange(1), default=128, help="Tokens per output. (uniform)")
 @click.option(
     "--prefill-len",
     type=click.IntRange(0),
     default=1024,
-    show_default=True,
     help="Also measure one prompt of this many tokens with one output token; 0 skips it. (uniform)",
 )
-@click.option("--num-seqs", type=click.IntRange(1), default=256, show_default=True, help="Sequences. (W)")
-@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Measured runs per workload.")
+@click.option("--num-seqs", type=click.IntRange(1), default=256, help="Sequences. (W)")
+@click.option("--repeats", type=click.IntRange(1), default=3, help="Measured runs per workload.")
 @click.option(
     "--compare",
     type=click.Choice(["transformers"]),

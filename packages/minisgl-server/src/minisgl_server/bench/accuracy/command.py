@@ -21,20 +21,8 @@ from minisgl_server.bench.flags import OutputFile
     required=True,
     help="File with text to evaluate; may be given several times.",
 )
-@click.option(
-    "--window",
-    type=click.IntRange(2),
-    default=512,
-    show_default=True,
-    help="Tokens per evaluated sequence.",
-)
-@click.option(
-    "--max-tokens",
-    type=click.IntRange(2),
-    default=8192,
-    show_default=True,
-    help="Maximum number of tokens to evaluate.",
-)
+@click.option("--window", type=click.IntRange(2), default=512, help="Tokens per evaluated sequence.")
+@click.option("--max-tokens", type=click.IntRange(2), default=8192, help="Maximum number of tokens to evaluate.")
 @click.option("--json", "json_file", type=OutputFile(), help="Also write the results to this file.")
 def accuracy(values: dict[str, Any], sources: dict[str, str], **options: Any) -> None:
     """Compare logits with an FP8 KV cache and with quantized weights to those with neither."""

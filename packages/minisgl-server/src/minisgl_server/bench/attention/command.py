@@ -23,7 +23,6 @@ from minisgl_server.bench.flags import OutputFile
     "--kv-dtype",
     type=click.Choice(["auto", "fp8"]),
     default="auto",
-    show_default=True,
     help="Dtype of the KV pool; auto is that of --dtype.",
 )
 @click.option(
@@ -54,13 +53,12 @@ from minisgl_server.bench.flags import OutputFile
     "--spread",
     type=click.FloatRange(0, 0.99),
     default=0.9,
-    show_default=True,
     help="Maximum relative deviation of decode lengths from their mean; 0 for equal lengths.",
 )
-@click.option("--num-q-heads", type=click.IntRange(1), default=16, show_default=True)
-@click.option("--num-kv-heads", type=click.IntRange(1), default=8, show_default=True)
-@click.option("--head-dim", type=click.IntRange(1), default=128, show_default=True)
-@click.option("--repeats", type=click.IntRange(1), default=20, show_default=True, help="Timed calls per case.")
+@click.option("--num-q-heads", type=click.IntRange(1), default=16)
+@click.option("--num-kv-heads", type=click.IntRange(1), default=8)
+@click.option("--head-dim", type=click.IntRange(1), default=128)
+@click.option("--repeats", type=click.IntRange(1), default=20, help="Timed calls per case.")
 @click.option("--json", "json_file", type=OutputFile(), help="Also write the results to this file.")
 def attention(**values: Any) -> None:
     """Check attention providers against a float64 reference, and time them.

@@ -35,33 +35,23 @@ def with_step_time(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options of `STEP_TIME`."""
     for name, text in reversed(STEP_TIME.items()):
         default, flag = getattr(StepTime(), name), f"--{name.replace('_', '-')}"
-        command = click.option(flag, type=click.FloatRange(0), default=default, show_default=True, help=text)(command)
+        command = click.option(flag, type=click.FloatRange(0), default=default, help=text)(command)
     return command
 
 
 @click.command()
 @click.option("--trace", type=click.Path(), metavar="FILE", help="Replay a trace in the Qwen-Bailian format.")
-@click.option("--time-scale", type=click.FloatRange(0), default=1.0, show_default=True, help="Factor on its times.")
-@click.option("--num-requests", type=click.IntRange(1), default=2000, show_default=True, help="Requests to run.")
-@click.option("--num-turns", type=click.IntRange(1), default=5, show_default=True, help="Requests per chat.")
-@click.option("--num-prefixes", type=click.IntRange(1), default=16, show_default=True, help="System prompts.")
-@click.option(
-    "--shared-prefix-tokens", type=click.IntRange(0), default=1024, show_default=True, help="Tokens per system prompt."
-)
-@click.option("--input-len", type=click.IntRange(1), default=128, show_default=True, help="Mean tokens of a message.")
-@click.option("--output-len", type=click.IntRange(1), default=128, show_default=True, help="Mean tokens of an output.")
-@click.option(
-    "--request-rate",
-    type=click.FloatRange(0, min_open=True),
-    default=16.0,
-    show_default=True,
-    help="Requests per second.",
-)
-@click.option(
-    "--turn-delay", type=click.FloatRange(0), default=30.0, show_default=True, help="Mean seconds between turns."
-)
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
-@click.option("--replicas", type=click.IntRange(1, MAX_REPLICAS), default=4, show_default=True)
+@click.option("--time-scale", type=click.FloatRange(0), default=1.0, help="Factor on its times.")
+@click.option("--num-requests", type=click.IntRange(1), default=2000, help="Requests to run.")
+@click.option("--num-turns", type=click.IntRange(1), default=5, help="Requests per chat.")
+@click.option("--num-prefixes", type=click.IntRange(1), default=16, help="System prompts.")
+@click.option("--shared-prefix-tokens", type=click.IntRange(0), default=1024, help="Tokens per system prompt.")
+@click.option("--input-len", type=click.IntRange(1), default=128, help="Mean tokens of a message.")
+@click.option("--output-len", type=click.IntRange(1), default=128, help="Mean tokens of an output.")
+@click.option("--request-rate", type=click.FloatRange(0, min_open=True), default=16.0, help="Requests per second.")
+@click.option("--turn-delay", type=click.FloatRange(0), default=30.0, help="Mean seconds between turns.")
+@click.option("--seed", type=click.IntRange(0), default=0)
+@click.option("--replicas", type=click.IntRange(1, MAX_REPLICAS), default=4)
 @click.option(
     "--replica-model",
     type=click.Choice(["scheduler", "simple"]),
@@ -69,17 +59,17 @@ def with_step_time(command: Callable[..., None]) -> Callable[..., None]:
     " set of block keys as its cache and simulates several decode steps at once.",
 )
 @click.option("--router", "routers", multiple=True, help="May be given several times.  [default: all that are shipped]")
-@click.option("--router-overload-requests", type=click.IntRange(0), default=16, show_default=True)
-@click.option("--router-overload-ratio", type=click.FloatRange(1), default=1.5, show_default=True)
+@click.option("--router-overload-requests", type=click.IntRange(0), default=16)
+@click.option("--router-overload-ratio", type=click.FloatRange(1), default=1.5)
 @click.option("--num-pages", type=click.IntRange(1), help="Pages per replica.")
 @click.option(
     "--working-set",
     type=click.FloatRange(0, min_open=True),
     help="Choose --num-pages so that the distinct pages of all requests are this fraction of all pages.  [default: 0.667]",
 )
-@click.option("--page-size", type=click.IntRange(1), default=16, show_default=True, help="Tokens per page.")
-@click.option("--max-running-requests", type=click.IntRange(1), default=256, show_default=True)
-@click.option("--max-prefill-length", type=click.IntRange(1), default=8192, show_default=True)
+@click.option("--page-size", type=click.IntRange(1), default=16, help="Tokens per page.")
+@click.option("--max-running-requests", type=click.IntRange(1), default=256)
+@click.option("--max-prefill-length", type=click.IntRange(1), default=8192)
 @with_step_time
 @click.option("--json", "json_file", type=OutputFile(), help="Also write the results to this file.")
 @click.pass_context

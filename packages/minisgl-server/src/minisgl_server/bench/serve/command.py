@@ -15,9 +15,7 @@ DEFAULT_NUM_REQUESTS = 100
 
 
 @click.command()
-@click.option(
-    "--url", default="http://127.0.0.1:1919", show_default=True, help="URL of the server, with or without /v1."
-)
+@click.option("--url", default="http://127.0.0.1:1919", help="URL of the server, with or without /v1.")
 @click.option("--model", help="Name of the model; by default, the first that the server lists.")
 @click.option(
     "--api-key",
@@ -29,16 +27,11 @@ DEFAULT_NUM_REQUESTS = 100
     "--endpoint",
     type=click.Choice(["completions", "chat"]),
     default="completions",
-    show_default=True,
     help="completions: prompts of token ids. chat: messages of words that are one token of --tokenizer each.",
 )
 @click.option("--tokenizer", metavar="MODEL", help="Folder, .gguf file or hub name of the model with the tokenizer.")
 @click.option(
-    "--vocab-size",
-    type=click.IntRange(16),
-    default=10_000,
-    show_default=True,
-    help="Exclusive upper bound of random token ids.",
+    "--vocab-size", type=click.IntRange(16), default=10_000, help="Exclusive upper bound of random token ids."
 )
 @click.option(
     "--num-requests",
@@ -52,14 +45,12 @@ DEFAULT_NUM_REQUESTS = 100
     type=POSITIVE,
     multiple=True,
     default=(float("inf"),),
-    show_default=True,
     help="New conversations per second; inf for all at once. May be given several times, with one run each.",
 )
 @click.option(
     "--burstiness",
     type=POSITIVE,
     default=1.0,
-    show_default=True,
     help="1: Poisson arrivals; less: burstier; more: more regular; inf: a fixed rate.",
 )
 @click.option(
@@ -70,39 +61,20 @@ DEFAULT_NUM_REQUESTS = 100
     help="Maximum concurrent conversations. May be given several times, with one run each.",
 )
 @click.option(
-    "--input-len",
-    type=LengthType(),
-    default="512",
-    show_default=True,
-    metavar="N|LOW:HIGH",
-    help="New prompt tokens per request.",
+    "--input-len", type=LengthType(), default="512", metavar="N|LOW:HIGH", help="New prompt tokens per request."
 )
+@click.option("--output-len", type=LengthType(), default="128", metavar="N|LOW:HIGH", help="Output tokens per request.")
+@click.option("--num-turns", type=click.IntRange(1), default=1, help="Requests per conversation.")
 @click.option(
-    "--output-len",
-    type=LengthType(),
-    default="128",
-    show_default=True,
-    metavar="N|LOW:HIGH",
-    help="Output tokens per request.",
-)
-@click.option("--num-turns", type=click.IntRange(1), default=1, show_default=True, help="Requests per conversation.")
-@click.option(
-    "--turn-delay",
-    type=click.FloatRange(0),
-    default=0.0,
-    show_default=True,
-    help="Seconds between a response and the next turn.",
+    "--turn-delay", type=click.FloatRange(0), default=0.0, help="Seconds between a response and the next turn."
 )
 @click.option(
     "--shared-prefix-tokens",
     type=click.IntRange(0),
     default=0,
-    show_default=True,
     help="Tokens of the shared prefix of all conversations, in addition to --input-len.",
 )
-@click.option(
-    "--num-prefixes", type=click.IntRange(1), default=1, show_default=True, help="Number of distinct shared prefixes."
-)
+@click.option("--num-prefixes", type=click.IntRange(1), default=1, help="Number of distinct shared prefixes.")
 @click.option(
     "--trace",
     type=click.Path(),
@@ -115,29 +87,23 @@ DEFAULT_NUM_REQUESTS = 100
     type=POSITIVE,
     multiple=True,
     default=(1.0,),
-    show_default=True,
     help="Factor on the trace's times: 0.5 doubles the rate. May be given several times, with one run each.",
 )
 @click.option(
     "--max-input-len", type=click.IntRange(1), help="Skip longer requests of the trace; their number is reported."
 )
-@click.option("--temperature", type=click.FloatRange(0), default=0.0, show_default=True)
+@click.option("--temperature", type=click.FloatRange(0), default=0.0)
 @click.option(
     "--ignore-eos/--no-ignore-eos",
     default=True,
-    show_default=True,
     help="Generate exactly the requested output length: an extension of vLLM, SGLang and minisgl.",
 )
 @click.option(
     "--extra-body", type=JsonObjectType(), default="{}", metavar="JSON", help="Additional fields of each request."
 )
-@click.option("--timeout", type=POSITIVE, default=600.0, show_default=True, help="Maximum seconds per request.")
+@click.option("--timeout", type=POSITIVE, default=600.0, help="Maximum seconds per request.")
 @click.option(
-    "--num-warmups",
-    type=click.IntRange(0),
-    default=1,
-    show_default=True,
-    help="Requests before the measurement, which are not counted.",
+    "--num-warmups", type=click.IntRange(0), default=1, help="Requests before the measurement, which are not counted."
 )
 @click.option(
     "--seed",

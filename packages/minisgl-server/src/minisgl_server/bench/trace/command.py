@@ -17,10 +17,9 @@ TRACE_A_REQUESTS = 43_058
     "--num-requests",
     type=click.IntRange(2),
     default=TRACE_A_REQUESTS,
-    show_default=True,
     help="Number of requests; by default, that of trace A.",
 )
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option("--seed", type=click.IntRange(0), default=0)
 @click.option(
     "--request-rate", type=click.FloatRange(0, min_open=True), help="Requests per second; by default, those of trace A."
 )
