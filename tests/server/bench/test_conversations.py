@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,6 @@ import pytest
 
 from minisgl_server.bench.serve.conversations import (
     Conversation,
-    Lengths,
-    RandomSpec,
     block_content_ids,
     limited,
     random_conversations,
@@ -25,8 +24,9 @@ from minisgl_server.bench.trace.format import TraceRequest
 
 
 def made(count: int, variant: int = 1, **spec: Any) -> list[Conversation]:
-    lengths = {"input_len": Lengths(5, 9), "output_len": Lengths(3, 3)}
-    conversations = random_conversations(RandomSpec(**(lengths | spec)), itertools.count(), 50, 7, variant)
+    lengths = {"input_len": (5, 9), "output_len": (3, 3), "num_turns": 1, "turn_delay": 0.0, "seed": 7}
+    options = SimpleNamespace(**lengths | {"shared_prefix_tokens": 0, "num_prefixes": 1} | spec)
+    conversations = random_conversations(options, itertools.count(), 50, variant)
     return list(itertools.islice(conversations, count))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -61,13 +62,13 @@ def bench(ctx: click.Context) -> None:
 @click.pass_context
 def offline(ctx: click.Context, /, values: dict[str, Any], sources: dict[str, str], **options: Any) -> None:
     """Measure a workload in this process, without a server."""
-    from minisgl_server.bench.offline import OfflineOptions, run_offline
+    from minisgl_server.bench.offline import run_offline
 
-    uniform_flags = ("--batch-size", "--input-len", "--output-len", "--prefill-len")
+    uniform_flags = ("--batch-size", "--input-len", "--output-len", "--prefill-len", "--compare")
     is_w = options["workload"] == "W"
     refused = {"used with --workload uniform": uniform_flags} if is_w else {"used with --workload W": ("--num-seqs",)}
     refuse_flags(given_flags(ctx), refused)
-    run_offline(EngineConfig.from_flat(**pick(values, EngineConfig)), OfflineOptions(**options))
+    run_offline(EngineConfig.from_flat(**pick(values, EngineConfig)), SimpleNamespace(**options))
 
 
 bench.add_command(accuracy)

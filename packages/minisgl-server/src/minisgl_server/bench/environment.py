@@ -1,10 +1,12 @@
-"""Hardware and package versions of a benchmark."""
+"""Hardware and package versions of a benchmark, and its results as JSON."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import sys
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,14 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def write_json(path: str | None, **results: Any) -> None:
+    """Write `results`, the start of this process, the hardware and the versions to a file, if there is a path."""
+    if path is not None:
+        started = datetime.fromtimestamp(psutil.Process().create_time(), UTC).isoformat(timespec="seconds")
+        data = {"started": started, "machine": hardware(), "versions": versions(), **results}
+        Path(path).write_text(json.dumps(data, indent=2) + "\n")
 
 
 def _cpu_name() -> str:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
+from types import SimpleNamespace
 
 import click
 
@@ -19,38 +15,19 @@ from minisgl_core.utils.progress import progress_bar
 from minisgl_core.weights.model_source import locate_model
 from minisgl_server.bench import report
 from minisgl_server.bench.engines import BenchEngine, MinisglEngine, TransformersEngine
+from minisgl_server.bench.environment import write_json
 from minisgl_server.bench.measure import MakeWorkload, Result, measure, num_stages
 from minisgl_server.bench.workloads import mixed, uniform
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OfflineOptions:
-    """Values of the command's flags besides those of the engine; its help describes them."""
-
-    workload: str
-    batch_sizes: tuple[int, ...]
-    input_len: int
-    output_len: int
-    prefill_len: int
-    num_seqs: int
-    repeats: int
-    compare: str | None
-    json_file: str | None
-
-
-def run_offline(config: EngineConfig, options: OfflineOptions) -> None:
-    """Measure, print a table, and write the JSON file if one is given.
+def run_offline(config: EngineConfig, options: SimpleNamespace) -> None:
+    """Measure, print a table, and write the JSON file if one is given. `options` are the command's other flags.
 
     Raises:
-        InvalidValueError: a workload does not fit the model, or cannot be compared.
+        InvalidValueError: a workload does not fit the model.
         MinisglError: the model or a provider does not fit.
     """
-    if options.compare and options.workload == "W":
-        allowed = "used with --workload uniform: transformers' generate has one output length for all"
-        raise InvalidValueError("--compare", options.compare, allowed)
-    started = datetime.now(UTC).isoformat(timespec="seconds")
-    with ExitStack() as stack:
-        llm = stack.enter_context(LLM(**config.flat()))
+    with LLM(**config.flat()) as llm:
         workloads = _workloads(options, llm.info.vocab_size)
         _check_lengths(workloads, llm.info.max_seq_len, options)
         engines: list[BenchEngine] = [MinisglEngine(llm)]
@@ -63,12 +40,11 @@ def run_offline(config: EngineConfig, options: OfflineOptions) -> None:
         print_table(report.TITLES, report.table(results))
         for note in report.notes(results):
             click.echo(note)
-        if options.json_file:
-            data = report.as_json(results, llm.info, {**config.flat(), **asdict(options)}, started)
-            Path(options.json_file).write_text(json.dumps(data, indent=2) + "\n")
+        data = report.as_json(results, llm.info)
+        write_json(options.json_file, **data, options=config.flat() | vars(options))
 
 
-def _workloads(options: OfflineOptions, vocab_size: int) -> list[MakeWorkload]:
+def _workloads(options: SimpleNamespace, vocab_size: int) -> list[MakeWorkload]:
     if options.workload == "W":
         return [partial(mixed, options.num_seqs, vocab_size)]
     shapes = [(size, options.input_len, options.output_len) for size in options.batch_sizes]
@@ -77,7 +53,7 @@ def _workloads(options: OfflineOptions, vocab_size: int) -> list[MakeWorkload]:
     return [partial(uniform, *shape, vocab_size) for shape in shapes]
 
 
-def _check_lengths(workloads: list[MakeWorkload], max_seq_len: int, options: OfflineOptions) -> None:
+def _check_lengths(workloads: list[MakeWorkload], max_seq_len: int, options: SimpleNamespace) -> None:
     for make in workloads:
         workload = make(0)
         if workload.longest > max_seq_len:
@@ -88,12 +64,9 @@ def _check_lengths(workloads: list[MakeWorkload], max_seq_len: int, options: Off
 
 def _measure_all(workloads: list[MakeWorkload], engines: list[BenchEngine], repeats: int) -> list[list[Result]]:
     with progress_bar() as bar:
-        task = bar.add_task("", total=len(workloads) * num_stages(len(engines), repeats))
-        num_done = -1
+        task = bar.add_task("", total=len(workloads) * num_stages(len(engines), repeats), completed=-1)
 
         def advance(description: str) -> None:
-            nonlocal num_done
-            num_done += 1
-            bar.update(task, description=description, completed=num_done)
+            bar.update(task, description=description, advance=1)
 
         return [measure(make, engines, repeats, advance) for make in workloads]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -49,17 +49,13 @@ def notes(results: Sequence[Sequence[Result]]) -> list[str]:
     return found
 
 
-def as_json(
-    results: Sequence[Sequence[Result]], info: EngineInfo, options: Mapping[str, Any], started: str
-) -> dict[str, Any]:
-    """Return the options, environment and results of a measurement."""
+def as_json(results: Sequence[Sequence[Result]], info: EngineInfo) -> dict[str, Any]:
+    """Return the environment and results of a measurement."""
     return {
-        "started": started,
         "machine": _machine(info),
         "versions": _versions(),
         "model": {"name": info.model, "architecture": info.architecture, "dtype": info.dtype},
         "choices": {name: {"value": value, "reason": reason} for name, value, reason in info.choices},
-        "options": dict(options),
         "results": [_as_json(result) for group in results for result in group],
         "comparisons": [
             {

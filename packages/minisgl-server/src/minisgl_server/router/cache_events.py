@@ -7,6 +7,7 @@ step are sent in one message. If the router does not keep up, messages are dropp
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -101,7 +102,12 @@ class CacheChanges:
         """Return the changes; None if there are none."""
         if not self._changes:
             return None
-        inserted = [key for key, is_cached in self._changes.items() if is_cached]
-        evicted = [key for key, is_cached in self._changes.items() if not is_cached]
+        events = cache_events(self._engine, self._changes)
         self._changes.clear()
-        return CacheEvents(self._engine, np.array(inserted, np.uint64), np.array(evicted, np.uint64))
+        return events
+
+
+def cache_events(engine: int, changes: Mapping[int, bool]) -> CacheEvents:
+    """Return the message about `changes`: keys of blocks, with True for inserted and False for evicted ones."""
+    keys, is_cached = np.array(list(changes), np.uint64), np.array(list(changes.values()), bool)
+    return CacheEvents(engine, keys[is_cached], keys[~is_cached])

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import click
 import numpy as np
@@ -21,8 +18,8 @@ from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.protocol.batch_plan import BatchPlan, SamplePlan
 from minisgl_core.utils.progress import progress_bar
-from minisgl_server.bench import environment
 from minisgl_server.bench.accuracy.logit_difference import Difference, compare
+from minisgl_server.bench.environment import write_json
 
 TITLES = (
     "KV",
@@ -48,7 +45,6 @@ def run_accuracy(
         MinisglError: the model or a provider does not fit.
     """
     _check(config)
-    started = datetime.now(UTC).isoformat(timespec="seconds")
     registry, hooks = Registry.from_environment(), Hooks(Registry([]))
     text = "\n".join(Path(each).read_text(encoding="utf-8") for each in texts)
     windows: list[torch.Tensor] = []
@@ -83,19 +79,9 @@ def run_accuracy(
     num_tokens = sum(map(len, windows))
     click.echo(f"{model} on {device}: {num_tokens:,} tokens in windows of {window}\n")
     print_table(TITLES, [_cells(*each) for each in found])
-    if json_file:
-        rows = [{"kv": kv, "weights": weights, **asdict(each)} for kv, weights, each in found]
-        about: dict[str, Any] = {
-            "started": started,
-            "model": model,
-            "device": device,
-            "machine": environment.hardware(),
-            "versions": environment.versions(),
-            "texts": list(texts),
-            "window": window,
-            "num_tokens": num_tokens,
-        }
-        Path(json_file).write_text(json.dumps({**about, "results": rows}, indent=2) + "\n")
+    rows = [{"kv": kv, "weights": weights, **asdict(each)} for kv, weights, each in found]
+    about = {"model": model, "device": device, "texts": list(texts), "window": window, "num_tokens": num_tokens}
+    write_json(json_file, **about, results=rows)
 
 
 def _check(config: EngineConfig) -> None:

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import click
 
 from minisgl_core.errors import InvalidValueError
-from minisgl_server.bench.attention.options import AttentionOptions, ShapeType
 from minisgl_server.bench.flags import OutputFile
+
+
+class ShapeType(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2 only
+    """``BxL``: B requests of L tokens."""
+
+    name = "shape"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return (B, L)."""
+        if isinstance(value, tuple):
+            return value
+        try:
+            batch, length = map(int, str(value).lower().split("x"))
+        except ValueError:
+            batch = length = 0
+        if batch < 1 or length < 1:
+            self.fail(f"{value!r} is not a shape BxL, such as 16x1024: batch size and tokens.", param, ctx)
+        return batch, length
 
 
 @click.command()
@@ -68,7 +86,7 @@ def attention(**values: Any) -> None:
     """
     from minisgl_server.bench.attention.run import run_attention
 
-    options = AttentionOptions(**values)
+    options = SimpleNamespace(**values)
     if options.num_q_heads % options.num_kv_heads:
         raise InvalidValueError(
             "--num-q-heads", options.num_q_heads, f"a multiple of --num-kv-heads={options.num_kv_heads}"

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -19,10 +17,9 @@ from minisgl_core.errors import InvalidValueError, PluginError
 from minisgl_core.plugins.registry import Entry, Registry, reasons_of
 from minisgl_core.utils.fp8 import FP8
 from minisgl_core.utils.progress import progress_bar
-from minisgl_server.bench import environment
 from minisgl_server.bench.attention.cases import MIN_MAX_SEQ_LEN, Case, spread_lengths
-from minisgl_server.bench.attention.options import AttentionOptions, Shape
-from minisgl_server.bench.attention.timing import Timing, time_case
+from minisgl_server.bench.attention.timing import time_case
+from minisgl_server.bench.environment import hardware, write_json
 
 TITLES = ("provider", "page", "step", "ms", "GB/s", "TFLOP/s", "plan us", "error")
 GPU_DEFAULTS: dict[str, Any] = {
@@ -39,36 +36,11 @@ CPU_DEFAULTS: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """Result of one provider on one step: a timing, or the reason why there is none.
-
-    Attributes:
-        provider: name of the provider.
-        page_size: tokens per page.
-        step: description of the step.
-        timing: the measurement.
-        num_bytes: bytes of K and V.
-        num_flops: FLOPs of the step.
-        reason: reason why it was not measured.
-    """
-
-    provider: str
-    page_size: int
-    step: str
-    timing: Timing | None = None
-    num_bytes: int = 0
-    num_flops: float = 0.0
-    reason: str = ""
-
-    @property
-    def is_wrong(self) -> bool:
-        """True if the error of the output exceeds the tolerance of the dtype."""
-        return self.timing is not None and not self.timing.error <= 1
-
-
-def run_attention(options: AttentionOptions) -> None:
+def run_attention(options: SimpleNamespace) -> None:
     """Measure, print a table, and write the JSON file if one is given. Exit with status 1 if a provider's output is wrong.
+
+    Args:
+        options: the command's flags; None and () are replaced by the defaults of the device.
 
     Raises:
         InvalidValueError: the device does not exist.
@@ -78,73 +50,52 @@ def run_attention(options: AttentionOptions) -> None:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise InvalidValueError("--device", "cuda", "a device of this machine, which has no GPU that torch can use")
     defaults = GPU_DEFAULTS if device.type == "cuda" else CPU_DEFAULTS
-    missing = {name: value for name, value in defaults.items() if not getattr(options, name)}
     if options.decodes or options.prefills:
-        missing = {name: value for name, value in missing.items() if name not in ("decodes", "prefills")}
-    options = replace(options, device=device.type, **missing)
-    started = datetime.now(UTC).isoformat(timespec="seconds")
-    name = torch.cuda.get_device_name() if device.type == "cuda" else str(environment.hardware()["cpu"])
+        defaults = {**defaults, "decodes": (), "prefills": ()}
+    for name, value in {**defaults, "device": device.type}.items():
+        setattr(options, name, getattr(options, name) or value)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else str(hardware()["cpu"])
     heads = f"{options.num_q_heads} query and {options.num_kv_heads} KV heads of {options.head_dim}"
     click.echo(f"{name}, {heads}, {options.dtype}\n")
     with torch.inference_mode():
         rows = _measure(options, device)
-    print_table(TITLES, [_cells(row, row.timing) for row in rows if row.timing is not None])
+    print_table(TITLES, [_cells(row) for row in rows if "reason" not in row])
     for note in _reasons(rows):
         click.echo(note)
-    if any(row.timing is not None and row.timing.is_graph for row in rows):
+    if any(row.get("is_graph") for row in rows):
         click.echo("Decodes were replayed from CUDA graphs if the provider supports them.")
-    if options.json_file:
-        found = {
-            "started": started,
-            "device": name,
-            "machine": environment.hardware(),
-            "versions": environment.versions(),
-            "options": asdict(options),
-            "results": [_json(row) for row in rows],
-        }
-        Path(options.json_file).write_text(json.dumps(found, indent=2) + "\n")
-    if wrong := sorted({row.provider for row in rows if row.is_wrong}):
+    write_json(options.json_file, device=name, options=vars(options), results=rows)
+    if wrong := sorted({row["provider"] for row in rows if row.get("is_wrong")}):
         click.echo(f"Wrong output: {', '.join(wrong)}", err=True)
         sys.exit(1)
 
 
-def _measure(options: AttentionOptions, device: torch.device) -> list[Row]:
+def _measure(options: SimpleNamespace, device: torch.device) -> list[dict[str, Any]]:
+    """Return a row per provider, page size and step, with the measurement or the reason why there is none."""
     registry = Registry.from_environment()
     providers = list(_providers(registry, options.providers))
-    steps = [(shape, 1) for shape in options.decodes] + [(shape, None) for shape in options.prefills]
-    rows: list[Row] = []
+    steps = [("decode", *shape) for shape in options.decodes] + [("prefill", *shape) for shape in options.prefills]
+    cases = list(itertools.product(providers, options.page_sizes, steps))
+    rows: list[dict[str, Any]] = []
     with progress_bar() as bar:
-        task = bar.add_task("", total=len(providers) * len(options.page_sizes) * len(steps))
-        for name, provider in providers:
-            for page_size in options.page_sizes:
-                for shape, num_new in steps:
-                    description = f"{'decode' if num_new else 'prefill'} {shape[0]}x{shape[1]}"
-                    bar.update(task, description=f"{name}, pages of {page_size}, {description}")
-                    if isinstance(provider, str):
-                        rows.append(Row(name, page_size, description, reason=provider))
-                    else:
-                        entry = registry.entry("attention", name)
-                        rows.append(
-                            _measure_case(options, device, entry, provider, page_size, shape, num_new, description)
-                        )
-                    bar.advance(task)
+        task = bar.add_task("", total=len(cases))
+        for (name, provider), page_size, (kind, batch, length) in cases:
+            step = f"{kind} {batch}x{length}"
+            bar.update(task, description=f"{name}, pages of {page_size}, {step}")
+            found: dict[str, Any] = {"reason": provider}
+            if not isinstance(provider, str):
+                lengths = [length] * batch if kind == "prefill" else spread_lengths(batch, length, options.spread)
+                spec = _spec(options, device, page_size, lengths)
+                entry, num_new = registry.entry("attention", name), None if kind == "prefill" else 1
+                found = _measure_case(options, entry, provider, spec, lengths, num_new)
+            rows.append({"provider": name, "page_size": page_size, "step": step, **found})
+            bar.advance(task)
     return rows
 
 
-def _measure_case(
-    options: AttentionOptions,
-    device: torch.device,
-    entry: Entry,
-    provider: type[AttentionBackend],
-    page_size: int,
-    shape: Shape,
-    num_new: int | None,
-    description: str,
-) -> Row:
-    batch, length = shape
-    lengths = [length] * batch if num_new is None else spread_lengths(batch, length, options.spread)
-    dtype = getattr(torch, str(options.dtype))
-    spec = AttentionSpec(
+def _spec(options: SimpleNamespace, device: torch.device, page_size: int, lengths: list[int]) -> AttentionSpec:
+    dtype = getattr(torch, options.dtype)
+    return AttentionSpec(
         num_q_heads=options.num_q_heads,
         num_kv_heads=options.num_kv_heads,
         head_dim=options.head_dim,
@@ -153,8 +104,18 @@ def _measure_case(
         kv_dtype=FP8 if options.kv_dtype == "fp8" else dtype,
         device=device,
         max_seq_len=max(MIN_MAX_SEQ_LEN, *lengths),
-        max_batch=batch,
+        max_batch=len(lengths),
     )
+
+
+def _measure_case(
+    options: SimpleNamespace,
+    entry: Entry,
+    provider: type[AttentionBackend],
+    spec: AttentionSpec,
+    lengths: list[int],
+    num_new: int | None,
+) -> dict[str, Any]:
     try:
         reasons = reasons_of(entry, provider, spec)
     except PluginError as error:
@@ -162,13 +123,21 @@ def _measure_case(
             raise
         reasons = [str(error)]
     if reasons:
-        return Row(entry.name, page_size, description, reason="; ".join(reasons))
+        return {"reason": "; ".join(reasons)}
     try:
         case = Case(provider, spec, lengths, num_new)
         timing = time_case(case, options.repeats)
     except torch.OutOfMemoryError:
-        return Row(entry.name, page_size, description, reason="it does not fit in the device's memory")
-    return Row(entry.name, page_size, description, timing, case.num_kv_bytes, case.num_flops)
+        return {"reason": "it does not fit in the device's memory"}
+    return {
+        "ms": 1e3 * timing.seconds,
+        "gb_per_s": case.num_kv_bytes / timing.seconds / 1e9,
+        "tflop_per_s": case.num_flops / timing.seconds / 1e12,
+        "plan_us": 1e6 * timing.plan_s,
+        "error": timing.error,
+        "is_wrong": not timing.error <= 1,
+        "is_graph": timing.is_graph,
+    }
 
 
 def _providers(registry: Registry, names: tuple[str, ...]) -> Iterator[tuple[str, type[AttentionBackend] | str]]:
@@ -182,43 +151,26 @@ def _providers(registry: Registry, names: tuple[str, ...]) -> Iterator[tuple[str
             yield name, str(error)
 
 
-def _cells(row: Row, timing: Timing) -> tuple[str, ...]:
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     return (
-        row.provider,
-        str(row.page_size),
-        row.step,
-        f"{1e3 * timing.seconds:.3f}",
-        f"{row.num_bytes / timing.seconds / 1e9:,.1f}",
-        f"{row.num_flops / timing.seconds / 1e12:.3f}",
-        f"{1e6 * timing.plan_s:.0f}",
-        "WRONG" if row.is_wrong else f"{timing.error:.0%} of tolerance",
+        row["provider"],
+        str(row["page_size"]),
+        row["step"],
+        f"{row['ms']:.3f}",
+        f"{row['gb_per_s']:,.1f}",
+        f"{row['tflop_per_s']:.3f}",
+        f"{row['plan_us']:.0f}",
+        "WRONG" if row["is_wrong"] else f"{row['error']:.0%} of tolerance",
     )
 
 
-def _reasons(rows: list[Row]) -> list[str]:
+def _reasons(rows: list[dict[str, Any]]) -> list[str]:
     """Return the cases that were not measured, grouped by reason."""
     pages: dict[tuple[str, str], set[int]] = {}
     for row in rows:
-        if row.reason:
-            pages.setdefault((row.provider, row.reason), set()).add(row.page_size)
+        if "reason" in row:
+            pages.setdefault((row["provider"], row["reason"]), set()).add(row["page_size"])
     return [
         f"not measured: {provider}, pages of {', '.join(map(str, sorted(sizes)))}: {reason}"
         for (provider, reason), sizes in pages.items()
     ]
-
-
-def _json(row: Row) -> dict[str, Any]:
-    common = {"provider": row.provider, "page_size": row.page_size, "step": row.step}
-    if row.timing is None:
-        return {**common, "reason": row.reason}
-    timing = row.timing
-    return {
-        **common,
-        "ms": 1e3 * timing.seconds,
-        "gb_per_s": row.num_bytes / timing.seconds / 1e9,
-        "tflop_per_s": row.num_flops / timing.seconds / 1e12,
-        "plan_us": 1e6 * timing.plan_s,
-        "error": timing.error,
-        "is_wrong": row.is_wrong,
-        "is_graph": timing.is_graph,
-    }

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from minisgl_core.cli.table import print_table
 from minisgl_core.contracts.router import block_size_for
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.plugins.registry import Registry
+from minisgl_server.bench.environment import write_json
 from minisgl_server.bench.route.command import MAX_SCHEDULERS
 from minisgl_server.bench.route.requests import Chats, num_distinct_blocks, simulated_requests
 from minisgl_server.bench.route.scheduler_replica import Shape
@@ -39,12 +39,6 @@ TITLES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    name: str
-    setup: Setup
-
-
 def run_route(**values: Any) -> None:
     """Simulate the routers, print the table, and write the JSON file; `values` are the flags of the command.
 
@@ -57,19 +51,17 @@ def run_route(**values: Any) -> None:
     if not fitting:
         raise InvalidValueError("--num-pages", shape.num_pages, "enough for one of the requests")
     results = []
-    for run in _runs(values, shape):
+    for name, setup in _runs(values, shape):
         requests = simulated_requests(fitting, values["time_scale"])
-        results.append((run.name, simulate(run.setup, requests, len(fitting))))
-    print_table(TITLES, [_row(name, outcome) for name, outcome in results])
+        results.append((name, simulate(setup, requests, len(fitting))))
+    print_table(TITLES, [_row(*each) for each in results])
     pages = num_distinct_blocks(fitting) * BLOCK_TOKENS / (values["replicas"] * shape.num_tokens)
     click.echo(f"{len(fitting)} requests, {len(trace) - len(fitting)} left out because they do not fit in a replica.")
     click.echo(
         f"{shape.num_pages} pages of {shape.page_size} per replica; the distinct pages are {pages:.2f} of all pages."
     )
     click.echo("Decision and busy are times of this machine; all else is simulated.")
-    if values["json_file"]:
-        rows = [_as_json(name, outcome) for name, outcome in results]
-        Path(values["json_file"]).write_text(json.dumps({"options": values, "results": rows}, indent=1) + "\n")
+    write_json(values["json_file"], options=values, results=[_as_json(*each) for each in results])
 
 
 def _trace(values: dict[str, Any]) -> list[TraceRequest]:
@@ -92,8 +84,8 @@ def _shape(values: dict[str, Any], trace: Sequence[TraceRequest]) -> Shape:
     )
 
 
-def _runs(values: dict[str, Any], shape: Shape) -> list[_Run]:
-    """Return a run per router, and one of a single replica that is as large and as fast as all of them."""
+def _runs(values: dict[str, Any], shape: Shape) -> list[tuple[str, Setup]]:
+    """Return a setup per router, and one of a single replica that is as large and as fast as all of them."""
     num, registry = values["replicas"], Registry.from_environment()
     model = values["replica_model"] or ("scheduler" if num <= MAX_SCHEDULERS else "simple")
     if model == "scheduler" and num > MAX_SCHEDULERS:
@@ -111,7 +103,7 @@ def _runs(values: dict[str, Any], shape: Shape) -> list[_Run]:
         overload=(values["router_overload_requests"], values["router_overload_ratio"]),
         cache=registry.load("prefix_cache", "radix") if model == "scheduler" else None,
     )
-    runs = [_Run(name, replace(setup, router=registry.load("router", name))) for name in values["routers"] or ROUTERS]
+    runs = [(name, replace(setup, router=registry.load("router", name))) for name in values["routers"] or ROUTERS]
     if num > 1:
         whole = Shape(
             num_pages=num * shape.num_pages,
@@ -120,7 +112,7 @@ def _runs(values: dict[str, Any], shape: Shape) -> list[_Run]:
             max_prefill_tokens=num * shape.max_prefill_tokens,
         )
         fast = StepTime(**times, speed=float(num))
-        runs.append(_Run("one replica", replace(setup, num_replicas=1, shape=whole, step_time=fast)))
+        runs.append(("one replica", replace(setup, num_replicas=1, shape=whole, step_time=fast)))
     return runs
 
 

@@ -14,13 +14,12 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
 from minisgl_core.contracts.router import block_keys
-from minisgl_core.protocol.messages import CacheEvents, Submit
+from minisgl_core.protocol.messages import Submit
 from minisgl_server.bench.route.requests import SimulatedRequest
 from minisgl_server.bench.route.scheduler_replica import Progress, Requests, Shape
 from minisgl_server.bench.route.step_time import StepTime
+from minisgl_server.router.cache_events import cache_events
 
 
 @dataclass(slots=True)
@@ -99,10 +98,7 @@ class SimpleReplica:
                 continue
             heapq.heappush(self._decoding, (self._last_step + len(request.output) - 1, request.number, running))
         if self._engine is not None and self._changes:
-            inserted, evicted = (
-                [key for key, kept in self._changes.items() if kept is wanted] for wanted in (True, False)
-            )
-            progress.events = CacheEvents(self._engine, np.array(inserted, np.uint64), np.array(evicted, np.uint64))
+            progress.events = cache_events(self._engine, self._changes)
             self._changes.clear()
         self._start(self.next_s)
         return progress

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,26 +22,6 @@ from minisgl_server.bench.route.simple_replica import SimpleReplica
 from minisgl_server.bench.route.step_time import StepTime
 from minisgl_server.router.cache_events import CacheChanges
 from minisgl_server.router.worker import RouterWorker, Send
-
-
-class SimulatedReplica(Protocol):
-    """Replica in virtual time."""
-
-    next_s: float
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Prompt tokens of all admitted requests."""
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """Those that the prefix cache had."""
-
-    def submit(self, submit: Submit, now_s: float) -> None:
-        """Queue a request."""
-
-    def advance(self) -> Progress:
-        """End the running steps at `next_s`, and start the next ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,9 +176,9 @@ class _Simulation:
         self._event_s += time.perf_counter() - begin
 
 
-def _replicas(setup: Setup, running: Requests) -> list[SimulatedReplica]:
+def _replicas(setup: Setup, running: Requests) -> list[SchedulerReplica | SimpleReplica]:
     shape, step_time, has_events = setup.shape, setup.step_time, setup.router.uses_events
-    replicas: list[SimulatedReplica] = []
+    replicas: list[SchedulerReplica | SimpleReplica] = []
     for number in range(setup.num_replicas):
         if setup.cache is None:
             replicas.append(SimpleReplica(shape, step_time, running, number if has_events else None))

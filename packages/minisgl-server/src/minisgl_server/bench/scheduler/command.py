@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -31,6 +32,6 @@ def scheduler(**values: Any) -> None:
     The times are CPU times, medians per step: schedule and process are those of the scheduler, and encode that of the messages to
     the tokenizer workers. Admission is schedule plus process time per prompt, beyond that of a decode step.
     """
-    from minisgl_server.bench.scheduler.run import SchedulerOptions, run_scheduler
+    from minisgl_server.bench.scheduler.run import run_scheduler
 
-    run_scheduler(SchedulerOptions(**values))
+    run_scheduler(SimpleNamespace(**values))

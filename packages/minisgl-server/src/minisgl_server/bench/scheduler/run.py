@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from time import thread_time
+from types import SimpleNamespace
 
 import click
 import numpy as np
@@ -21,7 +20,7 @@ from minisgl_core.scheduler.limits import SchedulerLimits
 from minisgl_core.scheduler.policies import FirstComeFirstServed
 from minisgl_core.scheduler.scheduler import Scheduler
 from minisgl_core.utils.progress import progress_bar
-from minisgl_server.bench import environment
+from minisgl_server.bench.environment import hardware, versions, write_json
 
 _VOCAB_SIZE = 150_000
 _EOS_ID = 2
@@ -34,20 +33,6 @@ _NUM_ADMITTED = 64
 """Prompts that are admitted together to measure the cost per prompt."""
 _NUM_ADMISSIONS = 3
 _TITLES = ("requests", "schedule ms", "process ms", "both ms", "99% ms", "us per request", "encode ms", "admission us")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerOptions:
-    """Values of the command's flags; its help describes them."""
-
-    batch_sizes: tuple[int, ...]
-    cached_pages: int
-    cache: str
-    page_size: int
-    input_len: int
-    num_steps: int
-    disable_overlap: bool
-    json_file: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +49,8 @@ class StepTimes:
         return self.schedule + self.process
 
 
-def run_scheduler(options: SchedulerOptions) -> None:
-    """Measure each batch size, print a table, and write the JSON file if one is given.
+def run_scheduler(options: SimpleNamespace) -> None:
+    """Measure each batch size, print a table, and write the JSON file if one is given. `options` are the command's flags.
 
     Raises:
         MinisglError: the prefix cache is not installed.
@@ -76,15 +61,12 @@ def run_scheduler(options: SchedulerOptions) -> None:
         for done, num_requests in enumerate(options.batch_sizes):
             bar.update(task, description=f"{num_requests} requests", completed=done)
             results.append(_measure(options, num_requests))
-    hardware, versions = environment.hardware(), environment.versions()
-    click.echo(f"machine  {hardware['cpu']}, Python {versions['python']}")
+    click.echo(f"machine  {hardware()['cpu']}, Python {versions()['python']}")
     print_table(_TITLES, [tuple(f"{value:,.3f}".removesuffix(".000") for value in each.values()) for each in results])
-    if options.json_file:
-        data = {"machine": hardware, "versions": versions, "options": asdict(options), "results": results}
-        Path(options.json_file).write_text(json.dumps(data, indent=2) + "\n")
+    write_json(options.json_file, options=vars(options), results=results)
 
 
-def _measure(options: SchedulerOptions, num_requests: int) -> dict[str, float]:
+def _measure(options: SimpleNamespace, num_requests: int) -> dict[str, float]:
     loop = _Loop(options, num_requests)
     loop.admit(num_requests)
     loop.run(_WARM_UP_STEPS)
@@ -106,7 +88,7 @@ def _measure(options: SchedulerOptions, num_requests: int) -> dict[str, float]:
 class _Loop:
     """Loop over a scheduler like `EngineLoop`, whose steps take no time."""
 
-    def __init__(self, options: SchedulerOptions, num_requests: int) -> None:
+    def __init__(self, options: SimpleNamespace, num_requests: int) -> None:
         """Fill the cache."""
         self._options, self._rng = options, np.random.default_rng(0)
         self._max_in_flight = 0 if options.disable_overlap else 1

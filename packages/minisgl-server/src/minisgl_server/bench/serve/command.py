@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import secrets
+from types import SimpleNamespace
 from typing import Any
 
 import click
 
 from minisgl_server.bench.flags import OutputFile, given_flags
-from minisgl_server.bench.serve.options import JsonObjectType, LengthType, ServeOptions, check_options, parse_goodput
+from minisgl_server.bench.serve.options import JsonObjectType, LengthType, check_options, parse_goodput
 
 POSITIVE = click.FloatRange(0, min_open=True)
 DEFAULT_NUM_REQUESTS = 100
@@ -144,6 +145,6 @@ def serve(ctx: click.Context, /, **values: Any) -> None:
         values["num_requests"] = DEFAULT_NUM_REQUESTS
     if values["seed"] is None:
         values["seed"] = secrets.randbelow(2**32)
-    options = ServeOptions(**values)
+    options = SimpleNamespace(**values)
     check_options(options, given_flags(ctx))
     run_serve(options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -52,72 +53,38 @@ class Conversation:
     delay_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Lengths:
-    """Uniform distribution of lengths from `low` to `high`, both inclusive."""
-
-    low: int
-    high: int
-
-    def draw(self, random: np.random.Generator) -> int:
-        """Draw a length."""
-        return int(random.integers(self.low, self.high + 1))
-
-    def __str__(self) -> str:
-        """Return the text of the flag's value."""
-        return str(self.low) if self.low == self.high else f"{self.low}:{self.high}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RandomSpec:
-    """Parameters of random conversations.
-
-    Attributes:
-        input_len: new prompt tokens per turn.
-        output_len: output tokens per turn.
-        num_turns: turns per conversation.
-        turn_delay_s: seconds between a response and the next turn.
-        shared_prefix_tokens: tokens of the prefix that all conversations of a group share.
-        num_prefixes: number of groups, to which conversations belong in turn.
-    """
-
-    input_len: Lengths
-    output_len: Lengths
-    num_turns: int = 1
-    turn_delay_s: float = 0.0
-    shared_prefix_tokens: int = 0
-    num_prefixes: int = 1
-
-
 def random_conversations(
-    spec: RandomSpec, times: Iterable[float], num_content_ids: int, seed: int, variant: int
+    options: SimpleNamespace, times: Iterable[float], num_content_ids: int, variant: int
 ) -> Iterator[Conversation]:
     """Yield conversations without end.
 
     Conversations of a group share only the prefix: their first content id after it differs, as long as there are enough ids.
 
     Args:
-        spec: parameters of the conversations.
+        options: flags of the command. All variants of a seed have equal lengths.
         times: arrival times.
         num_content_ids: exclusive upper bound of the content ids.
-        seed: seed of lengths and content; all variants have equal lengths.
         variant: number of the variant, which determines the content.
     """
-    lengths, random = np.random.default_rng([seed, 0]), np.random.default_rng([seed, 1, variant])
-    prefixes = random.integers(0, num_content_ids, (spec.num_prefixes, spec.shared_prefix_tokens))
-    if spec.shared_prefix_tokens:
-        prefixes[:, 0] = (variant * spec.num_prefixes + np.arange(spec.num_prefixes)) % num_content_ids
+    lengths, random = (np.random.default_rng([options.seed, *key]) for key in ((0,), (1, variant)))
+
+    def draw(bounds: tuple[int, int]) -> int:
+        return int(lengths.integers(*bounds, endpoint=True))
+
+    prefixes = random.integers(0, num_content_ids, (options.num_prefixes, options.shared_prefix_tokens))
+    if options.shared_prefix_tokens:
+        prefixes[:, 0] = (variant * options.num_prefixes + np.arange(options.num_prefixes)) % num_content_ids
     first = int(random.integers(0, num_content_ids))
     for number, arrival_s in enumerate(times):
         turns = []
-        for turn in range(spec.num_turns):
-            new_content = random.integers(0, num_content_ids, spec.input_len.draw(lengths))
+        for turn in range(options.num_turns):
+            new_content = random.integers(0, num_content_ids, draw(options.input_len))
             if turn == 0:
                 new_content[0] = (first + number) % num_content_ids
-            output_len = spec.output_len.draw(lengths)
-            placeholder = random.integers(0, num_content_ids, output_len if turn < spec.num_turns - 1 else 0)
+            output_len = draw(options.output_len)
+            placeholder = random.integers(0, num_content_ids, output_len if turn < options.num_turns - 1 else 0)
             turns.append(Turn(new_content, output_len, placeholder))
-        yield Conversation(number, arrival_s, prefixes[number % spec.num_prefixes], turns, spec.turn_delay_s)
+        yield Conversation(number, arrival_s, prefixes[number % options.num_prefixes], turns, options.turn_delay)
 
 
 def trace_conversations(

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -16,49 +17,6 @@ from minisgl_server.bench.flags import refuse_flags
 
 METRIC_NAMES = ("ttft", "tpot", "latency")
 """Metrics that ``--goodput`` can limit."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeOptions:
-    """Values of the command's flags; its help describes them. Lengths are (low, high) in tokens."""
-
-    url: str
-    model: str | None
-    api_key: str | None
-    endpoint: str
-    tokenizer: str | None
-    vocab_size: int
-    num_requests: int | None
-    duration: float | None
-    request_rates: tuple[float, ...]
-    burstiness: float
-    max_concurrencies: tuple[int | None, ...]
-    input_len: tuple[int, int]
-    output_len: tuple[int, int]
-    num_turns: int
-    turn_delay: float
-    shared_prefix_tokens: int
-    num_prefixes: int
-    trace: str | None
-    time_scales: tuple[float, ...]
-    max_input_len: int | None
-    temperature: float
-    ignore_eos: bool
-    extra_body: dict[str, Any]
-    timeout: float
-    num_warmups: int
-    seed: int
-    goodput: dict[str, float]
-    server_pids: tuple[int, ...]
-    json_file: str | None
-    details: bool
-    plot: str | None
-
-    def runs(self) -> Iterator[Run]:
-        """Yield every run of the sweep."""
-        product = itertools.product(self.time_scales, self.request_rates, self.max_concurrencies)
-        for number, (scale, rate, limit) in enumerate(product):
-            yield Run(number, rate, limit, scale if self.trace else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +44,13 @@ class Run:
         if self.max_concurrency is not None:
             parts.append(f"{self.max_concurrency} at once")
         return ", ".join(parts) or "all at once"
+
+
+def runs(options: SimpleNamespace) -> Iterator[Run]:
+    """Yield every run of the sweep."""
+    product = itertools.product(options.time_scales, options.request_rates, options.max_concurrencies)
+    for number, (scale, rate, limit) in enumerate(product):
+        yield Run(number, rate, limit, scale if options.trace else None)
 
 
 class LengthType(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2 only
@@ -140,13 +105,8 @@ def parse_goodput(values: tuple[str, ...]) -> dict[str, float]:
     return found
 
 
-def check_options(options: ServeOptions, given: Mapping[str, Any]) -> None:
-    """Refuse flags that have no effect, and values that are not possible.
-
-    Args:
-        options: all options.
-        given: flags given on the command line, with their values.
-    """
+def check_options(options: SimpleNamespace, given: Mapping[str, Any]) -> None:
+    """Refuse flags that have no effect, and values that are not possible; `given` are those of the command line."""
     random_flags = ("--input-len", "--output-len", "--num-turns", "--shared-prefix-tokens", "--num-prefixes")
     arrival_flags = ("--turn-delay", "--request-rate", "--burstiness")
     refused = {

@@ -6,11 +6,11 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from types import SimpleNamespace
 from typing import Any
 
-from minisgl_server.bench import environment
 from minisgl_server.bench.serve.load import Outcome
-from minisgl_server.bench.serve.options import Run, ServeOptions
+from minisgl_server.bench.serve.options import Run
 from minisgl_server.bench.serve.request import Record
 from minisgl_server.bench.serve.summary import METRICS, Summary
 
@@ -46,7 +46,7 @@ class Measured:
     summary: Summary
 
 
-def headline(options: ServeOptions, model: str, workload: str) -> list[str]:
+def headline(options: SimpleNamespace, model: str, workload: str) -> list[str]:
     """Return the lines above the tables: server and workload."""
     exact = ", exactly that long" if options.ignore_eos else ""
     return [
@@ -123,15 +123,10 @@ def _notes(run: Run, found: Summary) -> list[str]:
     return lines
 
 
-def as_json(
-    options: ServeOptions, model: str, started: str, workload: str, measured: Sequence[Measured]
-) -> dict[str, Any]:
-    """Return the options without the API key, the environment and the results of a measurement."""
-    settings = {name: value for name, value in asdict(options).items() if name != "api_key"}
+def as_json(options: SimpleNamespace, model: str, workload: str, measured: Sequence[Measured]) -> dict[str, Any]:
+    """Return the options without the API key, and the results of a measurement."""
+    settings = {name: value for name, value in vars(options).items() if name != "api_key"}
     return {
-        "started": started,
-        "machine": environment.hardware(),
-        "versions": environment.versions(),
         "model": model,
         "workload": workload,
         "options": _plain(settings | {"model": model}),

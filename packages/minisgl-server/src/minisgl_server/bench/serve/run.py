@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import click
 import httpx
@@ -19,12 +19,11 @@ from minisgl_core.errors import InvalidValueError, MinisglError
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.utils.progress import progress_bar
 from minisgl_core.weights.model_source import locate_model, open_weights
+from minisgl_server.bench.environment import write_json
 from minisgl_server.bench.serve import plot, report
 from minisgl_server.bench.serve.arrivals import arrivals
 from minisgl_server.bench.serve.conversations import (
     Conversation,
-    Lengths,
-    RandomSpec,
     limited,
     random_conversations,
     trace_conversations,
@@ -32,7 +31,7 @@ from minisgl_server.bench.serve.conversations import (
 from minisgl_server.bench.serve.cpu import ServerCpuTimer, local_server_pid
 from minisgl_server.bench.serve.http_client import HttpClient, server_url
 from minisgl_server.bench.serve.load import Load, Outcome
-from minisgl_server.bench.serve.options import Run, ServeOptions
+from minisgl_server.bench.serve.options import Run, runs
 from minisgl_server.bench.serve.prompts import ChatPrompts, IdPrompts
 from minisgl_server.bench.serve.request import RequestBuilder
 from minisgl_server.bench.serve.summary import summarize
@@ -42,6 +41,8 @@ from minisgl_server.launch.api_keys import client_api_key
 INTERRUPTED_STATUS = 130
 WARM_UP_TOKENS = 8
 """Maximum output tokens per request of the warm-up."""
+WARM_UP = Run(-1, math.inf, 1, None)
+"""Run before the first one, with prompts of its own."""
 
 if sys.platform == "win32":
     new_event_loop = asyncio.new_event_loop
@@ -49,7 +50,7 @@ else:
     from uvloop import new_event_loop
 
 
-def run_serve(options: ServeOptions) -> None:
+def run_serve(options: SimpleNamespace) -> None:
     """Measure, print tables, and write the requested files.
 
     Exits with status 130 after the report if the user interrupted the run, and with 1 if no request was completed.
@@ -65,7 +66,6 @@ def run_serve(options: ServeOptions) -> None:
     prompts = _prompts(options)
     workload = _workload(options, prompts)
     model = options.model or _first_model(url, headers)
-    started = datetime.now(UTC).isoformat(timespec="seconds")
     measured = _measure(options, url, headers, model, prompts, workload)
 
     click.echo("\n".join(report.headline(options, model, workload.note)))
@@ -74,9 +74,7 @@ def run_serve(options: ServeOptions) -> None:
     print_table(report.PERCENTILE_TITLES, report.percentile_rows(measured))
     for note in report.notes(measured, options.endpoint):
         click.echo(note)
-    if options.json_file:
-        data = report.as_json(options, model, started, workload.note, measured)
-        Path(options.json_file).write_text(json.dumps(data, indent=2) + "\n")
+    write_json(options.json_file, **report.as_json(options, model, workload.note, measured))
     if draw is not None:
         draw(measured)
     if not measured or measured[-1].outcome.is_interrupted:
@@ -87,14 +85,14 @@ def run_serve(options: ServeOptions) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Workload:
-    """Conversations of a run, or of the warm-up for None, with their number and a description."""
+    """Conversations of a run, with their number and a description."""
 
-    conversations: Callable[[Run | None], Iterator[Conversation]]
+    conversations: Callable[[Run], Iterator[Conversation]]
     num_requests: int | None
     note: str
 
 
-def _workload(options: ServeOptions, prompts: IdPrompts | ChatPrompts) -> _Workload:
+def _workload(options: SimpleNamespace, prompts: IdPrompts | ChatPrompts) -> _Workload:
     num_content_ids = prompts.num_content_ids
     template = prompts.num_template_tokens.get(0, 0) if isinstance(prompts, ChatPrompts) else 0
     if options.trace is not None:
@@ -108,34 +106,25 @@ def _workload(options: ServeOptions, prompts: IdPrompts | ChatPrompts) -> _Workl
         note = f"{len(requests)} requests of {options.trace}"
         note += f"; {num_skipped} of more than {longest} tokens were skipped" if num_skipped else ""
 
-        def from_trace(run: Run | None) -> Iterator[Conversation]:
-            scale, variant = (1.0, 0) if run is None else (run.time_scale or 1.0, 1 + run.number)
-            return trace_conversations(requests, scale, num_content_ids, template, options.seed, variant)
+        def from_trace(run: Run) -> Iterator[Conversation]:
+            scale = run.time_scale or 1.0
+            return trace_conversations(requests, scale, num_content_ids, template, options.seed, 1 + run.number)
 
         return _Workload(from_trace, len(requests), note)
-    spec = RandomSpec(
-        input_len=Lengths(*options.input_len),
-        output_len=Lengths(*options.output_len),
-        num_turns=options.num_turns,
-        turn_delay_s=options.turn_delay,
-        shared_prefix_tokens=options.shared_prefix_tokens,
-        num_prefixes=options.num_prefixes,
-    )
 
-    def random(run: Run | None) -> Iterator[Conversation]:
-        rate, variant = (float("inf"), 0) if run is None else (run.request_rate, 1 + run.number)
-        times = arrivals(rate, options.burstiness, options.seed)
-        return limited(random_conversations(spec, times, num_content_ids, options.seed, variant), options.num_requests)
+    def random(run: Run) -> Iterator[Conversation]:
+        times = arrivals(run.request_rate, options.burstiness, options.seed)
+        return limited(random_conversations(options, times, num_content_ids, 1 + run.number), options.num_requests)
 
-    note = f"random, {spec.input_len} input and {spec.output_len} output tokens"
-    note += f", {spec.num_turns} turns" if spec.num_turns > 1 else ""
-    if spec.shared_prefix_tokens:
-        note += f", after a prefix of {spec.shared_prefix_tokens} shared by {_groups(spec.num_prefixes)}"
+    note = f"random, {_length(*options.input_len)} input and {_length(*options.output_len)} output tokens"
+    note += f", {options.num_turns} turns" if options.num_turns > 1 else ""
+    if options.shared_prefix_tokens:
+        note += f", after a prefix of {options.shared_prefix_tokens} shared by {_groups(options.num_prefixes)}"
     return _Workload(random, options.num_requests, note)
 
 
 def _measure(
-    options: ServeOptions,
+    options: SimpleNamespace,
     url: httpx.URL,
     headers: dict[str, str],
     model: str,
@@ -153,7 +142,7 @@ def _measure(
             warm_up = Load(client, builder, prompts, max_concurrency=1)
             if (await warm_up.run(_warm_up(workload, options.num_warmups))).is_interrupted:
                 return
-            for run in options.runs():
+            for run in runs(options):
                 with progress_bar() as bar:
                     task = bar.add_task(run.label, total=workload.num_requests)
 
@@ -179,12 +168,12 @@ def _measure(
 
 def _warm_up(workload: _Workload, num_requests: int) -> Iterator[Conversation]:
     """Yield the first conversations of a variant that no run has, with short outputs."""
-    for each in limited(workload.conversations(None), num_requests) if num_requests else ():
+    for each in limited(workload.conversations(WARM_UP), num_requests) if num_requests else ():
         turns = [turn.capped(WARM_UP_TOKENS) for turn in each.turns]
         yield Conversation(each.number, 0.0, each.prefix, turns)
 
 
-def _prompts(options: ServeOptions) -> IdPrompts | ChatPrompts:
+def _prompts(options: SimpleNamespace) -> IdPrompts | ChatPrompts:
     if options.tokenizer is None:
         return IdPrompts(options.vocab_size) if options.endpoint == "completions" else ChatPrompts.approximate()
     path = locate_model(ModelOptions(model=options.tokenizer), "--tokenizer")
@@ -206,6 +195,10 @@ def _first_model(url: httpx.URL, headers: dict[str, str]) -> str:
     except (httpx.HTTPError, LookupError, TypeError, ValueError) as error:
         cause = " ".join(str(error).split()) or type(error).__name__
         raise MinisglError(f"{models} does not list models ({cause}). Check --url, or give --model") from None
+
+
+def _length(low: int, high: int) -> str:
+    return str(low) if low == high else f"{low}:{high}"
 
 
 def _groups(count: int) -> str:
