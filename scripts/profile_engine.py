@@ -32,7 +32,7 @@ KINDS = {
     "attention": r"flash|_decode\b|_merge\b|_prefill\b|^decode|Decode|Prefill|[aA]ttention|[cC]ombine|prepare_varlen|fmha",
     "GEMM": r"gemm|cutlass|nvjet|cublas|sm90_xmma|splitK|wgmma",
     "norm": r"rms_norm",
-    "rotary, store": r"rotary|store_kv",
+    "RoPE, store": r"qk_norm_rope|store_kv",
     "activation": r"_activation_and_mul|silu|gelu",
     "sampling": r"^_reduce|^_find|argmax|softmax|log_softmax",
     "copies": r"Memcpy|Memset|memcpy|memset",

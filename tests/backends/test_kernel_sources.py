@@ -16,7 +16,7 @@ from minisgl_backends.native import library
 ROOT = Path(minisgl_backends.__file__).parent
 CUDA, NATIVE = ROOT / "cuda", ROOT / "native"
 SOURCES = {
-    "decode": decode.Variant(8, 128, 64, rotates=True, norm=True).source(),
+    "decode": decode.Variant(8, 128, 64, rope=True, norm=True).source(),
     "gated_gemm": gated_gemm.source(),
     "int4_gemm": int4_gemm.Variant(64, 1, 1, 1, gated=False, has_bias=True).source(),
     "small_m_gemm": small_m_gemm.Variant(64, 64, 1, 1, 1, gated=False, has_bias=True).source(),

@@ -17,7 +17,7 @@ from minisgl_backends.cuda.decode import BLOCKS_PER_SM, HopperDecode, RopeAndSto
 from minisgl_backends.ops.triton_ops import TritonOps
 from minisgl_core.contracts.attention import AttentionLayer
 from minisgl_core.contracts.kv_cache import KVPoolSpec
-from minisgl_core.contracts.ops import Rotation
+from minisgl_core.contracts.ops import Rope
 from minisgl_core.kv.pool import KVPool
 from minisgl_core.testing.attention_kit import AttentionBackendTests
 from minisgl_core.testing.attention_rig import TOLERANCES, AttentionRig, quarter_turns
@@ -104,11 +104,11 @@ def test_fused_rope_accepts_any_strides() -> None:
         batch = rig.batch([(rig.request(length, 64), 1) for length in (0, 15, 40)], 3)
         parts = rig.split(rig.inputs(batch))
         given = parts if is_dense else tuple(part.mT.contiguous().mT for part in parts)
-        rotation = quarter_turns(3, parts[0])
+        rope = quarter_turns(3, parts[0])
         backend, plan = rig.backend, rig.backend.plan(batch)
         assert isinstance(backend, HopperAttention)
-        assert backend.rotates(plan, rotation)
-        outs.append((backend.attend_rotating(*given, rig.layers[0], rotation, plan), rig.pool.data))
+        assert backend.supports_fused_rope(plan, rope)
+        outs.append((backend.attend_fused_rope(*given, rig.layers[0], rope, plan), rig.pool.data))
     torch.testing.assert_close(outs[0], outs[1], atol=0, rtol=0)
 
 
@@ -139,17 +139,17 @@ def test_fused_rope_matches_separate_rope_and_store(dim: int, group: int, has_no
     angles = 100 * torch.randn(len(lengths), dim // 2, device=device)
     gains = torch.randn(2, dim, device=device, dtype=torch.bfloat16)
     norms = (gains[0], gains[1]) if has_norms else None
-    rotation = Rotation(angles.cos().bfloat16(), angles.sin().bfloat16(), norms, 1e-6)
+    rope = Rope(angles.cos().bfloat16(), angles.sin().bfloat16(), norms, 1e-6)
     q, k, v = torch.split(fused, [heads * group, heads, heads], dim=1)
 
     outs = [torch.empty(q.shape, device=device, dtype=torch.bfloat16) for _ in range(2)]
-    turned = TritonOps(device, torch.bfloat16).rotate_and_store(
-        q.clone(), k.clone(), v, rotation, pools[0].k(0), pools[0].v(0), slots
+    turned = TritonOps(device, torch.bfloat16).qk_norm_rope_kv_store(
+        q.clone(), k.clone(), v, rope, pools[0].k(0), pools[0].v(0), slots
     )
     HopperDecode(pools[0], heads * group)(turned, 0, dim**-0.5, *requests, seq_lens, outs[0])
     decode = HopperDecode(pools[1], heads * group)
-    assert decode.rotates(rotation)
-    decode(q, 0, dim**-0.5, *requests, seq_lens, outs[1], RopeAndStore(k, v, rotation, slots))
+    assert decode.supports_fused_rope(rope)
+    decode(q, 0, dim**-0.5, *requests, seq_lens, outs[1], RopeAndStore(k, v, rope, slots))
     torch.testing.assert_close(outs[1], outs[0], atol=2e-2, rtol=2e-2)
     new = [pool.kv(0).flatten(1, 2)[:, slots] for pool in pools]
     torch.testing.assert_close(new[1], new[0], atol=2**-6, rtol=2**-7)

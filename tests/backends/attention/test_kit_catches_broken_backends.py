@@ -449,65 +449,65 @@ class RotatesDecodesItself(RightAttention):
 
     capabilities = replace(RightAttention.capabilities, fused_rope_decode=True)
 
-    def rotates(self, plan, rotation) -> bool:
+    def supports_fused_rope(self, plan, rope) -> bool:
         return plan.num_decodes == plan.num_requests
 
-    def attend_rotating(self, q, k, v, layer, rotation, plan) -> torch.Tensor:
-        return self.forward(*RotaryOps(q.device, q.dtype).rotate(q, k, rotation), v, layer, plan)
+    def attend_fused_rope(self, q, k, v, layer, rope, plan) -> torch.Tensor:
+        return self.forward(*RotaryOps(q.device, q.dtype).qk_norm_rope(q, k, rope), v, layer, plan)
 
 
 class RotatesBackwards(RotatesDecodesItself):
-    def attend_rotating(self, q, k, v, layer, rotation, plan) -> torch.Tensor:
-        return super().attend_rotating(q, k, v, layer, replace(rotation, sin=-rotation.sin), plan)
+    def attend_fused_rope(self, q, k, v, layer, rope, plan) -> torch.Tensor:
+        return super().attend_fused_rope(q, k, v, layer, replace(rope, sin=-rope.sin), plan)
 
 
 class RotatesAllByTheFirstPosition(RotatesDecodesItself):
-    def attend_rotating(self, q, k, v, layer, rotation, plan) -> torch.Tensor:
-        first = replace(rotation, cos=rotation.cos[:1], sin=rotation.sin[:1])
-        return super().attend_rotating(q, k, v, layer, first, plan)
+    def attend_fused_rope(self, q, k, v, layer, rope, plan) -> torch.Tensor:
+        first = replace(rope, cos=rope.cos[:1], sin=rope.sin[:1])
+        return super().attend_fused_rope(q, k, v, layer, first, plan)
 
 
 class RotatesAllLayersAlike(RotatesDecodesItself):
-    def attend_rotating(self, q, k, v, layer, rotation, plan) -> torch.Tensor:
+    def attend_fused_rope(self, q, k, v, layer, rope, plan) -> torch.Tensor:
         if layer.index == 0:
-            self.first = rotation
-        return super().attend_rotating(q, k, v, layer, self.first, plan)
+            self.first = rope
+        return super().attend_fused_rope(q, k, v, layer, self.first, plan)
 
 
 class StoresUnrotatedKeys(RotatesDecodesItself):
-    def attend_rotating(self, q, k, v, layer, rotation, plan) -> torch.Tensor:
-        return self.forward(RotaryOps(q.device, q.dtype).rotate(q, k, rotation)[0], k, v, layer, plan)
+    def attend_fused_rope(self, q, k, v, layer, rope, plan) -> torch.Tensor:
+        return self.forward(RotaryOps(q.device, q.dtype).qk_norm_rope(q, k, rope)[0], k, v, layer, plan)
 
 
 class RotatesInPlace(RotatesDecodesItself):
-    def attend_rotating(self, q, k, v, layer, rotation, plan) -> torch.Tensor:
-        q.copy_(RotaryOps(q.device, q.dtype).rotate(q, k, rotation)[0])
-        return self.forward(q, RotaryOps(q.device, q.dtype).rotate(k, k, rotation)[1], v, layer, plan)
+    def attend_fused_rope(self, q, k, v, layer, rope, plan) -> torch.Tensor:
+        q.copy_(RotaryOps(q.device, q.dtype).qk_norm_rope(q, k, rope)[0])
+        return self.forward(q, RotaryOps(q.device, q.dtype).qk_norm_rope(k, k, rope)[1], v, layer, plan)
 
 
 class ForgetsNorms(RotatesDecodesItself):
-    def attend_rotating(self, q, k, v, layer, rotation, plan) -> torch.Tensor:
-        return super().attend_rotating(q, k, v, layer, replace(rotation, norms=None), plan)
+    def attend_fused_rope(self, q, k, v, layer, rope, plan) -> torch.Tensor:
+        return super().attend_fused_rope(q, k, v, layer, replace(rope, norms=None), plan)
 
 
 class SwapsTheNorms(RotatesDecodesItself):
-    def attend_rotating(self, q, k, v, layer, rotation, plan) -> torch.Tensor:
-        norms = rotation.norms and rotation.norms[::-1]
-        return super().attend_rotating(q, k, v, layer, replace(rotation, norms=norms), plan)
+    def attend_fused_rope(self, q, k, v, layer, rope, plan) -> torch.Tensor:
+        norms = rope.norms and rope.norms[::-1]
+        return super().attend_fused_rope(q, k, v, layer, replace(rope, norms=norms), plan)
 
 
 class RotatesWholeHeadsAlone(RotatesDecodesItself):
-    def attend_rotating(self, q, k, v, layer, rotation, plan) -> torch.Tensor:
-        turns = 2 * rotation.cos.shape[-1] // q.shape[-1]
+    def attend_fused_rope(self, q, k, v, layer, rope, plan) -> torch.Tensor:
+        turns = 2 * rope.cos.shape[-1] // q.shape[-1]
         if turns == 0:
-            shape = (1, q.shape[-1] // 2 // rotation.cos.shape[-1])
-            rotation = replace(rotation, cos=rotation.cos.repeat(shape), sin=rotation.sin.repeat(shape))
-        return super().attend_rotating(q, k, v, layer, rotation, plan)
+            shape = (1, q.shape[-1] // 2 // rope.cos.shape[-1])
+            rope = replace(rope, cos=rope.cos.repeat(shape), sin=rope.sin.repeat(shape))
+        return super().attend_fused_rope(q, k, v, layer, rope, plan)
 
 
 class ForgetsWindowsOfWhatItRotates(RotatesDecodesItself):
-    def attend_rotating(self, q, k, v, layer, rotation, plan) -> torch.Tensor:
-        return super().attend_rotating(q, k, v, replace(layer, sliding_window=None), rotation, plan)
+    def attend_fused_rope(self, q, k, v, layer, rope, plan) -> torch.Tensor:
+        return super().attend_fused_rope(q, k, v, replace(layer, sliding_window=None), rope, plan)
 
 
 class AnswersYesOrNo(RightAttention):

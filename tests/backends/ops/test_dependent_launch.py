@@ -24,7 +24,7 @@ from triton.compiler import ASTSource
 from minisgl_backends.kernels.activation import _activation_and_mul
 from minisgl_backends.kernels.norm import _add_rms_norm, _rms_norm
 from minisgl_backends.kernels.one_shot_all_reduce import _all_reduce_add_norm, _one_shot_all_reduce, _two_shot_all_reduce
-from minisgl_backends.kernels.rotary import _rotary
+from minisgl_backends.kernels.rotary import _qk_norm_rope
 
 found = {}
 
@@ -50,7 +50,7 @@ heads = dict.fromkeys(("q", "k", "v", "cos", "sin", "q_weight", "k_weight", "k_p
 heads |= dict.fromkeys(("k_scale", "v_scale"), "fp32") | {"slots": "*i64"}
 sizes = {"D": 128, "R": 64, "D_BLOCK": 128, "R_BLOCK": 64, "H_BLOCK": 8}
 for norm, store in ((True, True), (False, False)):
-    compiled(f"rotary_{norm}_{store}", _rotary, heads, sizes | {"NORM": norm, "STORE": store})
+    compiled(f"rotary_{norm}_{store}", _qk_norm_rope, heads, sizes | {"NORM": norm, "STORE": store})
 
 words = dict.fromkeys(("x", "residual", "weight", "all_state"), "*i32") | {"peers": "*i64"}
 sizes = {"SIZE": 4, "ROW": 4096, "DTYPE": triton.language.bfloat16, "BLOCK": 512}
@@ -159,13 +159,13 @@ def test_the_check_finds_a_missing_or_late_wait(kernels: dict[str, Any], label: 
 def test_the_launch_attribute_matches_the_kernels_wait(monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
     """The attribute without the wait would be a race; the wait without the attribute gains nothing."""
     from minisgl_backends.kernels import activation, norm, one_shot_all_reduce, rotary
-    from minisgl_core.contracts.ops import Rotation
+    from minisgl_core.contracts.ops import Rope
 
     launched = {}
     for module, names in {
         norm: ("_rms_norm", "_add_rms_norm"),
         activation: ("_activation_and_mul",),
-        rotary: ("_rotary",),
+        rotary: ("_qk_norm_rope",),
         one_shot_all_reduce: ("_one_shot_all_reduce", "_two_shot_all_reduce", "_all_reduce_add_norm"),
     }.items():
         for name in names:
@@ -177,7 +177,7 @@ def test_the_launch_attribute_matches_the_kernels_wait(monkeypatch: pytest.Monke
     norm.add_rms_norm(x, x, weight, 1e-6, overlap=overlap)
     activation.silu_and_mul(x, overlap=overlap)
     heads = x.view(4, 2, 32)
-    rotary.rotate(heads, heads, Rotation(x[:, :16], x[:, :16]), overlap=overlap)
+    rotary.qk_norm_rope(heads, heads, Rope(x[:, :16], x[:, :16]), overlap=overlap)
     group = torch.zeros(3, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int32), 0, 4096
     for two_shot in (False, True):
         one_shot_all_reduce.all_reduce(x, *group, two_shot=two_shot, overlap=overlap)

@@ -17,8 +17,8 @@ from minisgl_core.contracts.ops import (
     LinearOps,
     NormOps,
     OpsProvider,
+    Rope,
     RotaryOps,
-    Rotation,
     RoutingOps,
     SamplingOps,
     StepOps,
@@ -167,84 +167,84 @@ class TakesAllForItsOwnDtype(NormOps):
 
 
 class WidensToTheTables(RotaryOps):
-    def rotary(self, q, k, cos, sin) -> tuple[torch.Tensor, torch.Tensor]:
-        q, k = super().rotary(q, k, cos, sin)
+    def apply_rope(self, q, k, cos, sin) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k = super().apply_rope(q, k, cos, sin)
         return q.to(cos.dtype), k.to(cos.dtype)
 
 
 class KeepsTheFirstTables(RotaryOps):
-    def rotary(self, q, k, cos, sin) -> tuple[torch.Tensor, torch.Tensor]:
+    def apply_rope(self, q, k, cos, sin) -> tuple[torch.Tensor, torch.Tensor]:
         self.tables = getattr(self, "tables", (cos, sin))
         if self.tables[0].shape != cos.shape:
             self.tables = cos, sin
-        return super().rotary(q, k, *self.tables)
+        return super().apply_rope(q, k, *self.tables)
 
 
 class RotatesNeighbours(RotaryOps):
     """RoPE of interleaved pairs, as in GPT-J."""
 
-    def rotary(self, q, k, cos, sin) -> tuple[torch.Tensor, torch.Tensor]:
+    def apply_rope(self, q, k, cos, sin) -> tuple[torch.Tensor, torch.Tensor]:
         half = cos.shape[-1]
         order = torch.cat(
             (torch.arange(0, 2 * half, 2), torch.arange(1, 2 * half, 2), torch.arange(2 * half, q.shape[-1]))
         )
-        q, k = super().rotary(q[..., order], k[..., order], cos, sin)
+        q, k = super().apply_rope(q[..., order], k[..., order], cos, sin)
         return q[..., order.argsort()], k[..., order.argsort()]
 
 
 class RotatesTheWholeHead(RotaryOps):
-    def rotary(self, q, k, cos, sin) -> tuple[torch.Tensor, torch.Tensor]:
+    def apply_rope(self, q, k, cos, sin) -> tuple[torch.Tensor, torch.Tensor]:
         cos, sin = (x.repeat(1, 2)[:, : q.shape[-1] // 2] for x in (cos, sin))
-        return super().rotary(q, k, cos, sin)
+        return super().apply_rope(q, k, cos, sin)
 
 
 class RotatesValuesToo(RotaryOps):
     """Rotates one head more than k has, if q and k are views of one tensor."""
 
-    def rotary(self, q, k, cos, sin) -> tuple[torch.Tensor, torch.Tensor]:
-        q, more = super().rotary(q, k, cos, sin)
+    def apply_rope(self, q, k, cos, sin) -> tuple[torch.Tensor, torch.Tensor]:
+        q, more = super().apply_rope(q, k, cos, sin)
         if k._base is not None:
             k.as_strided((len(k), k.shape[1] + 1, k.shape[2]), k.stride()).zero_()
         return q, more
 
 
 class RotatesBeforeItNormalises(RotaryOps):
-    def rotate(self, q, k, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
-        q, k = self.rotary(q, k, rotation.cos, rotation.sin)
-        of_q, of_k = rotation.norms or (None, None)
+    def qk_norm_rope(self, q, k, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k = self.apply_rope(q, k, rope.cos, rope.sin)
+        of_q, of_k = rope.norms or (None, None)
         if of_q is None or of_k is None:
             return q, k
-        return rms_norm(q, of_q, rotation.eps), rms_norm(k, of_k, rotation.eps)
+        return rms_norm(q, of_q, rope.eps), rms_norm(k, of_k, rope.eps)
 
 
 class SwapsTheNorms(RotaryOps):
-    def rotate(self, q, k, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
-        norms = rotation.norms and rotation.norms[::-1]
-        return super().rotate(q, k, Rotation(rotation.cos, rotation.sin, norms, rotation.eps))
+    def qk_norm_rope(self, q, k, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
+        norms = rope.norms and rope.norms[::-1]
+        return super().qk_norm_rope(q, k, Rope(rope.cos, rope.sin, norms, rope.eps))
 
 
 class StoresKeysUnturned(RotaryOps):
-    def rotate_and_store(self, q, k, v, rotation, k_pages, v_pages, slots, scales=(1.0, 1.0)) -> torch.Tensor:
-        found = super().rotate_and_store(q, k, v, rotation, k_pages, v_pages, slots, scales)
+    def qk_norm_rope_kv_store(self, q, k, v, rope, k_pages, v_pages, slots, scales=(1.0, 1.0)) -> torch.Tensor:
+        found = super().qk_norm_rope_kv_store(q, k, v, rope, k_pages, v_pages, slots, scales)
         if k_pages.dtype != FP8:
             k_pages.view(-1, *k.shape[1:])[slots] = k
         return found
 
 
 class ForgetsScales(RotaryOps):
-    def rotate_and_store(self, q, k, v, rotation, k_pages, v_pages, slots, scales=(1.0, 1.0)) -> torch.Tensor:
-        return super().rotate_and_store(q, k, v, rotation, k_pages, v_pages, slots)
+    def qk_norm_rope_kv_store(self, q, k, v, rope, k_pages, v_pages, slots, scales=(1.0, 1.0)) -> torch.Tensor:
+        return super().qk_norm_rope_kv_store(q, k, v, rope, k_pages, v_pages, slots)
 
 
 class SwapsScales(RotaryOps):
-    def rotate_and_store(self, q, k, v, rotation, k_pages, v_pages, slots, scales=(1.0, 1.0)) -> torch.Tensor:
-        return super().rotate_and_store(q, k, v, rotation, k_pages, v_pages, slots, scales[::-1])
+    def qk_norm_rope_kv_store(self, q, k, v, rope, k_pages, v_pages, slots, scales=(1.0, 1.0)) -> torch.Tensor:
+        return super().qk_norm_rope_kv_store(q, k, v, rope, k_pages, v_pages, slots, scales[::-1])
 
 
 class ClearsPages(RotaryOps):
-    def rotate_and_store(self, q, k, v, rotation, k_pages, v_pages, slots, scales=(1.0, 1.0)) -> torch.Tensor:
+    def qk_norm_rope_kv_store(self, q, k, v, rope, k_pages, v_pages, slots, scales=(1.0, 1.0)) -> torch.Tensor:
         v_pages[slots // v_pages.shape[1]] = torch.zeros_like(v_pages[slots // v_pages.shape[1]])
-        return super().rotate_and_store(q, k, v, rotation, k_pages, v_pages, slots, scales)
+        return super().qk_norm_rope_kv_store(q, k, v, rope, k_pages, v_pages, slots, scales)
 
 
 class TakesTheLastOfEquals(SamplingOps):

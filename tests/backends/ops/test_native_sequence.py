@@ -27,7 +27,7 @@ def test_replays_of_c_kernels_are_the_eager_results() -> None:
         gated, normed = torch.empty(3, 64), torch.empty(3, 64)
         kernels.silu_and_mul(gated.data_ptr(), x.data_ptr(), 3, 64)
         kernels.rms_norm(normed.data_ptr(), gated.data_ptr(), 64, weight.data_ptr(), 3, 64, 1e-3)
-        kernels.rotate(
+        kernels.qk_norm_rope(
             *(normed.data_ptr(), 64, 1, normed.data_ptr() + 128, 64, 1, table.data_ptr(), table.data_ptr()),
             *(3, 32, 16, None, None, 0.0),
         )

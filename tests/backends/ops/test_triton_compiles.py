@@ -19,7 +19,7 @@ from minisgl_backends.kernels.paged import _store_kv
 from minisgl_backends.kernels.paged_decode import _decode
 from minisgl_backends.kernels.paged_prefill import _prefill
 from minisgl_backends.kernels.quantize import _quantize_rows
-from minisgl_backends.kernels.rotary import _rotary
+from minisgl_backends.kernels.rotary import _qk_norm_rope
 from minisgl_backends.kernels.sample import _find, _reduce
 from minisgl_backends.kernels.small_m_gemm import _small_m_gemm
 from minisgl_backends.moe.triton_grouped import _gate_up_activation, _weighted_down
@@ -38,7 +38,7 @@ for store, norm, (size, half) in itertools.product((False, True), (False, True),
     kinds = dict.fromkeys(("q", "k", "v", "cos", "sin", "q_weight", "k_weight"), "*bf16") | scales
     for pool in ("*bf16", "*fp8e4nv")[: 1 + store]:
         kinds |= {"slots": "*i64" if store else "*bf16", "k_pool": pool, "v_pool": pool}
-        compiled(_rotary, kinds, constants, num_warps=4)
+        compiled(_qk_norm_rope, kinds, constants, num_warps=4)
 
 # What a step begins and ends with.
 kinds = dict.fromkeys("mapped_inputs buffer_index inputs last_tokens table ids rows".split(), "*i32") | {"slots": "*i64"}
@@ -190,7 +190,7 @@ def run(code: str) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 def test_kernels_compile_for_hopper() -> None:
-    """Every variant of the rotation, and what fp8 pools need."""
+    """Every variant of the RoPE kernel, and what fp8 pools need."""
     run(COMPILE)
 
 

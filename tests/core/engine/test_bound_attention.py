@@ -9,24 +9,24 @@ import torch
 
 from minisgl_backends.attention.torch_backend import TorchAttention
 from minisgl_core.contracts.attention import AttentionBackend, AttentionLayer, AttentionSpec
-from minisgl_core.contracts.ops import RotaryOps, Rotation
+from minisgl_core.contracts.ops import Rope, RotaryOps
 from minisgl_core.engine.bound_attention import BoundAttention
 from minisgl_core.engine.combined_attention import CombinedAttention
 from minisgl_core.testing.attention_rig import AttentionRig
 
 
-class Rotating(TorchAttention):
-    """Rotates decodes itself, and says how many."""
+class FusedRope(TorchAttention):
+    """Applies RoPE to decodes itself, and counts them."""
 
     capabilities = replace(TorchAttention.capabilities, fused_rope_decode=True)
-    num_rotated = 0
+    num_decodes = 0
 
-    def rotates(self, plan, rotation: Rotation) -> bool:
-        return rotation.norms is not None
+    def supports_fused_rope(self, plan, rope: Rope) -> bool:
+        return rope.norms is not None
 
-    def attend_rotating(self, q, k, v, layer: AttentionLayer, rotation: Rotation, plan) -> torch.Tensor:
-        self.num_rotated += len(q)
-        return self.forward(*RotaryOps(q.device, q.dtype).rotate(q.clone(), k.clone(), rotation), v, layer, plan)
+    def attend_fused_rope(self, q, k, v, layer: AttentionLayer, rope: Rope, plan) -> torch.Tensor:
+        self.num_decodes += len(q)
+        return self.forward(*RotaryOps(q.device, q.dtype).qk_norm_rope(q.clone(), k.clone(), rope), v, layer, plan)
 
 
 @pytest.mark.parametrize("lengths", [(1, 1, 1), (1, 1, 7)], ids=["decodes", "a prompt beside them"])
@@ -34,17 +34,17 @@ class Rotating(TorchAttention):
 def test_the_backend_for_decodes_rotates_where_it_can(lengths: tuple[int, ...], has_norms: bool) -> None:
     spec = AttentionSpec(4, 2, 64, 4, torch.float32, torch.float32, torch.device("cpu"), max_seq_len=16, max_batch=3)
     found = []
-    for kind in (TorchAttention, Rotating):
+    for kind in (TorchAttention, FusedRope):
         rig = AttentionRig(TorchAttention, spec, [AttentionLayer(0, 0.125)], num_pages=40, seed=3)
         prefill, decode = (each(spec, rig.pool, rig.table.data) for each in (TorchAttention, kind))
         backend: AttentionBackend = CombinedAttention(spec, rig.pool, rig.table.data, prefill, decode)
         requests = [rig.request(cached, cached + new) for cached, new in zip((3, 9, 0), lengths, strict=True)]
         batch = rig.batch(list(zip(requests, lengths, strict=True)), lengths.count(1))
         angles, gains = torch.randn(sum(lengths), 32, generator=rig.random), torch.randn(2, 64, generator=rig.random)
-        rotation = Rotation(angles.cos(), angles.sin(), (gains[0], gains[1]) if has_norms else None, 1e-6)
+        rope = Rope(angles.cos(), angles.sin(), (gains[0], gains[1]) if has_norms else None, 1e-6)
         attend = BoundAttention(backend, backend.plan(batch), RotaryOps(spec.device, spec.dtype))
-        out = attend(*rig.split(rig.inputs(batch)), rig.layers[0], rotation)
+        out = attend(*rig.split(rig.inputs(batch)), rig.layers[0], rope)
         found.append((out, rig.pool.data))
-        if isinstance(decode, Rotating):
-            assert decode.num_rotated == (3 if has_norms and lengths == (1, 1, 1) else 0)
+        if isinstance(decode, FusedRope):
+            assert decode.num_decodes == (3 if has_norms and lengths == (1, 1, 1) else 0)
     torch.testing.assert_close(found[0], found[1])

@@ -62,7 +62,7 @@ def test_numbers_are_nearly_the_same_and_the_pool_a_quarter(folder: Path) -> Non
 
 
 def test_triton_has_the_numbers_of_torch(folder: Path) -> None:
-    """Storing in the rotation's kernel, and reading in those of attention."""
+    """Storing in the RoPE kernel, and reading in those of attention."""
     pytest.importorskip("triton")
     ours = logprobs(folder, kv_dtype="fp8", attn="triton", ops="triton", platform="cpu")
     assert (ours - logprobs(folder, kv_dtype="fp8", attn="torch", ops="torch", platform="cpu")).abs().max() < 0.02

@@ -50,7 +50,7 @@ class Apart(AttentionBackend):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, plan: AttentionBatch
     ) -> torch.Tensor:
-        raise AssertionError("K and V were to be stored with the rotation")
+        raise AssertionError("K and V were to be stored with RoPE")
 
     def attend_stored(self, q: torch.Tensor, layer: AttentionLayer, plan: AttentionBatch, out: torch.Tensor) -> None:
         size = self.spec.page_size

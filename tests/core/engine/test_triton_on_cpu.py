@@ -1,4 +1,4 @@
-"""The whole engine on Triton kernels, interpreted: rotation and storing in one launch, and the attention that counts on it."""
+"""The whole engine on Triton kernels, interpreted: RoPE and KV store in one launch, and the attention that counts on it."""
 
 from __future__ import annotations
 

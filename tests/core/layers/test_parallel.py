@@ -234,7 +234,7 @@ class CountingOps(TorchOps):
     def __getattribute__(self, name: str) -> Any:
         found = super().__getattribute__(name)
         activations = ("silu_and_mul", "gelu_tanh_and_mul")
-        kernels = ("gather_rows", "rms_norm", "add_rms_norm", *activations, "rotary", "rotate", "route")
+        kernels = ("gather_rows", "rms_norm", "add_rms_norm", *activations, "apply_rope", "qk_norm_rope", "route")
         return self.counted(name, getattr(TorchOps(self.device, self.dtype), name)) if name in kernels else found
 
 

@@ -14,7 +14,7 @@ import torch
 from minisgl_core.contracts.attention import AttentionLayer
 from minisgl_core.contracts.model import Attend, BuildContext, Model
 from minisgl_core.contracts.model_config import ModelConfig
-from minisgl_core.contracts.ops import Rotation
+from minisgl_core.contracts.ops import Rope
 from minisgl_core.layers import (
     Attention,
     Layer,
@@ -55,7 +55,7 @@ class Olmo2Attention(Layer):
         q, k, v = self.qkv_proj.heads(hidden_states)
         q, k = (norm.forward(x.flatten(1)).view(x.shape) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
         # If the backend supports it, RoPE and KV store are one kernel, or part of the attention kernel.
-        attn_output = self.attn.forward(q, k, v, attend, Rotation(cos, sin))
+        attn_output = self.attn.forward(q, k, v, attend, Rope(cos, sin))
         if logits_index is not None:
             attn_output = attn_output.index_select(0, logits_index)
         return self.o_proj.forward(attn_output.flatten(1))

@@ -9,7 +9,7 @@ from minisgl_backends.cuda import decode
 from minisgl_backends.cuda.requirements import hopper_missing
 from minisgl_core.contracts.attention import AttentionCapabilities, AttentionLayer, AttentionSpec
 from minisgl_core.contracts.kv_cache import KVPages
-from minisgl_core.contracts.ops import Rotation
+from minisgl_core.contracts.ops import Rope
 
 
 class HopperAttention(TritonAttention):
@@ -44,23 +44,23 @@ class HopperAttention(TritonAttention):
         """Start a step of `HopperDecode`, which has a workspace of its own."""
         self._hopper_decode.begin_step()
 
-    def rotates(self, plan: StepPlan, rotation: Rotation) -> bool:
-        """Return True in steps without prefills, for RoPE over whole heads. See `AttentionBackend.rotates`."""
-        return plan.prefills is None and self._hopper_decode.rotates(rotation)
+    def supports_fused_rope(self, plan: StepPlan, rope: Rope) -> bool:
+        """Return True in steps without prefills, for RoPE over whole heads. See `AttentionBackend.supports_fused_rope`."""
+        return plan.prefills is None and self._hopper_decode.supports_fused_rope(rope)
 
-    def attend_rotating(
+    def attend_fused_rope(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         layer: AttentionLayer,
-        rotation: Rotation,
+        rope: Rope,
         plan: StepPlan,
     ) -> torch.Tensor:
-        """See `AttentionBackend.attend_rotating`."""
+        """See `AttentionBackend.attend_fused_rope`."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        self._attend(q, layer, plan, out, decode.RopeAndStore(k, v, rotation, plan.batch.slots))
+        self._attend(q, layer, plan, out, decode.RopeAndStore(k, v, rope, plan.batch.slots))
         return out
 
     def _decode(self, q: torch.Tensor, layer: AttentionLayer, plan: StepPlan, out: torch.Tensor) -> None:

@@ -14,17 +14,17 @@
 // The GEMMs are transposed, keys @ queries and then values^T @ weights: the mma instruction has 16 rows but only 8 columns, and a
 // KV head has few queries. Softmax is computed online over the tiles (arXiv 2205.14135).
 //
-// With ROTATES, q and this step's k are the output of the QKV GEMM. The kernel normalizes (with NORM) and rotates them, and
+// With ROPE, q and this step's k are the output of the QKV GEMM. The kernel normalizes (with NORM) and rotates them, and
 // stores k and v. The last key of a request is then written into its tile in shared memory, which was loaded without it.
 //
 // PDL: lengths, page table, and K and V of earlier steps are read before the previous kernel has ended. Queries are read after
-// it and, without ROTATES, also the tiles with this step's keys, which the previous kernel stores.
+// it and, without ROPE, also the tiles with this step's keys, which the previous kernel stores.
 //
 // Pointers to what the previous kernel writes are not __restrict__: the compiler would use non-coherent loads (ld.global.nc),
 // which may return stale data.
 //
 // Macros: GROUP (query heads per KV head, 1 to 8), DIM (64 or 128), PAGE (tokens per page: 8, 16, 32 or a multiple of 64),
-// STAGES, ROTATES and NORM (0 or 1).
+// STAGES, ROPE and NORM (0 or 1).
 
 #include "common.cuh"
 #include "decode_fragments.cuh"
@@ -73,7 +73,7 @@ struct alignas(16) Tile {
 //   words are EMPTY before and after the kernel.
 // - scale: factor on the scores, times log2(e), since exponentials are to base 2.
 // - k, v: [requests, heads, DIM]; cos, sin: [requests, DIM / 2]; q_weight, k_weight: [DIM] (NORM); k_pages, v_pages: [tokens,
-//   heads, DIM]; slots: slot of each request's token. These are for ROTATES only.
+//   heads, DIM]; slots: slot of each request's token. These are for ROPE only.
 // - starts: [partitions, START_WORDS], computed by a step's first layer and read by the others: to compute them takes several
 //   dependent loads.
 // Thread blocks: heads times partitions. Blocks with work come first, and later partitions come before earlier ones. So no block
@@ -205,7 +205,7 @@ decode(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMa
                             next_pages = pages_of(next_row, next_length, 0);
                         }
                     }
-                    if (!ROTATES && offset == count - 1 && !has_waited) {
+                    if (!ROPE && offset == count - 1 && !has_waited) {
                         previous_kernel_wait();  // it stores this step's key
                         has_waited = true;
                     }
@@ -247,7 +247,7 @@ decode(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMa
         #pragma unroll
         for (int i = 0; i < DIM / 8; i++) to[i] = row < GROUP ? *(const u32*)(from + i * 8) : 0;
     };
-    auto rotate_queries = [&](int request) {
+    auto rope_queries = [&](int request) {
         const bf16 *c = cos + (long long)request * (DIM / 2) + pair * 2, *s = sin + (long long)request * (DIM / 2) + pair * 2, *norm_weight = q_weight + pair * 2;
         float squares = 0.f;
         #pragma unroll
@@ -303,7 +303,7 @@ decode(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMa
             }
             is_first = false;
             if (tile.next >= 0) load_queries(next_queries, tile.next);
-            if (ROTATES) rotate_queries(tile.request);
+            if (ROPE) rope_queries(tile.request);
             max_score[0] = max_score[1] = -__int_as_float(0x7F800000);
             weight_sum[0] = weight_sum[1] = 0.f;
             #pragma unroll
@@ -312,7 +312,7 @@ decode(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMa
                 for (int j = 0; j < 4; j++) acc[i][j] = 0.f;
         }
         const int keys = tile.keys - warp * KEYS_PER_WARP;  // valid keys of this warp
-        if (ROTATES && tile.is_last && 0 < keys && keys <= KEYS_PER_WARP) add_key(tile.request, ring + s * STAGE_BYTES, tile.keys - 1);
+        if (ROPE && tile.is_last && 0 < keys && keys <= KEYS_PER_WARP) add_key(tile.request, ring + s * STAGE_BYTES, tile.keys - 1);
         if (keys > 0) {
             const u32 k_at = ring + s * STAGE_BYTES + k_row * LINES * 128, v_at = ring + s * STAGE_BYTES + TILE_BYTES + v_row * LINES * 128;
             float scores[2][4] = {};

@@ -13,7 +13,7 @@ import torch
 from minisgl_backends.cuda.compiler import compile_async, program
 from minisgl_backends.cuda.driver import Argument, Kernel, TensorMap
 from minisgl_core.contracts.kv_cache import KVPages
-from minisgl_core.contracts.ops import Rotation
+from minisgl_core.contracts.ops import Rope
 
 HEAD_DIMS = (64, 128)
 MAX_GROUP = 8
@@ -41,14 +41,14 @@ class Variant:
         group: query heads per KV head.
         dim: head dimension.
         page_size: tokens per page.
-        rotates: apply RoPE to queries and keys, and store keys and values.
+        rope: apply RoPE to queries and keys, and store keys and values.
         norm: apply the q/k norms before RoPE.
     """
 
     group: int
     dim: int
     page_size: int
-    rotates: bool = False
+    rope: bool = False
     norm: bool = False
 
     @property
@@ -74,24 +74,24 @@ class Variant:
     def source(self) -> str:
         """Return the program's source."""
         macros = {"GROUP": self.group, "DIM": self.dim, "PAGE": self.page_size, "STAGES": self.stages}
-        macros |= {"ROTATES": int(self.rotates), "NORM": int(self.norm)}
+        macros |= {"ROPE": int(self.rope), "NORM": int(self.norm)}
         return program("decode.cu", macros)
 
 
 @dataclass(frozen=True, slots=True)
 class RopeAndStore:
-    """Arguments of the fused RoPE and KV store: rotate queries and this step's keys, and store keys and values.
+    """Arguments of the fused RoPE and KV store: apply RoPE to queries and this step's keys, and store keys and values.
 
     Attributes:
         k: [B, Hkv, D], contiguous in the last dimension.
         v: like k.
-        rotation: rotation over whole heads.
+        rope: RoPE over whole heads.
         slots: slots of K and V, int64 [B].
     """
 
     k: torch.Tensor
     v: torch.Tensor
-    rotation: Rotation
+    rope: Rope
     slots: torch.Tensor
 
 
@@ -119,10 +119,10 @@ class HopperDecode:
         """Make the next call compute the partition starts. A call whose layer is not after the last call's does so, too."""
         self._last_layer = self._pool.spec.num_layers
 
-    def rotates(self, rotation: Rotation) -> bool:
-        """Return True if the kernel supports this rotation: over whole heads, contiguous tensors in bfloat16."""
-        tensors = (rotation.cos, rotation.sin, *(rotation.norms or ()))
-        is_whole = 2 * rotation.cos.shape[-1] == self._pool.spec.head_dim
+    def supports_fused_rope(self, rope: Rope) -> bool:
+        """Return True if the kernel supports this RoPE: over whole heads, contiguous tensors in bfloat16."""
+        tensors = (rope.cos, rope.sin, *(rope.norms or ()))
+        is_whole = 2 * rope.cos.shape[-1] == self._pool.spec.head_dim
         return is_whole and all(each.dtype == torch.bfloat16 and each.is_contiguous() for each in tensors)
 
     def __call__(
@@ -148,26 +148,28 @@ class HopperDecode:
             rows: int32 [B].
             seq_lens: int32 [B].
             out: [B, Hq, D], contiguous.
-            rope_and_store: arguments of the fused RoPE and KV store, for a rotation that it `rotates`; None if that is done.
+            rope_and_store: arguments of the fused RoPE and KV store, if it `supports_fused_rope`; None if that is done.
         """
         heads = self._pool.spec.num_kv_heads
-        norms = None if rope_and_store is None else rope_and_store.rotation.norms
+        norms = None if rope_and_store is None else rope_and_store.rope.norms
         kernel = self._kernel(self._variants[rope_and_store is not None, norms is not None])
         maps = self._maps_of(layer)
         arguments = q, page_table, rows, seq_lens, out, self._partials, scale * math.log2(math.e)
         sizes = len(q), heads, page_table.stride(0), q.stride(0), q.stride(1)
-        rope: tuple[Argument, ...]
+        rope_args: tuple[Argument, ...]
         if rope_and_store is None:
-            rope = q, q, 0, 0, 0, 0, q, q, q, q, 0.0, q, q, q  # placeholders, which the kernel does not read
+            rope_args = q, q, 0, 0, 0, 0, q, q, q, q, 0.0, q, q, q  # placeholders, which the kernel does not read
         else:
-            k, v, rotation = rope_and_store.k, rope_and_store.v, rope_and_store.rotation
+            k, v, rope = rope_and_store.k, rope_and_store.v, rope_and_store.rope
             q_weight, k_weight = norms or (q, q)
-            rope = (
-                k, v, k.stride(0), k.stride(1), v.stride(0), v.stride(1), rotation.cos, rotation.sin, q_weight, k_weight,
-                float(rotation.eps), self._pool.k(layer), self._pool.v(layer), rope_and_store.slots,
+            rope_args = (
+                k, v, k.stride(0), k.stride(1), v.stride(0), v.stride(1), rope.cos, rope.sin, q_weight, k_weight,
+                float(rope.eps), self._pool.k(layer), self._pool.v(layer), rope_and_store.slots,
             )  # fmt: skip
         is_first, self._last_layer = layer <= self._last_layer, layer
-        kernel.launch(self._num_partitions * heads, (*maps, *arguments, *sizes, *rope, self._starts, int(is_first)))
+        kernel.launch(
+            self._num_partitions * heads, (*maps, *arguments, *sizes, *rope_args, self._starts, int(is_first))
+        )
 
     def _kernel(self, variant: Variant) -> Kernel:
         if variant not in self._kernels:

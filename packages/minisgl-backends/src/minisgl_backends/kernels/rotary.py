@@ -1,4 +1,4 @@
-"""Rotary embedding of queries and keys, fused with the q/k norms before it and the KV store after it.
+"""RoPE of queries and keys, fused with the QK norm before it and the KV store after it.
 
 Shape legend: T tokens, Hq and Hkv heads, D head dimension, R half of the rotated dimensions, P pages of S tokens.
 """
@@ -11,7 +11,7 @@ import triton.language as tl
 
 from minisgl_backends.kernels.dependent_launch import await_previous, launch_options
 from minisgl_backends.kernels.fp8 import as_stored
-from minisgl_core.contracts.ops import Rotation
+from minisgl_core.contracts.ops import Rope
 
 _HEADS, _WARPS = 8, 4
 """Heads of one token and warps per program: few enough that many programs fit on an SM."""
@@ -28,7 +28,7 @@ def _heads(
     x, stride_h, out, out_stride_h, out_scale, cos, sin, weight, eps, head, heads,
     D: tl.constexpr, R: tl.constexpr, D_BLOCK: tl.constexpr, R_BLOCK: tl.constexpr, NORM: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
-    """Rotate heads of a token."""
+    """Apply the QK norm and RoPE to heads of a token."""
     half = tl.arange(0, R_BLOCK)
     mask = (head < heads)[:, None] & (half < R)[None, :]
     start, to = x + head[:, None] * stride_h, out + head[:, None] * out_stride_h
@@ -61,13 +61,13 @@ def _heads(
 
 
 @triton.jit
-def _rotary(
+def _qk_norm_rope(
     q, k, v, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, cos, sin, q_weight, k_weight, eps,
     k_pool, v_pool, slots, k_scale, v_scale, q_heads, k_heads,
     D: tl.constexpr, R: tl.constexpr, D_BLOCK: tl.constexpr, R_BLOCK: tl.constexpr, H_BLOCK: tl.constexpr,
     NORM: tl.constexpr, STORE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rotate H_BLOCK heads of a token per program: first those of q, then those of k.
+    """Apply the QK norm and RoPE to H_BLOCK heads of a token per program: first those of q, then those of k.
 
     With STORE, k is written to its slot instead of in place, and further programs store v.
     """
@@ -106,37 +106,37 @@ def _rotary(
         )
 
 
-def rotate(
+def qk_norm_rope(
     q: torch.Tensor,
     k: torch.Tensor,
-    rotation: Rotation,
+    rope: Rope,
     store: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     scales: tuple[float, float] = (1.0, 1.0),
     *,
     overlap: bool = False,
 ) -> None:
-    """Rotate q and k in place; with `store`, write the rotated k and v to the KV pool instead.
+    """Apply the QK norm and RoPE to q and k in place; with `store`, write k and v to the KV pool instead.
 
     Args:
         q: [T, Hq, D], contiguous in the last dimension.
         k: [T, Hkv, D], like q.
-        rotation: cos and sin of the tokens' positions, and the q/k norms.
+        rope: cos and sin of the tokens' positions, and the QK norm.
         store: v [T, Hkv, D]; K and V of a layer, [P, S, Hkv, D], contiguous; the slot of each token, int64 [T].
         scales: scales of k and v in FP8 pages; see `AttentionLayer.kv_scales`.
         overlap: launch with PDL; see `dependent_launch`.
     """
     if not len(q):
         return
-    size, half = q.shape[-1], rotation.cos.shape[-1]
-    q_weight, k_weight = rotation.norms or (q, q)
+    size, half = q.shape[-1], rope.cos.shape[-1]
+    q_weight, k_weight = rope.norms or (q, q)
     v, k_pages, v_pages, slots = store or (k, k, k, k)
     block = min(_HEADS, triton.next_power_of_2(max(q.shape[1], k.shape[1])))
     q_blocks, k_blocks = triton.cdiv(q.shape[1], block), triton.cdiv(k.shape[1], block)
-    _rotary[(len(q), q_blocks + (k_blocks if store is None else 2 * k_blocks))](
+    _qk_norm_rope[(len(q), q_blocks + (k_blocks if store is None else 2 * k_blocks))](
         q, k, v, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        rotation.cos.contiguous(), rotation.sin.contiguous(), q_weight, k_weight, rotation.eps, k_pages, v_pages, slots, *scales,
+        rope.cos.contiguous(), rope.sin.contiguous(), q_weight, k_weight, rope.eps, k_pages, v_pages, slots, *scales,
         q.shape[1], k.shape[1],
         D=size, R=half, D_BLOCK=triton.next_power_of_2(size), R_BLOCK=triton.next_power_of_2(half), H_BLOCK=block,
-        NORM=rotation.norms is not None, STORE=store is not None, num_warps=_WARPS,
+        NORM=rope.norms is not None, STORE=store is not None, num_warps=_WARPS,
         **launch_options(overlap),
     )  # fmt: skip

@@ -32,8 +32,8 @@ void add_rms_norm(T *out, T *x, const T *residual, const T *weight, int64_t rows
     }
 }
 
-INLINE void rotate_heads(T *x, int64_t heads, int64_t dim, int64_t half, const T *cos, const T *sin, const T *norm,
-                         float eps) {
+INLINE void norm_rope_heads(T *x, int64_t heads, int64_t dim, int64_t half, const T *cos, const T *sin, const T *norm,
+                            float eps) {
     for (int64_t head = 0; head < heads; head++, x += dim) {
         if (norm) norm_row(x, x, norm, dim, eps);
 #pragma omp simd
@@ -46,13 +46,13 @@ INLINE void rotate_heads(T *x, int64_t heads, int64_t dim, int64_t half, const T
 }
 
 /* RoPE in place, after the q/k norms unless they are null. The heads of a token are contiguous. */
-void rotate(T *q, int64_t q_stride, int64_t q_heads, T *k, int64_t k_stride, int64_t k_heads, const T *cos,
-            const T *sin, int64_t tokens, int64_t dim, int64_t half, const T *q_norm, const T *k_norm, float eps) {
+void qk_norm_rope(T *q, int64_t q_stride, int64_t q_heads, T *k, int64_t k_stride, int64_t k_heads, const T *cos,
+                  const T *sin, int64_t tokens, int64_t dim, int64_t half, const T *q_norm, const T *k_norm, float eps) {
 #pragma omp parallel for if (tokens * (q_heads + k_heads) * dim > PARALLEL_MIN)
     for (int64_t row = 0; row < tokens; row++) {
         const T *c = cos + row * half, *s = sin + row * half;
-        rotate_heads(q + row * q_stride, q_heads, dim, half, c, s, q_norm, eps);
-        rotate_heads(k + row * k_stride, k_heads, dim, half, c, s, k_norm, eps);
+        norm_rope_heads(q + row * q_stride, q_heads, dim, half, c, s, q_norm, eps);
+        norm_rope_heads(k + row * k_stride, k_heads, dim, half, c, s, k_norm, eps);
     }
 }
 

@@ -40,7 +40,7 @@ _C_TYPES = {"p": "void *", "i": "int64_t", "f": "float"}
 _ARGUMENTS = {
     "rms_norm": "ppipiif",
     "add_rms_norm": "ppppiif",
-    "rotate": "piipiippiiippf",
+    "qk_norm_rope": "piipiippiiippf",
     "silu_and_mul": "ppii",
     "gelu_tanh_and_mul": "ppii",
     "argmax": "ppii",

@@ -8,7 +8,7 @@ import torch
 
 from minisgl_backends.native import library
 from minisgl_backends.ops.onednn import OneDnnOps
-from minisgl_core.contracts.ops import LinearOp, Rotation, StepOps
+from minisgl_core.contracts.ops import LinearOp, Rope, StepOps
 
 _COLUMNS = 16
 """Output columns per block of the packed weights; COLUMNS in tiles.h."""
@@ -169,24 +169,24 @@ class NativeOps(OneDnnOps, StepOps):
         addresses = (each.data_ptr() for each in (tokens, rows, last_tokens, mapped_tokens, buffer_index))
         self._kernels.decode_outputs(*addresses, len(tokens))
 
-    def rotary(
+    def apply_rope(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `RotaryOps.rotary`; q and k are overwritten."""
+        """See `RotaryOps.apply_rope`; q and k are overwritten."""
         if not self._has_kernels_for(q, k):
-            return super().rotary(q, k, cos, sin)
-        return self.rotate(q, k, Rotation(cos, sin))
+            return super().apply_rope(q, k, cos, sin)
+        return self.qk_norm_rope(q, k, Rope(cos, sin))
 
-    def rotate(self, q: torch.Tensor, k: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `RotaryOps.rotate`; q and k are overwritten."""
-        if not self._has_kernels_for(q, k, *(rotation.norms or ())):
-            return super().rotate(q, k, rotation)
-        cos, sin = (x.to(self.dtype).contiguous() for x in (rotation.cos, rotation.sin))
+    def qk_norm_rope(self, q: torch.Tensor, k: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `RotaryOps.qk_norm_rope`; q and k are overwritten."""
+        if not self._has_kernels_for(q, k, *(rope.norms or ())):
+            return super().qk_norm_rope(q, k, rope)
+        cos, sin = (x.to(self.dtype).contiguous() for x in (rope.cos, rope.sin))
         q, k = _dense_heads(q), _dense_heads(k)
-        norms = (None, None) if rotation.norms is None else tuple(norm.data_ptr() for norm in rotation.norms)
-        self._kernels.rotate(
+        norms = (None, None) if rope.norms is None else tuple(norm.data_ptr() for norm in rope.norms)
+        self._kernels.qk_norm_rope(
             q.data_ptr(), q.stride(0), q.shape[1], k.data_ptr(), k.stride(0), k.shape[1],
-            cos.data_ptr(), sin.data_ptr(), q.shape[0], q.shape[2], cos.shape[-1], *norms, rotation.eps,
+            cos.data_ptr(), sin.data_ptr(), q.shape[0], q.shape[2], cos.shape[-1], *norms, rope.eps,
         )  # fmt: skip
         return q, k
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from minisgl_backends.requirements import dtype_name
-from minisgl_core.contracts.ops import LinearOp, LinearOps, NormOps, RotaryOps, Rotation, SamplingOps
+from minisgl_core.contracts.ops import LinearOp, LinearOps, NormOps, Rope, RotaryOps, SamplingOps
 from minisgl_core.platforms.cpu_graphs import call
 
 _DTYPES = (torch.bfloat16, torch.float32)
@@ -123,13 +123,13 @@ class OneDnnOps(LinearOps, NormOps, RotaryOps, SamplingOps):
         total = x.add_(residual)
         return self.rms_norm(total, weight, eps), total
 
-    def rotary(
+    def apply_rope(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `RotaryOps.rotary`. q and k are rotated in one call if they are adjacent in one projection's output."""
+        """See `RotaryOps.apply_rope`. q and k are rotated in one call if they are adjacent in one projection's output."""
         half = cos.shape[-1]
         if 2 * half != q.shape[-1]:
-            return super().rotary(q, k, cos, sin)
+            return super().apply_rope(q, k, cos, sin)
         if cos is not self._cos or q.dtype != self._tables[0].dtype:  # the layers of a step share the tables
             self._cos = cos
             cos, sin = cos.to(q.dtype), sin.to(q.dtype)
@@ -145,11 +145,11 @@ class OneDnnOps(LinearOps, NormOps, RotaryOps, SamplingOps):
             torch.addcmul(k * straight, torch.roll(k, half, -1), crossed),
         )
 
-    def rotate(self, q: torch.Tensor, k: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `RotaryOps.rotate`. `rms_norm` normalizes the heads."""
-        if rotation.norms is not None:
-            q, k = (self.rms_norm(x, weight, rotation.eps) for x, weight in zip((q, k), rotation.norms, strict=True))
-        return self.rotary(q, k, rotation.cos, rotation.sin)
+    def qk_norm_rope(self, q: torch.Tensor, k: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `RotaryOps.qk_norm_rope`. `rms_norm` normalizes the heads."""
+        if rope.norms is not None:
+            q, k = (self.rms_norm(x, weight, rope.eps) for x, weight in zip((q, k), rope.norms, strict=True))
+        return self.apply_rope(q, k, rope.cos, rope.sin)
 
 
 def _has_dtype(dtype: torch.dtype) -> bool:

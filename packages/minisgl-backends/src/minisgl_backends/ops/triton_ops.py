@@ -7,7 +7,7 @@ import torch
 from minisgl_backends.ops.triton_base import TritonProvider, dense
 from minisgl_backends.ops.triton_linear import TritonLinear
 from minisgl_core.contracts.moe import RoutingSpec
-from minisgl_core.contracts.ops import NormOps, RotaryOps, Rotation, RoutingOps, SamplingOps, StepOps, VocabShard
+from minisgl_core.contracts.ops import NormOps, Rope, RotaryOps, RoutingOps, SamplingOps, StepOps, VocabShard
 
 
 class TritonNorm(TritonProvider, NormOps):
@@ -46,27 +46,27 @@ class TritonRotary(TritonProvider, RotaryOps):
 
         self._rotary = rotary
 
-    def rotate(self, q: torch.Tensor, k: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `RotaryOps.rotate`; in place."""
+    def qk_norm_rope(self, q: torch.Tensor, k: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `RotaryOps.qk_norm_rope`; in place."""
         q, k = dense(q), dense(k)
-        self._rotary.rotate(q, k, rotation, overlap=self.overlaps(len(q)))
+        self._rotary.qk_norm_rope(q, k, rope, overlap=self.overlaps(len(q)))
         return q, k
 
-    def rotate_and_store(
+    def qk_norm_rope_kv_store(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        rotation: Rotation,
+        rope: Rope,
         k_pages: torch.Tensor,
         v_pages: torch.Tensor,
         slots: torch.Tensor,
         scales: tuple[float, float] = (1.0, 1.0),
     ) -> torch.Tensor:
-        """See `RotaryOps.rotate_and_store`; q in place."""
+        """See `RotaryOps.qk_norm_rope_kv_store`; q in place."""
         q, k, v = dense(q), dense(k), dense(v)
         store = v, k_pages, v_pages, slots
-        self._rotary.rotate(q, k, rotation, store, scales, overlap=self.overlaps(len(q)))
+        self._rotary.qk_norm_rope(q, k, rope, store, scales, overlap=self.overlaps(len(q)))
         return q
 
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from minisgl_core.contracts.kv_cache import KVLayout, KVPages
-from minisgl_core.contracts.ops import Rotation
+from minisgl_core.contracts.ops import Rope
 from minisgl_core.utils.dtypes import dtype_name
 from minisgl_core.utils.fp8 import FP8
 
@@ -72,7 +72,7 @@ class AttentionCapabilities:
         layouts: KV layouts, best first; two combined backends use a common one.
         fused_kv_store: with layout NHD, the RoPE kernel may store K and V. Requires `kv_slots` and `attend_stored`.
         fused_rope_decode: the decode kernel applies the QK norm, if there is one, and RoPE, and stores K and V. Requires
-            `rotates` and `attend_rotating`.
+            `supports_fused_rope` and `attend_fused_rope`.
         cuda_graphs: supports CUDA graphs of decodes. Requires `plan_capture` and `plan_replay`.
         graph_reads_page_table: the captured kernels read the page table and the batch's tensors, so that `plan_replay` reads no
             device memory. If True, the graph writes both before `forward`. If False, the engine writes them before
@@ -327,19 +327,19 @@ class AttentionBackend(ABC):
         """
         raise NotImplementedError
 
-    def rotates(self, plan: Any, rotation: Rotation) -> bool:
-        """Return True if `attend_rotating` supports a planned step and its rotation.
+    def supports_fused_rope(self, plan: Any, rope: Rope) -> bool:
+        """Return True if `attend_fused_rope` supports a planned step and its `rope`.
 
         For `AttentionCapabilities.fused_rope_decode`.
         """
         return False
 
-    def attend_rotating(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, rotation: Rotation, plan: Any
+    def attend_fused_rope(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, rope: Rope, plan: Any
     ) -> torch.Tensor:
-        """Apply the QK norm and RoPE as `RotaryOps.rotate` does, then run `forward`. The inputs q, k and v are not modified.
+        """Apply the QK norm and RoPE as `RotaryOps.qk_norm_rope` does, then run `forward`. q, k and v are not modified.
 
-        It is called only if `rotates` returned True for the step.
+        It is called only if `supports_fused_rope` returned True for the step.
 
         For `AttentionCapabilities.fused_rope_decode`.
         """

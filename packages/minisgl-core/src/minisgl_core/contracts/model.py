@@ -14,7 +14,7 @@ from minisgl_core.contracts.communicator import Communicator
 from minisgl_core.contracts.layer import Layer, PackedModules
 from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.moe import MoeKernel
-from minisgl_core.contracts.ops import Ops, Rotation, VocabShard
+from minisgl_core.contracts.ops import Ops, Rope, VocabShard
 from minisgl_core.contracts.quantization import Quantization, QuantizationSpec
 
 
@@ -89,11 +89,11 @@ class Attend(Protocol):
         k: torch.Tensor,
         v: torch.Tensor,
         layer: AttentionLayer,
-        rotation: Rotation | None = None,
+        rope: Rope | None = None,
     ) -> torch.Tensor:
         """Return the output [T, Hq, D] of q [T, Hq, D], k and v [T, Hkv, D].
 
-        If `rotation` is given, its QK norm (if there is one) and RoPE are applied to q and k first, possibly in place.
+        If `rope` is given, its QK norm (if there is one) and RoPE are applied to q and k first, possibly in place.
         """
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from minisgl_core.contracts.attention import AttentionBackend, AttentionLayer
-from minisgl_core.contracts.ops import RotaryOps, Rotation
+from minisgl_core.contracts.ops import Rope, RotaryOps
 
 
 def fused_store_backend(backend: AttentionBackend, rotary: RotaryOps) -> AttentionBackend | None:
@@ -16,17 +16,17 @@ def fused_store_backend(backend: AttentionBackend, rotary: RotaryOps) -> Attenti
     return backend if fuses and backend.capabilities.fused_kv_store else None
 
 
-def rotate(
+def rope_and_store(
     backend: AttentionBackend,
     rotary: RotaryOps,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     layer: AttentionLayer,
-    rotation: Rotation | None,
+    rope: Rope | None,
     slots: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """Apply RoPE to q and k, fused with the KV store if `slots` is given.
+    """Apply the QK norm and RoPE to q and k if `rope` has them, fused with the KV store if `slots` is given.
 
     Args:
         backend: attention backend with the KV pool.
@@ -35,30 +35,30 @@ def rotate(
         k: see `Attend`.
         v: see `Attend`.
         layer: see `Attend`.
-        rotation: see `Attend`; None if the model applies no RoPE here.
+        rope: see `Attend`; None if the model applies no RoPE here.
         slots: slots to store K and V in; None if the backend stores them (see `fused_store_backend`).
 
     Returns:
         q, k, and True if K and V are stored.
     """
-    if rotation is None:
+    if rope is None:
         return q, k, False
     if slots is None:
-        return *rotary.rotate(q, k, rotation), False
+        return *rotary.qk_norm_rope(q, k, rope), False
     pages = backend.pool.k(layer.index), backend.pool.v(layer.index)
-    return rotary.rotate_and_store(q, k, v, rotation, *pages, slots, layer.kv_scales), k, True
+    return rotary.qk_norm_rope_kv_store(q, k, v, rope, *pages, slots, layer.kv_scales), k, True
 
 
 class BoundAttention:
     """Attention backend with its plan for one step; see `minisgl_core.contracts.model.Attend`."""
 
-    __slots__ = ("_backend", "_fused_store", "_plan", "_rotary", "_rotating", "_slots")
+    __slots__ = ("_backend", "_fused_rope", "_fused_store", "_plan", "_rotary", "_slots")
 
     def __init__(self, backend: AttentionBackend, plan: Any, rotary: RotaryOps) -> None:
         self._backend, self._plan, self._rotary = backend, plan, rotary
         self._fused_store = fused_store_backend(backend, rotary)
         self._slots = None if self._fused_store is None else self._fused_store.kv_slots(plan)
-        self._rotating = backend if backend.capabilities.fused_rope_decode else None
+        self._fused_rope = backend if backend.capabilities.fused_rope_decode else None
 
     def __call__(
         self,
@@ -66,11 +66,11 @@ class BoundAttention:
         k: torch.Tensor,
         v: torch.Tensor,
         layer: AttentionLayer,
-        rotation: Rotation | None = None,
+        rope: Rope | None = None,
     ) -> torch.Tensor:
-        if rotation is not None and self._rotating is not None and self._rotating.rotates(self._plan, rotation):
-            return self._rotating.attend_rotating(q, k, v, layer, rotation, self._plan)
-        q, k, is_stored = rotate(self._backend, self._rotary, q, k, v, layer, rotation, self._slots)
+        if rope is not None and self._fused_rope is not None and self._fused_rope.supports_fused_rope(self._plan, rope):
+            return self._fused_rope.attend_fused_rope(q, k, v, layer, rope, self._plan)
+        q, k, is_stored = rope_and_store(self._backend, self._rotary, q, k, v, layer, rope, self._slots)
         if is_stored and self._fused_store is not None:
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
             self._fused_store.attend_stored(q, layer, self._plan, out)

@@ -14,7 +14,7 @@ from minisgl_core.contracts.attention import (
     AttentionSpec,
 )
 from minisgl_core.contracts.kv_cache import KVPages
-from minisgl_core.contracts.ops import Rotation
+from minisgl_core.contracts.ops import Rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +78,15 @@ class CombinedAttention(AttentionBackend):
         first = self._decode.forward(q[:n], k[:n], v[:n], layer, plan.decode)
         return torch.cat((first, self._prefill.forward(q[n:], k[n:], v[n:], layer, plan.prefill)))
 
-    def rotates(self, plan: _Plan, rotation: Rotation) -> bool:
+    def supports_fused_rope(self, plan: _Plan, rope: Rope) -> bool:
         """Return True for a step of decodes only whose backend applies RoPE itself."""
-        return plan.prefill is None and self._decode.rotates(plan.decode, rotation)
+        return plan.prefill is None and self._decode.supports_fused_rope(plan.decode, rope)
 
-    def attend_rotating(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, rotation: Rotation, plan: _Plan
+    def attend_fused_rope(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, rope: Rope, plan: _Plan
     ) -> torch.Tensor:
         """Attend with the backend for decodes, which applies RoPE."""
-        return self._decode.attend_rotating(q, k, v, layer, rotation, plan.decode)
+        return self._decode.attend_fused_rope(q, k, v, layer, rope, plan.decode)
 
     def kv_slots(self, plan: _Plan) -> torch.Tensor:
         """Return the slots of both parts."""

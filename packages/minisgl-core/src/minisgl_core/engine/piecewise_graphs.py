@@ -4,7 +4,7 @@ A model's kernels between two attention calls depend only on the number of token
 and batches are padded to the next size. Attention is planned for each step and called between the graphs:
 
     host    | upload | plan | replay 0 | attend | replay 1 | attend | ...         one launch per graph, not per kernel
-    device           | embed, norm, qkv, rotate, store | attention | o, norm, MLP, norm, qkv, ... | attention | ...
+    device           | embed, norm, qkv, RoPE, store   | attention | o, norm, MLP, norm, qkv, ... | attention | ...
 
 So kernel launches do not limit steps with few prompt tokens.
 """
@@ -20,9 +20,9 @@ import torch
 
 from minisgl_core.contracts.attention import AttentionBackend, AttentionLayer
 from minisgl_core.contracts.model import Model
-from minisgl_core.contracts.ops import RotaryOps, Rotation
+from minisgl_core.contracts.ops import Rope, RotaryOps
 from minisgl_core.contracts.platform import Platform
-from minisgl_core.engine.bound_attention import fused_store_backend, rotate
+from minisgl_core.engine.bound_attention import fused_store_backend, rope_and_store
 from minisgl_core.engine.capture import capture_sizes, free
 from minisgl_core.engine.step import StepInputs
 from minisgl_core.protocol.batch_plan import BatchPlan
@@ -78,9 +78,9 @@ class _Capture:
         k: torch.Tensor,
         v: torch.Tensor,
         layer: AttentionLayer,
-        rotation: Rotation | None = None,
+        rope: Rope | None = None,
     ) -> torch.Tensor:
-        q, k, is_stored = rotate(self._backend, self._rotary, q, k, v, layer, rotation, self._slots)
+        q, k, is_stored = rope_and_store(self._backend, self._rotary, q, k, v, layer, rope, self._slots)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         out[self._least :].zero_()  # attention does not write the output of padding tokens
         weak_ref = self._platform.weak_ref

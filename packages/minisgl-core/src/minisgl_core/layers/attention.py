@@ -10,7 +10,7 @@ import torch
 from minisgl_core.contracts.attention import AttentionLayer
 from minisgl_core.contracts.layer import Layer, PackedModules, Targets
 from minisgl_core.contracts.model import Attend, BuildContext
-from minisgl_core.contracts.ops import Rotation
+from minisgl_core.contracts.ops import Rope
 from minisgl_core.contracts.shard import Shard, sharded_target
 from minisgl_core.contracts.weights import WeightTarget
 from minisgl_core.errors import ModelFormatError
@@ -59,10 +59,10 @@ class Attention(Layer):
         self._kv_scales = torch.ones(2) if build.kv_dtype == FP8 else None
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attend: Attend, rotation: Rotation | None = None
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attend: Attend, rope: Rope | None = None
     ) -> torch.Tensor:
         """Attend with q [T, Hq, D], k and v [T, Hkv, D], and return [T, Hq, D]; see `Attend`."""
-        return attend(q, k, v, self.layer, rotation)
+        return attend(q, k, v, self.layer, rope)
 
     def weight_targets(self, name: str, packed: PackedModules) -> Targets:
         """Yield sinks and scales under the name of the module that contains this layer; the scales are optional."""

@@ -119,7 +119,7 @@ class AttentionBackendTests:
             rig = self.rig(spec, len(lengths), max(lengths) + 1, layers)
             requests = [rig.request(length - 1, length + 1) for length in lengths]
             for _ in range(2):
-                rig.rotate([(request, 1) for request in requests], has_norms, rotary_fraction)
+                rig.fused_rope([(request, 1) for request in requests], has_norms, rotary_fraction)
 
     def test_prefill(self) -> None:
         """Several whole prompts in one batch."""

@@ -22,7 +22,7 @@ from minisgl_core.contracts.attention import (
     check_layers,
 )
 from minisgl_core.contracts.kv_cache import KVLayout, KVPoolSpec
-from minisgl_core.contracts.ops import RotaryOps, Rotation
+from minisgl_core.contracts.ops import Rope, RotaryOps
 from minisgl_core.kv.page_table import PageTable
 from minisgl_core.kv.pool import KVPool
 from minisgl_core.utils.fp8 import FP8, FP8_MAX
@@ -70,17 +70,17 @@ def dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: At
     return out
 
 
-def quarter_turns(num_tokens: int, like: torch.Tensor) -> Rotation:
+def quarter_turns(num_tokens: int, like: torch.Tensor) -> Rope:
     """Return rotations by multiples of 90 degrees, which are exact and differ between tokens and pairs of dimensions."""
     tokens, pairs = (torch.arange(n, device=like.device) for n in (num_tokens, like.shape[-1] // 2))
     quarters = (tokens[:, None] + pairs) % 4
     cos, sin = (1 - quarters % 2) * (1 - quarters), quarters % 2 * (2 - quarters)
-    return Rotation(cos.to(like.dtype), sin.to(like.dtype))
+    return Rope(cos.to(like.dtype), sin.to(like.dtype))
 
 
-def inverse_rotated(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Return `x`, [T, heads, D], after the inverse of `rotation`."""
-    cos, sin = rotation.cos[:, None], rotation.sin[:, None]
+def inverse_rotated(x: torch.Tensor, rope: Rope) -> torch.Tensor:
+    """Return `x`, [T, heads, D], after the inverse of `rope`."""
+    cos, sin = rope.cos[:, None], rope.sin[:, None]
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
 
@@ -111,7 +111,7 @@ class AttentionRig:
     """Backend with a pool whose expected content is also kept in plain tensors.
 
     With `fused_kv_store`, each step runs again with other values, which the rig stores before `attend_stored`. With
-    `fused_rope_decode`, it runs again with values that the backend must rotate.
+    `fused_rope_decode`, it runs again with values to which the backend must apply RoPE.
 
     In an FP8 pool, stored values may differ from the nearest FP8 number by one rounding step. Outputs are compared with
     attention over the stored values.
@@ -257,7 +257,7 @@ class AttentionRig:
             self._variant = ".attend_stored"
             yield self._store_and_attend
         if self.backend.capabilities.fused_rope_decode:
-            self._variant = ".attend_rotating"
+            self._variant = ".attend_fused_rope"
             yield self._rotate_and_attend
 
     def _store_and_attend(
@@ -277,19 +277,19 @@ class AttentionRig:
     def _rotate_and_attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, plan: Any
     ) -> torch.Tensor:
-        rotation = quarter_turns(len(q), q)
-        if not self.backend.rotates(plan, rotation):
+        rope = quarter_turns(len(q), q)
+        if not self.backend.supports_fused_rope(plan, rope):
             return self.backend.forward(q, k, v, layer, plan)
-        given = inverse_rotated(q, rotation), inverse_rotated(k, rotation), v
+        given = inverse_rotated(q, rope), inverse_rotated(k, rope), v
         before = [each.clone() for each in given]
-        out = self.backend.attend_rotating(*given, layer, rotation, plan)
+        out = self.backend.attend_fused_rope(*given, layer, rope, plan)
         if not _is_captured(q):
             pairs = zip("qkv", given, before, strict=True)
             changed = [name for name, one, other in pairs if not torch.equal(one, other)]
             assert not changed, f"{self} changes its inputs: {', '.join(changed)}"
         return out
 
-    def rotate(self, work: Work, has_norms: bool, rotary_fraction: float) -> None:
+    def fused_rope(self, work: Work, has_norms: bool, rotary_fraction: float) -> None:
         """Run a step of decodes with fused RoPE, if the backend supports it, and compare with `RotaryOps`.
 
         Each layer has its own angles, as in models whose layers have several bases.
@@ -317,13 +317,15 @@ class AttentionRig:
         angles = 9 * torch.randn(batch.num_tokens, int(rotary_fraction * spec.head_dim) // 2, generator=self.random)
         cos, sin = (each.to(spec.device, spec.dtype) for each in (angles.cos(), angles.sin()))
         gains = torch.randn(2, spec.head_dim, generator=self.random).to(spec.device, spec.dtype)
-        rotation = Rotation(cos, sin, (gains[0], gains[1]) if has_norms else None, 1e-6)
-        if not self.backend.rotates(plan, rotation):
+        rope = Rope(cos, sin, (gains[0], gains[1]) if has_norms else None, 1e-6)
+        if not self.backend.supports_fused_rope(plan, rope):
             return
-        self._variant = f".attend_rotating, {'with' if has_norms else 'without'} norms, {2 * cos.shape[-1]} dimensions"
+        self._variant = (
+            f".attend_fused_rope, {'with' if has_norms else 'without'} norms, {2 * cos.shape[-1]} dimensions"
+        )
         q, k, v = self.split(self.inputs(batch))
-        q_rotated, k_rotated = RotaryOps(self.spec.device, self.spec.dtype).rotate(q.clone(), k.clone(), rotation)
-        out = self.backend.attend_rotating(q, k, v, layer, rotation, plan)
+        q_rotated, k_rotated = RotaryOps(self.spec.device, self.spec.dtype).qk_norm_rope(q.clone(), k.clone(), rope)
+        out = self.backend.attend_fused_rope(q, k, v, layer, rope, plan)
         pages, slots = self.pool.k(layer.index), batch.slots.cpu()
         pages = pages.transpose(1, 2) if self.layout == "HND" else pages
         stored, wanted = pages.flatten(0, 1).cpu()[slots].float(), k_rotated.cpu().float()

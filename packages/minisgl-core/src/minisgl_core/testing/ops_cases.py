@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from minisgl_core.contracts.ops import LinearOp, LinearOps, Rotation
+from minisgl_core.contracts.ops import LinearOp, LinearOps, Rope
 from minisgl_core.utils.fp8 import FP8_MAX, to_fp8
 
 EPS = 1e-5
@@ -102,27 +102,27 @@ def gemms(
 
 
 @dataclass(frozen=True, slots=True)
-class RotationCase:
+class RopeCase:
     """Inputs of RoPE: slices of one fused projection [T, Hq + 2 * Hkv, D], and the expected result.
 
     Attributes:
         q: [T, Hq, D].
         k: [T, Hkv, D].
         v: [T, Hkv, D].
-        rotation: cos and sin tables, and the weights of QK norms.
+        rope: cos and sin tables, and the weights of QK norms.
         expected: expected q and k, in float64.
     """
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    rotation: Rotation
+    rope: Rope
     expected: tuple[torch.Tensor, torch.Tensor]
 
 
 def rotation_case(
     shape: HeadShape, has_norms: bool, dtype: torch.dtype, table_dtype: torch.dtype, device: str, step: int = 0
-) -> RotationCase:
+) -> RopeCase:
     """Return a case of six tokens.
 
     Args:
@@ -140,7 +140,7 @@ def rotation_case(
     angles = (2 + step) * random(6, half, dtype=torch.float32, device=device)
     cos, sin = angles.cos().to(table_dtype), angles.sin().to(table_dtype)
     if not has_norms:
-        return RotationCase(q, k, v, Rotation(cos, sin), (rotated(q, cos, sin), rotated(k, cos, sin)))
+        return RopeCase(q, k, v, Rope(cos, sin), (rotated(q, cos, sin), rotated(k, cos, sin)))
     q_norm, k_norm = (random(size, dtype=table_dtype, device=device) + offset for offset in (0, 1))
     expected = rotated(normed(q, q_norm), cos, sin), rotated(normed(k, k_norm), cos, sin)
-    return RotationCase(q, k, v, Rotation(cos, sin, (q_norm, k_norm), EPS), expected)
+    return RopeCase(q, k, v, Rope(cos, sin, (q_norm, k_norm), EPS), expected)

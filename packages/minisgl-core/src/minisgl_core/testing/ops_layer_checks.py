@@ -190,7 +190,7 @@ class RotaryChecks(OpsChecks):
                 case = rotation_case(shape, has_norms, ops.dtype, ops.dtype, self.device)
                 before = case.v.clone()
                 pages = torch.full((2, 5, 4, num_kv_heads, size), 1.5, device=self.device).to(kv_dtype)
-                q = ops.rotate_and_store(case.q, case.k, case.v, case.rotation, pages[0], pages[1], slots, scales)
+                q = ops.qk_norm_rope_kv_store(case.q, case.k, case.v, case.rope, pages[0], pages[1], slots, scales)
                 self.compare(q, case.expected[0], ops.dtype, "q", roundings=2)
                 k, v = pages.float().view(2, 20, num_kv_heads, size)
                 assert (torch.cat((k, v))[torch.cat((others, 20 + others))] == 1.5).all(), "another slot was changed"
@@ -210,8 +210,8 @@ class RotaryChecks(OpsChecks):
         for step, together in enumerate((True, False, True)):
             case = rotation_case(shape, has_norms, dtype, table_dtype, self.device, step)
             q, k = (case.q, case.k) if together else (case.q.clone(), case.k.clone())
-            before, rotation = case.v.clone(), case.rotation
-            outputs = ops.rotate(q, k, rotation) if has_norms else ops.rotary(q, k, rotation.cos, rotation.sin)
+            before, rope = case.v.clone(), case.rope
+            outputs = ops.qk_norm_rope(q, k, rope) if has_norms else ops.apply_rope(q, k, rope.cos, rope.sin)
             for name, actual, expected in zip("qk", outputs, case.expected, strict=True):
                 self.compare(actual, expected, dtype, f"{name} of {shape}", roundings=2)
             assert torch.equal(case.v, before), "v, which follows k in memory, was changed"

@@ -15,7 +15,7 @@ from minisgl_core.contracts.attention import AttentionLayer
 from minisgl_core.contracts.model import Attend
 from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.moe import MXFP4, UINT4, ExpertWeights, MoeCapabilities, MoeKernel
-from minisgl_core.contracts.ops import RotaryOps, Rotation
+from minisgl_core.contracts.ops import Rope, RotaryOps
 from minisgl_core.contracts.weights import LazyTensor, WeightSource
 from minisgl_core.testing.attention_rig import dense_attention
 from minisgl_core.testing.moe_cases import activated, check_fields, dequantized
@@ -34,11 +34,11 @@ class DenseAttention:
         k: torch.Tensor,
         v: torch.Tensor,
         layer: AttentionLayer,
-        rotation: Rotation | None = None,
+        rope: Rope | None = None,
     ) -> torch.Tensor:
         """Attend with q [T, Hq, D], k and v [T, Hkv, D] of the sequence's next T tokens, and return [T, Hq, D]."""
-        if rotation is not None:
-            q, k = RotaryOps(q.device, q.dtype).rotate(q, k, rotation)
+        if rope is not None:
+            q, k = RotaryOps(q.device, q.dtype).qk_norm_rope(q, k, rope)
         if layer.index in self._past:
             past_k, past_v = self._past[layer.index]
             k, v = torch.cat((past_k, k)), torch.cat((past_v, v))
@@ -59,20 +59,20 @@ def batched(attends: Sequence[Attend], lengths: Sequence[int]) -> Attend:
         k: torch.Tensor,
         v: torch.Tensor,
         layer: AttentionLayer,
-        rotation: Rotation | None = None,
+        rope: Rope | None = None,
     ) -> torch.Tensor:
         tensors = (torch.split_with_sizes(x, list(lengths)) for x in (q, k, v))
-        parts = zip(attends, *tensors, _split(rotation, lengths), strict=True)
+        parts = zip(attends, *tensors, _split(rope, lengths), strict=True)
         return torch.cat([each(*qkv, layer, part_rotation) for each, *qkv, part_rotation in parts])
 
     return attend
 
 
-def _split(rotation: Rotation | None, lengths: Sequence[int]) -> list[Rotation | None]:
-    if rotation is None:
+def _split(rope: Rope | None, lengths: Sequence[int]) -> list[Rope | None]:
+    if rope is None:
         return [None] * len(lengths)
-    cos, sin = (torch.split_with_sizes(x, list(lengths)) for x in (rotation.cos, rotation.sin))
-    return [replace(rotation, cos=each, sin=other) for each, other in zip(cos, sin, strict=True)]
+    cos, sin = (torch.split_with_sizes(x, list(lengths)) for x in (rope.cos, rope.sin))
+    return [replace(rope, cos=each, sin=other) for each, other in zip(cos, sin, strict=True)]
 
 
 class NaiveMoe(MoeKernel):

@@ -11,7 +11,7 @@ import torch
 from minisgl_core.contracts.attention import AttentionLayer
 from minisgl_core.contracts.layer import Layer
 from minisgl_core.contracts.model import BuildContext, Model
-from minisgl_core.contracts.ops import Rotation
+from minisgl_core.contracts.ops import Rope
 from minisgl_core.errors import InvalidValueError, ModelFormatError
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
@@ -56,7 +56,7 @@ class TokenCheck(Layer):
 
 
 def _without_keys(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, rotation: Rotation | None = None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, rope: Rope | None = None
 ) -> torch.Tensor:
     """Map q [T, Hq, D], k and v [T, Hkv, D] to a function of each token alone, [T, Hq, D]."""
     group = q.shape[1] // k.shape[1]

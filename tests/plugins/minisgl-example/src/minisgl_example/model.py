@@ -9,7 +9,7 @@ import torch
 from minisgl_core.contracts.attention import AttentionLayer
 from minisgl_core.contracts.model import Attend, BuildContext, Model
 from minisgl_core.contracts.model_config import ModelConfig
-from minisgl_core.contracts.ops import Rotation
+from minisgl_core.contracts.ops import Rope
 from minisgl_core.layers import (
     Attention,
     Layer,
@@ -35,7 +35,7 @@ class ExampleAttention(Layer):
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:
         """x [T, hidden_size] to this rank's part of a sum of the same shape."""
         q, k, v = self.qkv_proj.heads(x)
-        return self.o_proj.forward(self.attn.forward(q, k, v, attend, Rotation(cos, sin)).flatten(1))
+        return self.o_proj.forward(self.attn.forward(q, k, v, attend, Rope(cos, sin)).flatten(1))
 
 
 class ExampleMLP(Layer):

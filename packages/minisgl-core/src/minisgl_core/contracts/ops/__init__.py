@@ -14,7 +14,7 @@ from minisgl_core.contracts.ops.composition import ROLES, Ops, TorchOps, roles_o
 from minisgl_core.contracts.ops.linear import LinearOp, LinearOps
 from minisgl_core.contracts.ops.norm import NormOps
 from minisgl_core.contracts.ops.provider import OpsProvider
-from minisgl_core.contracts.ops.rotary import RotaryOps, Rotation
+from minisgl_core.contracts.ops.rotary import Rope, RotaryOps
 from minisgl_core.contracts.ops.routing import RoutingOps
 from minisgl_core.contracts.ops.sampling import SamplingOps, VocabShard
 from minisgl_core.contracts.ops.step import StepOps
@@ -26,8 +26,8 @@ __all__ = [
     "NormOps",
     "Ops",
     "OpsProvider",
+    "Rope",
     "RotaryOps",
-    "Rotation",
     "RoutingOps",
     "SamplingOps",
     "StepOps",

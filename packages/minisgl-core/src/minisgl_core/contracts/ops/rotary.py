@@ -1,4 +1,4 @@
-"""Contract of the rotary role: rotary embedding, the norms of heads before it, and the KV store after it.
+"""Contract of the rotary role: RoPE, the QK norm before it, and the KV store after it.
 
 See the package for the shape legend.
 """
@@ -16,13 +16,13 @@ from minisgl_core.utils.fp8 import FP8, to_fp8
 
 
 @dataclass(frozen=True, slots=True)
-class Rotation:
-    """Rotary embedding of a step's queries and keys, and the norm of each head before it.
+class Rope:
+    """Rotary position embedding (RoPE) of a step's queries and keys, and the QK norm before it.
 
     Attributes:
         cos: cosines at each token's position, [T, rotary_dim / 2].
         sin: like `cos`.
-        norms: weights of the norms of q's heads and of k's heads, [D] each, in q's dtype or float32; None without norms.
+        norms: weights of the QK norm for q and for k, [D] each, in q's dtype or float32; None without a QK norm.
         eps: added to the mean squares of the norms.
     """
 
@@ -33,18 +33,19 @@ class Rotation:
 
 
 class RotaryOps(OpsProvider):
-    """Rotary embedding of queries and keys.
+    """Rotary position embedding (RoPE) of queries and keys, optionally fused with the QK norm and the KV store.
 
     Attributes:
-        fuses_store: True if `rotate_and_store` is one kernel, which is faster than `rotate` and a backend's own KV store.
+        fuses_store: True if `qk_norm_rope_kv_store` is one kernel, which is faster than `qk_norm_rope` and the KV store of a
+            backend.
     """
 
     fuses_store: ClassVar[bool] = False
 
-    def rotary(
+    def apply_rope(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotate q and k by their positions (arXiv 2104.09864), in the half-split form that Llama checkpoints use.
+        """Apply RoPE to q and k (arXiv 2104.09864), in the half-split form that Llama checkpoints use.
 
         May overwrite both inputs.
 
@@ -55,52 +56,52 @@ class RotaryOps(OpsProvider):
             sin: like `cos`.
 
         Returns:
-            The rotated q and k.
+            q and k with RoPE applied.
         """
-        return _rotate(q, cos, sin), _rotate(k, cos, sin)
+        return _apply_rope(q, cos, sin), _apply_rope(k, cos, sin)
 
-    def rotate(self, q: torch.Tensor, k: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
-        """Normalize each head of q and k if the rotation has norms, then apply `rotary`. May overwrite both inputs.
+    def qk_norm_rope(self, q: torch.Tensor, k: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
+        """Normalize each head of q and k if `rope` has norms, then call `apply_rope`. May overwrite both inputs.
 
         Args:
             q: [T, Hq, D].
             k: [T, Hkv, D].
-            rotation: rotary embedding of the step.
+            rope: cos, sin and the QK norm of the step.
 
         Returns:
-            The rotated q and k.
+            q and k with RoPE applied.
         """
-        if rotation.norms is not None:
-            q, k = (rms_norm(x, weight, rotation.eps) for x, weight in zip((q, k), rotation.norms, strict=True))
-        return self.rotary(q, k, rotation.cos, rotation.sin)
+        if rope.norms is not None:
+            q, k = (rms_norm(x, weight, rope.eps) for x, weight in zip((q, k), rope.norms, strict=True))
+        return self.apply_rope(q, k, rope.cos, rope.sin)
 
-    def rotate_and_store(
+    def qk_norm_rope_kv_store(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        rotation: Rotation,
+        rope: Rope,
         k_pages: torch.Tensor,
         v_pages: torch.Tensor,
         slots: torch.Tensor,
         scales: tuple[float, float] = (1.0, 1.0),
     ) -> torch.Tensor:
-        """Apply `rotate`, then write k and v to their slots. May overwrite q and k.
+        """Apply `qk_norm_rope`, then write k and v to their slots. May overwrite q and k.
 
         Args:
             q: [T, Hq, D].
             k: [T, Hkv, D].
             v: like `k`.
-            rotation: rotary embedding of the step.
+            rope: cos, sin and the QK norm of the step.
             k_pages: pages of one layer, [P, S, Hkv, D], contiguous, in q's dtype or float8_e4m3fn.
             v_pages: like `k_pages`.
             slots: ``page * S + offset`` of each token, int64 [T].
             scales: k and v are divided by these if the pages are FP8; see `AttentionLayer.kv_scales`.
 
         Returns:
-            The rotated q.
+            q with RoPE applied.
         """
-        q, k = self.rotate(q, k, rotation)
+        q, k = self.qk_norm_rope(q, k, rope)
         for pages, new, scale in ((k_pages, k, scales[0]), (v_pages, v, scales[1])):
             if pages.dtype == FP8:
                 pages, new = pages.view(torch.uint8), to_fp8(new, scale).view(torch.uint8)
@@ -108,7 +109,7 @@ class RotaryOps(OpsProvider):
         return q
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     half = cos.shape[-1]
     cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
