@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from minisgl_backends.quantization.gguf_cpu import CpuLinearMethod, PackedLinear
+from minisgl_backends.quantization.gguf_cpu import CpuGgufLinear, CpuLinearMethod
 from minisgl_backends.quantization.gguf_types import TYPES
 from minisgl_core.contracts.layer_methods import LinearPart, LinearSpec
 from minisgl_core.contracts.shard import Shard
@@ -23,7 +23,7 @@ from minisgl_core.contracts.shard import Shard
 SHAPES = (["4096x4096"] * 4 + ["11008x4096"] * 2 + ["4096x11008"]) * 4
 
 
-def make(kind: str, shape: str) -> PackedLinear:
+def make(kind: str, shape: str) -> CpuGgufLinear:
     """Return a layer of the shape ROWSxCOLUMNS with random codes, whose scales are finite."""
     rows, columns = map(int, shape.split("x"))
     part = LinearPart("m", Shard.whole(rows))

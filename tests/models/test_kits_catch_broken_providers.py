@@ -82,7 +82,7 @@ class IgnoresEverything(LlamaForCausalLM):
 
 
 class SwapsGateAndUp(LlamaForCausalLM):
-    packed_modules: ClassVar = {**LlamaForCausalLM.packed_modules, "gate_up_proj": ("up_proj", "gate_proj")}
+    fused_projections: ClassVar = {**LlamaForCausalLM.fused_projections, "gate_up_proj": ("up_proj", "gate_proj")}
 
 
 class EveryLayerIsTheFirst(LlamaForCausalLM):

@@ -47,10 +47,10 @@ def randomised(module: nn.Module) -> Any:
     return module.float().eval().requires_grad_(False)
 
 
-def load(layer: Layer, tensors: dict[str, torch.Tensor], packed: Any) -> None:
+def load(layer: Layer, tensors: dict[str, torch.Tensor], fused_projections: Any) -> None:
     """Fill a layer from a checkpoint's tensors, each of which must be used."""
     used = set()
-    for name, target in layer.weight_targets("", packed):
+    for name, target in layer.weight_targets("", fused_projections):
         name = name.removeprefix(".")
         assert target.shape in (None, tensors[name].shape), name
         target.destination.copy_(tensors[name][target.index])

@@ -176,7 +176,7 @@ def test_a_row_parallel_bias_counts_once() -> None:
 
 def fill(model: Model) -> None:
     """Each rank takes its part of the same weights."""
-    for seed, (_, target) in enumerate(model.weight_targets("", model.packed_modules)):
+    for seed, (_, target) in enumerate(model.weight_targets("", model.fused_projections)):
         whole = torch.randn(target.shape or target.destination.shape, generator=torch.Generator().manual_seed(seed))
         target.destination.copy_(whole[target.index] * 0.3)
     prepare_all(model)

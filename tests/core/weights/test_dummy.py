@@ -111,7 +111,7 @@ def test_a_model_in_float8(folder: Path, quantization: dict[str, object]) -> Non
     provider = Fp8(quantization_spec(config, torch.float32, device), ops)
     build = BuildContext(SingleRank(), ops, device, torch.float32, NaiveMoe, quantization=provider)
     model = Qwen3MoeForCausalLM(config, build)
-    names = {name for name, _ in model.weight_targets("", model.packed_modules)}
+    names = {name for name, _ in model.weight_targets("", model.fused_projections)}
     assert "model.layers.1.mlp.experts.3.down_proj.weight_scale" in names
     assert "lm_head.weight_scale" not in names
     load_weights(model, source, progress=False)

@@ -11,7 +11,7 @@ import torch
 
 from minisgl_core.config.hf import model_config
 from minisgl_core.contracts.communicator import SingleRank
-from minisgl_core.contracts.layer import PackedModules, Targets
+from minisgl_core.contracts.layer import FusedProjections, Targets
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.ops import Ops
@@ -70,7 +70,7 @@ def model_for(
 
 def checkpoint(**changes: Any) -> dict[str, torch.Tensor]:
     model = model_for(InMemory({}, **changes))
-    targets = model.weight_targets("", model.packed_modules)
+    targets = model.weight_targets("", model.fused_projections)
     return {name: torch.randn(target.destination.shape) for name, target in targets}
 
 
@@ -100,7 +100,7 @@ def test_a_stage_loads_its_part_alone(layers: range, tied: bool) -> None:
     changes = {"num_hidden_layers": 3, "tie_word_embeddings": tied}
     source = InMemory(checkpoint(**changes), **changes)
     model = model_for(source, layers=layers)
-    targets = dict(model.weight_targets("", model.packed_modules))
+    targets = dict(model.weight_targets("", model.fused_projections))
     assert {int(name.split(".")[2]) for name in targets if ".layers." in name} == set(layers)
     is_first, is_last = 0 in layers, 2 in layers
     ends = {name for name in targets if ".layers." not in name}
@@ -161,8 +161,8 @@ def test_a_tensor_larger_than_its_config_is_named_on_every_rank(name: str, rank:
 
 
 class NamesNoShapes(LlamaForCausalLM):
-    def weight_targets(self, name: str, packed: PackedModules) -> Targets:
-        for each, target in super().weight_targets(name, packed):
+    def weight_targets(self, name: str, fused_projections: FusedProjections) -> Targets:
+        for each, target in super().weight_targets(name, fused_projections):
             yield each, WeightTarget(target.destination, target.index)
 
 
@@ -209,7 +209,7 @@ def test_what_architectures_ignore_is_no_error() -> None:
 def test_the_tied_matrix_is_one_tensor() -> None:
     source = InMemory(checkpoint(tie_word_embeddings=True), tie_word_embeddings=True)
     model = model_for(source)
-    assert "lm_head.weight" not in [name for name, _ in model.weight_targets("", model.packed_modules)]
+    assert "lm_head.weight" not in [name for name, _ in model.weight_targets("", model.fused_projections)]
     load_weights(model, source)
     hidden = torch.randn(3, 8)
     assert torch.allclose(model.compute_logits(hidden), hidden @ model.model.embed_tokens.weight.T)
@@ -256,7 +256,7 @@ def watch():
 thread = threading.Thread(target=watch, daemon=True)
 thread.start()
 model = LlamaForCausalLM(config, build)
-sizes = [target.destination.nbytes for _, target in model.weight_targets("", model.packed_modules)]
+sizes = [target.destination.nbytes for _, target in model.weight_targets("", model.fused_projections)]
 shard, largest = sum(sizes), max(sizes)
 load_weights(model, source)
 stop = True

@@ -194,7 +194,7 @@ class Gemma3Model(Layer):
 class Gemma3ForCausalLM(Model):
     """Gemma 3 with its LM head."""
 
-    packed_modules: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+    fused_projections: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
     @classmethod
     def standard_config(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -257,7 +257,7 @@ class Gemma3ForCausalLM(Model):
 class Gemma3ForConditionalGeneration(Model):
     """The text model of a checkpoint that also takes images, which the engine does not."""
 
-    packed_modules: ClassVar = Gemma3ForCausalLM.packed_modules
+    fused_projections: ClassVar = Gemma3ForCausalLM.fused_projections
 
     @classmethod
     def standard_config(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:

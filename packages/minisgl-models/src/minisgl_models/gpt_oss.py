@@ -164,7 +164,7 @@ class GptOssModel(Layer):
 class GptOssForCausalLM(Model):
     """gpt-oss with its LM head."""
 
-    packed_modules: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
+    fused_projections: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
 
     @classmethod
     def standard_config(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:

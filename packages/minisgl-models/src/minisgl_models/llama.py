@@ -143,7 +143,7 @@ class LlamaModel(Layer):
 class LlamaForCausalLM(Model):
     """Llama with its LM head."""
 
-    packed_modules: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+    fused_projections: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:

@@ -137,7 +137,7 @@ class MixtralModel(Layer):
 class MixtralForCausalLM(Model):
     """Mixtral with its LM head."""
 
-    packed_modules: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
+    fused_projections: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
 
     @classmethod
     def standard_config(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -146,7 +146,7 @@ class Qwen3Model(Layer):
 class Qwen3ForCausalLM(Model):
     """Qwen3 with its LM head."""
 
-    packed_modules: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+    fused_projections: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:

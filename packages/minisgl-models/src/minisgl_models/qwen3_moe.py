@@ -136,7 +136,7 @@ class Qwen3MoeModel(Layer):
 class Qwen3MoeForCausalLM(Model):
     """Qwen3-MoE with its LM head."""
 
-    packed_modules: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+    fused_projections: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:

@@ -14,7 +14,7 @@ _COLUMNS = 16
 """Output columns per block of the packed weights; COLUMNS in tiles.h."""
 
 
-class PackedGemm:
+class NativeGemm:
     """``x @ weight.T + bias`` with the weight in the layout of tiles.h."""
 
     __slots__ = ("_bias", "_linear", "_packed", "_size")
@@ -32,7 +32,7 @@ class PackedGemm:
         return out
 
 
-class PackedGatedGemm:
+class NativeGatedGemm:
     """``silu(x @ gate.T) * (x @ up.T)``; blocks of gate and up alternate in one packed tensor."""
 
     __slots__ = ("_gated", "_packed", "_size")
@@ -66,15 +66,15 @@ class NativeOps(OneDnnOps, StepOps):
         self._kernels = library.load(dtype)
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
-        """Pack the weight; see `PackedGemm`."""
+        """Pack the weight; see `NativeGemm`."""
         if self._fits_tiles(weight) and (bias is None or self._has_kernels_for(bias)):
-            return PackedGemm(weight, bias, self._kernels)
+            return NativeGemm(weight, bias, self._kernels)
         return super().prepare_linear(weight, bias)
 
     def prepare_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
-        """Pack the weights; see `PackedGatedGemm`."""
+        """Pack the weights; see `NativeGatedGemm`."""
         if bias is None and self._fits_tiles(weight):
-            return PackedGatedGemm(weight, self._kernels)
+            return NativeGatedGemm(weight, self._kernels)
         return super().prepare_gated(weight, bias)
 
     def _fits_tiles(self, weight: torch.Tensor) -> bool:

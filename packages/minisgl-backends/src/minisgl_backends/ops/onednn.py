@@ -22,7 +22,7 @@ _MAX_PLAIN_BYTES = psutil.virtual_memory().total // 10
 """Maximum total size of the plain weights that are kept in addition to the packed ones."""
 
 
-class PackedLinear:
+class OneDnnGemm:
     """``x @ weight.T + bias`` with the weight in oneDNN's blocked layout.
 
     With `keep`, the plain weight is kept too, for inputs of one row. Such a GEMM is bound by reading the weight once, and
@@ -43,7 +43,7 @@ class PackedLinear:
         return out
 
 
-class PackedGated:
+class OneDnnGatedGemm:
     """``silu(x @ gate.T) * (x @ up.T)``, with the activation and the multiplication in the GEMMs' epilogues."""
 
     __slots__ = ("_gate", "_gemm", "_gemm_and_mul", "_plain", "_up")
@@ -87,17 +87,17 @@ class OneDnnOps(LinearOps, NormOps, RotaryOps, SamplingOps):
         self._tables: tuple[torch.Tensor, torch.Tensor] = (torch.empty(0), torch.empty(0))
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
-        """Pack the weight; see `PackedLinear`. A weight of a dtype that oneDNN lacks on this processor stays plain."""
+        """Pack the weight; see `OneDnnGemm`. A weight of a dtype that oneDNN lacks on this processor stays plain."""
         if not _has_dtype(weight.dtype):
             return super().prepare_linear(weight, bias)
-        return PackedLinear(weight, bias, self._keeps_plain(weight))
+        return OneDnnGemm(weight, bias, self._keeps_plain(weight))
 
     def prepare_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
-        """Pack gate and up separately; see `PackedGated`."""
+        """Pack gate and up separately; see `OneDnnGatedGemm`."""
         if bias is not None or not _has_dtype(weight.dtype):
             gate_up, silu_and_mul = self.prepare_linear(weight, bias), self.silu_and_mul
             return lambda x: silu_and_mul(gate_up(x))
-        return PackedGated(weight, self._keeps_plain(weight))
+        return OneDnnGatedGemm(weight, self._keeps_plain(weight))
 
     def _keeps_plain(self, weight: torch.Tensor) -> bool:
         """Return True if the plain weight is kept: it is bfloat16, and all kept ones take at most `_MAX_PLAIN_BYTES`."""

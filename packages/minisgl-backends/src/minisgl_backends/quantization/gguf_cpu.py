@@ -32,7 +32,7 @@ class CpuLinearMethod(GgufLinearMethod):
         """Allocate in huge pages, which return to the system after repacking."""
         return _BLOCKS.zeros(rows * row_bytes).view(torch.int8).view(rows, row_bytes)
 
-    def prepare(self) -> PackedLinear:
+    def prepare(self) -> CpuGgufLinear:
         """Repack the blocks. Adjacent parts of one type become one GEMM, unless rows of two parts would share a tile."""
         is_fused = self.spec.gated and len(set(self.types)) == 1
         groups, run = [], 0
@@ -46,7 +46,7 @@ class CpuLinearMethod(GgufLinearMethod):
             rows = sum(self.spec.parts[index].rows.size for index in indices)
             matrices.append(_Matrix(self._repacked(kernels, indices), self.types[indices[0]].number, row, rows))
             row += rows
-        return PackedLinear(self.spec, kernels, matrices, self.bias, is_fused)
+        return CpuGgufLinear(self.spec, kernels, matrices, self.bias, is_fused)
 
     def _repacked(self, kernels: library.Library, indices: list[int]) -> torch.Tensor:
         """Return the packed matrix of parts of one type, and free their blocks."""
@@ -69,7 +69,7 @@ class _Matrix:
         self.packed, self.type, self.first_row, self.rows = packed, type, first_row, rows
 
 
-class PackedLinear:
+class CpuGgufLinear:
     """``x @ weight.T + bias`` with packed matrices, followed by ``silu_and_mul`` if the layer is gated.
 
     Attributes:

@@ -8,8 +8,11 @@ from torch import nn
 
 from minisgl_core.contracts.weights import WeightTarget
 
-PackedModules = Mapping[str, Sequence[str]]
-"""Fused projections and the checkpoint's names for their parts: ``{"gate_up_proj": ("gate_proj", "up_proj")}``."""
+FusedProjections = Mapping[str, Sequence[str]]
+"""Fused projections and the checkpoint's names for their parts: ``{"gate_up_proj": ("gate_proj", "up_proj")}``.
+
+vLLM calls this mapping ``packed_modules_mapping``. "Packed" means quantized weights here.
+"""
 
 Targets = Iterator[tuple[str, WeightTarget]]
 """Names of checkpoint tensors with their destinations."""
@@ -45,21 +48,21 @@ class Layer:
         for name, layer in self.sublayers():
             yield from ((f"{name}.{each}", parameter) for each, parameter in layer.named_parameters())
 
-    def weight_targets(self, name: str, packed: PackedModules) -> Targets:
+    def weight_targets(self, name: str, fused_projections: FusedProjections) -> Targets:
         """Yield the name and the destination of each checkpoint tensor, for this rank.
 
         By default, each parameter is loaded whole, under its attribute's name. Sharded and fused layers override this.
 
         Args:
             name: name of this layer in the checkpoint, such as ``model.layers.0.mlp``; empty for the model.
-            packed: see `Model.packed_modules`.
+            fused_projections: see `Model.fused_projections`.
         """
         dot = "." if name else ""
         for attribute, value in vars(self).items():
             if isinstance(value, nn.Parameter) and not attribute.startswith("_"):
                 yield f"{name}{dot}{attribute}", WeightTarget(value)
         for attribute, layer in self.sublayers():
-            yield from layer.weight_targets(f"{name}{dot}{attribute}", packed)
+            yield from layer.weight_targets(f"{name}{dot}{attribute}", fused_projections)
 
     def prepare(self) -> None:
         """Compute values that depend on loaded weights.

@@ -11,7 +11,7 @@ import torch
 
 from minisgl_core.contracts.attention import AttentionLayer
 from minisgl_core.contracts.communicator import Communicator
-from minisgl_core.contracts.layer import Layer, PackedModules
+from minisgl_core.contracts.layer import FusedProjections, Layer
 from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.moe import MoeKernel
 from minisgl_core.contracts.ops import Ops, Rope, VocabShard
@@ -100,10 +100,10 @@ class Attend(Protocol):
 class Model(Layer, ABC):
     """Decoder-only language model, sharded over the ranks of its `BuildContext`.
 
-    Attributes are named after the checkpoint's tensors (see `Layer`), except the fused projections in `packed_modules`.
+    Attributes are named after the checkpoint's tensors (see `Layer`), except the fused projections in `fused_projections`.
 
     Attributes:
-        packed_modules: attribute names of fused projections, with the checkpoint's names of their parts in the order of the
+        fused_projections: attribute names of fused projections, with the checkpoint's names of their parts in the order of the
             rows. Empty if the checkpoint stores the fused tensors, as Phi-3's does.
         num_intermediate: tensors [T, hidden_size] that a pipeline stage passes to the next one: 2 for hidden states and
             residual, 1 if the layers have no separate residual.
@@ -113,7 +113,7 @@ class Model(Layer, ABC):
     """
 
     plugin_api: ClassVar[str] = ">=2,<3"
-    packed_modules: ClassVar[PackedModules] = {}
+    fused_projections: ClassVar[FusedProjections] = {}
     num_intermediate: ClassVar[int] = 2
     config: ModelConfig
     stage: PipelineStage

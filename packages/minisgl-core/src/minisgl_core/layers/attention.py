@@ -8,7 +8,7 @@ from math import inf
 import torch
 
 from minisgl_core.contracts.attention import AttentionLayer
-from minisgl_core.contracts.layer import Layer, PackedModules, Targets
+from minisgl_core.contracts.layer import FusedProjections, Layer, Targets
 from minisgl_core.contracts.model import Attend, BuildContext
 from minisgl_core.contracts.ops import Rope
 from minisgl_core.contracts.shard import Shard, sharded_target
@@ -64,7 +64,7 @@ class Attention(Layer):
         """Attend with q [T, Hq, D], k and v [T, Hkv, D], and return [T, Hq, D]; see `Attend`."""
         return attend(q, k, v, self.layer, rope)
 
-    def weight_targets(self, name: str, packed: PackedModules) -> Targets:
+    def weight_targets(self, name: str, fused_projections: FusedProjections) -> Targets:
         """Yield sinks and scales under the name of the module that contains this layer; the scales are optional."""
         parent = name.rpartition(".")[0]
         if self._sinks is not None:

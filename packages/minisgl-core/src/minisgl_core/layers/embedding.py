@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from minisgl_core.contracts.layer import Layer, PackedModules, Targets
+from minisgl_core.contracts.layer import FusedProjections, Layer, Targets
 from minisgl_core.contracts.layer_methods import EmbeddingMethod, EmbeddingOp, LinearMethod, LinearPart, LinearSpec
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.ops import VocabShard
@@ -35,7 +35,7 @@ class VocabParallelEmbedding(Layer):
         rows = self._rows(local.masked_fill_(elsewhere, 0))
         return self._communicator.all_reduce(rows.masked_fill_(elsewhere[:, None], 0))
 
-    def weight_targets(self, name: str, packed: PackedModules) -> Targets:
+    def weight_targets(self, name: str, fused_projections: FusedProjections) -> Targets:
         """Yield this rank's rows. If the quantization packs them, `weight` is dropped."""
         if self._method is None and self._quantization is not None:
             dtype, device = self._quantization.spec.dtype, self._quantization.spec.device
@@ -80,9 +80,9 @@ class LMHead(MergedColumnParallelLinear):
         self._tied, self._ops, self._embedding_provider = tied, build.ops, build.quantization
         self.shard = VocabShard(build.communicator, vocab_size) if build.tp_size > 1 else None
 
-    def weight_targets(self, name: str, packed: PackedModules) -> Targets:
+    def weight_targets(self, name: str, fused_projections: FusedProjections) -> Targets:
         """Yield this rank's rows, or nothing if the weight is tied to the embedding."""
-        return iter(()) if self._tied else super().weight_targets(name, packed)
+        return iter(()) if self._tied else super().weight_targets(name, fused_projections)
 
     def _make_method(self, spec: LinearSpec) -> LinearMethod:
         packed = None if self._embedding_provider is None else self._embedding_provider.embedding(spec)

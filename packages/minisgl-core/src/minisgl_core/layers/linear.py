@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 
-from minisgl_core.contracts.layer import Layer, PackedModules, Targets
+from minisgl_core.contracts.layer import FusedProjections, Layer, Targets
 from minisgl_core.contracts.layer_methods import LinearMethod, LinearPart, LinearSpec, PlainLinear
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.ops import LinearOp
@@ -48,23 +48,23 @@ class ReplicatedLinear(Layer):
         """Return the output, [T, out], for x, [T, in]."""
         return self._apply(x)
 
-    def weight_targets(self, name: str, packed: PackedModules) -> Targets:
+    def weight_targets(self, name: str, fused_projections: FusedProjections) -> Targets:
         """Yield the targets for this rank's shards of the checkpoint's tensors, and the parameters of a subclass."""
         if self._method is None:
             spec = self._quantization.spec
-            parts = tuple(self._named_parts(name, packed))
+            parts = tuple(self._named_parts(name, fused_projections))
             layer = LinearSpec(name, parts, self._columns, self._has_bias, self._is_gated, spec.dtype, spec.device)
             self._method = self._make_method(layer)
         yield from self._method.targets()
-        yield from super().weight_targets(name, packed)
+        yield from super().weight_targets(name, fused_projections)
 
     def _make_method(self, spec: LinearSpec) -> LinearMethod:
         return self._quantization.linear(spec)
 
-    def _named_parts(self, name: str, packed: PackedModules) -> Sequence[LinearPart]:
+    def _named_parts(self, name: str, fused_projections: FusedProjections) -> Sequence[LinearPart]:
         """Return each part with the name of its module. Parts that the checkpoint stores fused are rows of one module."""
         parent, dot, attribute = name.rpartition(".")
-        if names := [f"{parent}{dot}{part}" for part in packed.get(attribute, ())]:
+        if names := [f"{parent}{dot}{part}" for part in fused_projections.get(attribute, ())]:
             return [LinearPart(each, part) for each, part in zip(names, self._parts, strict=True)]
         total, start, found = sum(part.total for part in self._parts), 0, []
         for part in self._parts:
@@ -206,9 +206,9 @@ class RowParallelLinear(ReplicatedLinear):
         out = self._apply(x)
         return out if self._communicator is None else self._communicator.all_reduce(out)
 
-    def weight_targets(self, name: str, packed: PackedModules) -> Targets:
+    def weight_targets(self, name: str, fused_projections: FusedProjections) -> Targets:
         """Yield this rank's columns, and the bias, of which ranks other than 0 load no elements."""
-        yield from super().weight_targets(name, packed)
+        yield from super().weight_targets(name, fused_projections)
         if self._leaves_bias:
             yield f"{name}.bias", WeightTarget(torch.empty(0), (slice(0, 0),), shape=(self._parts[0].total,))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from minisgl_core.contracts.layer import Layer, PackedModules, Targets
+from minisgl_core.contracts.layer import FusedProjections, Layer, Targets
 from minisgl_core.contracts.layer_methods import ExpertsMethod, ExpertsOp, ExpertsSpec
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.moe import MoeSpec, RoutingSpec
@@ -101,7 +101,7 @@ class FusedMoE(Layer):
         method, self._method = self._method, None
         self._apply = method.prepare()
 
-    def weight_targets(self, name: str, packed: PackedModules) -> Targets:
+    def weight_targets(self, name: str, fused_projections: FusedProjections) -> Targets:
         """Yield the targets for this rank's shards of the tensors that the checkpoint has for the experts."""
         if self._method is None:
             spec = ExpertsSpec(name, self._spec, self._inner, self._names, self._owns_bias, self._interleaved)

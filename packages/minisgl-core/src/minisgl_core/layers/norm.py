@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from minisgl_core.contracts.layer import Layer, PackedModules, Targets
+from minisgl_core.contracts.layer import FusedProjections, Layer, Targets
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.shard import Shard, sharded_target
 from minisgl_core.layers.base import empty_parameter
@@ -87,6 +87,6 @@ class ShardedRMSNorm(Layer):
         mean = self._communicator.all_reduce(x32.square().mean(-1, keepdim=True)) / self._tp_size
         return (x32 * torch.rsqrt(mean + self.eps)).to(x.dtype) * self.weight
 
-    def weight_targets(self, name: str, packed: PackedModules) -> Targets:
+    def weight_targets(self, name: str, fused_projections: FusedProjections) -> Targets:
         """Yield this rank's part."""
         yield f"{name}.weight", sharded_target(self.weight, self._shard)

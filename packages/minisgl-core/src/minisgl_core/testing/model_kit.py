@@ -318,7 +318,7 @@ class ModelTests:
 
 def _loaded(model: Model) -> list[str]:
     """Return the names of the checkpoint's tensors that a model loads."""
-    targets = model.weight_targets("", model.packed_modules)
+    targets = model.weight_targets("", model.fused_projections)
     return [name for name, target in targets if not target.optional]
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from minisgl_core.contracts.communicator import Communicator, SingleRank
-from minisgl_core.contracts.layer import Layer, PackedModules, prepare_all
+from minisgl_core.contracts.layer import FusedProjections, Layer, prepare_all
 from minisgl_core.contracts.layer_methods import ExpertsMethod, ExpertsSpec
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.moe import ExpertWeights, MoeKernel, MoeSpec
@@ -29,8 +29,8 @@ from minisgl_core.testing.references import NaiveMoe
 Shape = tuple[int, int]
 """Output features and input features of a weight."""
 PLAIN = PackedCheckpoint()
-QKV: PackedModules = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
-GATE_UP: PackedModules = {"gate_up_proj": ("gate_proj", "up_proj")}
+QKV: FusedProjections = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
+GATE_UP: FusedProjections = {"gate_up_proj": ("gate_proj", "up_proj")}
 L = TypeVar("L", bound=ReplicatedLinear)
 _BATCH = 33
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -322,9 +322,9 @@ class QuantizationTests:
         layer = MergedColumnParallelLinear(first.weight.shape[1], rows, build, bias=has_bias, silu_and_mul=gated)
         return self.load(layer, name, GATE_UP if len(modules) > 1 else {}, modules)
 
-    def load(self, layer: L, name: str, packed: PackedModules, modules: Mapping[str, PackedModule]) -> L:
+    def load(self, layer: L, name: str, fused_projections: FusedProjections, modules: Mapping[str, PackedModule]) -> L:
         """Load the layer's weights and prepare it."""
-        fill(layer.weight_targets(name, packed), modules)
+        fill(layer.weight_targets(name, fused_projections), modules)
         layer.prepare()
         return layer
 

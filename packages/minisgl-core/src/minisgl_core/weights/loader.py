@@ -78,7 +78,7 @@ def load_weights(model: Model, source: WeightSource, progress: bool = True) -> N
 
 def _targets(model: Model) -> Targets:
     targets: dict[str, list[WeightTarget]] = {}
-    for name, target in model.weight_targets("", model.packed_modules):
+    for name, target in model.weight_targets("", model.fused_projections):
         targets.setdefault(name, []).append(target)
     return targets
 

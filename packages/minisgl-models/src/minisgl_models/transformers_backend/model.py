@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from minisgl_core.contracts.attention import AttentionLayer
-from minisgl_core.contracts.layer import Layer, PackedModules, Targets
+from minisgl_core.contracts.layer import FusedProjections, Layer, Targets
 from minisgl_core.contracts.model import Attend, BuildContext, Model
 from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.weights import WeightTarget
@@ -131,7 +131,7 @@ class TransformersModel(Model):
         """See `Model.attention_layers`."""
         return [each.layer for each in self.attention]
 
-    def weight_targets(self, name: str, packed: PackedModules) -> Targets:
+    def weight_targets(self, name: str, fused_projections: FusedProjections) -> Targets:
         """Yield the tensors of transformers' modules, and of the linear layers, under the modules' names."""
         for each, tensor in self._stored.items():
             yield from self._checkpoint_names.targets(each, tensor)
