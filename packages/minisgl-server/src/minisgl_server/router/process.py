@@ -7,27 +7,13 @@ from typing import Any
 import zmq
 
 from minisgl_core.plugins.registry import Registry
-from minisgl_core.protocol.engine_snapshot import SnapshotRequest
-from minisgl_core.protocol.messages import (
-    Abort,
-    CacheEvents,
-    Count,
-    Ended,
-    EngineInfo,
-    NoReplica,
-    Ready,
-    ReplicaDied,
-    ReplicaReady,
-    Stop,
-    Submit,
-)
+from minisgl_core.protocol.messages import CacheEvents, EngineInfo, Ready, Stop
 from minisgl_core.runtime.ipc import IpcAddresses, Receiver, Sender
 from minisgl_core.runtime.supervisor import Report
 from minisgl_server.options import ServerOptions
 from minisgl_server.router.load import make_router
-from minisgl_server.router.worker import RouterWorker, Send
+from minisgl_server.router.worker import Message, RouterWorker, Send
 
-Incoming = EngineInfo | Submit | Abort | Ended | Count | SnapshotRequest | ReplicaReady | ReplicaDied | NoReplica | Stop
 MAX_EVENTS = 1000
 """Length of the receive queue for cache events, in messages; schedulers drop further ones."""
 
@@ -35,7 +21,7 @@ MAX_EVENTS = 1000
 def run_router(options: ServerOptions, addresses: IpcAddresses, report: Report) -> None:
     """Run the process: wait for `EngineInfo`, then route requests until `Stop` or `END_SIGNAL`."""
     with (
-        Receiver[Any](addresses.router_in, Incoming) as requests,
+        Receiver[Any](addresses.router_in, EngineInfo | Message | Stop) as requests,
         Receiver[CacheEvents](addresses.router_events, CacheEvents, max_messages=MAX_EVENTS) as events,
     ):
         info = requests.receive()

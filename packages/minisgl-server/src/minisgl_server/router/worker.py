@@ -30,6 +30,7 @@ from minisgl_core.protocol.messages import (
 logger = logging.getLogger(__name__)
 
 Send = Callable[[msgspec.Struct], None]
+Message = Submit | Abort | Ended | Count | SnapshotRequest | ReplicaReady | ReplicaDied | NoReplica
 
 
 @dataclass(slots=True)
@@ -119,18 +120,7 @@ class RouterWorker:
         self._asked: dict[int, tuple[Replica, SnapshotRequest]] = {}
         """By `SnapshotRequest.replica`: the last request, and the replica that it was sent to."""
 
-    def handle(
-        self,
-        message: Submit
-        | Abort
-        | Ended
-        | Count
-        | SnapshotRequest
-        | CacheEvents
-        | ReplicaReady
-        | ReplicaDied
-        | NoReplica,
-    ) -> None:
+    def handle(self, message: Message | CacheEvents) -> None:
         """Handle a message of a tokenizer worker, a replica or the launcher."""
         match message:
             case Submit():

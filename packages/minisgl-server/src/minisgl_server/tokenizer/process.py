@@ -10,21 +10,7 @@ from minisgl_core.config.options import EngineConfig
 from minisgl_core.engine.startup_timer import StartupTimer, process_age_s
 from minisgl_core.errors import MinisglError
 from minisgl_core.plugins.registry import Registry
-from minisgl_core.protocol.engine_snapshot import EngineSnapshot, SnapshotRequest
-from minisgl_core.protocol.messages import (
-    Abort,
-    ApiRestarted,
-    Count,
-    Detokenize,
-    EngineInfo,
-    NoSnapshot,
-    Ready,
-    Rejected,
-    ReplicaLost,
-    Stop,
-    TokenBatch,
-    Tokenize,
-)
+from minisgl_core.protocol.messages import EngineInfo, Ready, Stop
 from minisgl_core.runtime.ipc import IpcAddresses, Receiver, Sender
 from minisgl_core.runtime.supervisor import Report
 from minisgl_core.text.chat import read_chat_template
@@ -33,23 +19,7 @@ from minisgl_core.weights.model_source import locate_model, open_weights
 from minisgl_server.options import ServerOptions
 from minisgl_server.parsing.chat_format import ChatFormat
 from minisgl_server.tokenizer.tokenizer_queue import TokenizerQueue
-from minisgl_server.tokenizer.worker import TokenizerWorker
-
-Incoming = (
-    EngineInfo
-    | Tokenize
-    | Detokenize
-    | Abort
-    | TokenBatch
-    | Rejected
-    | Count
-    | SnapshotRequest
-    | EngineSnapshot
-    | NoSnapshot
-    | ReplicaLost
-    | ApiRestarted
-    | Stop
-)
+from minisgl_server.tokenizer.worker import Message, TokenizerWorker
 
 
 def run_tokenizer_worker(
@@ -57,7 +27,7 @@ def run_tokenizer_worker(
 ) -> None:
     """Run the process: load the tokenizer, wait for `EngineInfo`, then handle messages until `Stop` or `END_SIGNAL`."""
     with (
-        Receiver[Any](addresses.tokenizer_in[index], Incoming) as receiver,
+        Receiver[Any](addresses.tokenizer_in[index], EngineInfo | Message | Stop) as receiver,
         Sender(addresses.router_in) as to_scheduler,
         ApiConnection(addresses.of_api(index % addresses.num_apis)) as to_api,
     ):

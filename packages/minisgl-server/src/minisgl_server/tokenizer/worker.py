@@ -54,6 +54,19 @@ from minisgl_server.tokenizer.request_output import MAX_TEXT_TOKENS, RequestOutp
 logger = logging.getLogger(__name__)
 
 Send = Callable[[msgspec.Struct], None]
+Message = (
+    Tokenize
+    | Detokenize
+    | Abort
+    | TokenBatch
+    | Rejected
+    | Count
+    | SnapshotRequest
+    | EngineSnapshot
+    | NoSnapshot
+    | ReplicaLost
+    | ApiRestarted
+)
 
 
 class TokenizerWorker:
@@ -105,21 +118,7 @@ class TokenizerWorker:
         """Number of running requests."""
         return len(self._requests)
 
-    def handle(
-        self,
-        message: Tokenize
-        | Detokenize
-        | Abort
-        | TokenBatch
-        | Rejected
-        | Count
-        | SnapshotRequest
-        | EngineSnapshot
-        | NoSnapshot
-        | ReplicaLost
-        | ApiRestarted,
-        encoded: Future[EncodedPrompt] | None = None,
-    ) -> None:
+    def handle(self, message: Message, encoded: Future[EncodedPrompt] | None = None) -> None:
         """Handle a message; `encoded` is the result of `encode`, if that was called before."""
         match message:
             case Tokenize(only_tokens=True) | Detokenize():
