@@ -30,10 +30,8 @@ from minisgl_server.api.errors import (
     ClientGoneError,
     no_replica,
     not_encodable,
-    not_ready,
     rejected,
     shutting_down,
-    slow_client,
 )
 
 logger = logging.getLogger(__name__)
@@ -116,7 +114,8 @@ class Generation:
         if self.is_sending and self._running:
             self._num_unsent_bytes += _num_bytes(text)
             if self._num_unsent_bytes > self._max_unsent_bytes:
-                self.fail(slow_client())
+                why = "The client reads the stream too slowly: the output that it has not read takes too much memory."
+                self.fail(ApiError(408, why, code="slow_client"))
 
     def reject(self, message: Rejected) -> None:
         """End all requests, as one of them was rejected."""
@@ -168,12 +167,12 @@ class EngineClient:
         self._workers = {index: Sender(address) for index, address in addresses.own_tokenizer_in.items()}
         self._next_worker = itertools.cycle(self._workers)
         self._routes: dict[str, tuple[Generation, int]] = {}
-        self._queries: dict[str, asyncio.Future[Tokens]] = {}
+        self._answers: dict[str | int, asyncio.Future[Any]] = {}
+        """Answers to wait for, by the id of the request to a tokenizer worker, or the number of the query to a replica."""
+        self._query_numbers = itertools.count(1)
         self._pending_counts: dict[int, deque[asyncio.Future[dict[str, int]]]] = {
             each: deque() for each in self._workers
         }
-        self._pending_states: dict[int, asyncio.Future[EngineSnapshot]] = {}
-        self._num_state_queries = 0
 
     @property
     def num_requests(self) -> int:
@@ -190,7 +189,7 @@ class EngineClient:
             raise shutting_down()
         self.check_replicas()
         if self.info is None:
-            raise not_ready()
+            raise ApiError(503, "The server is starting; try again when GET /ready answers 200.", code="not_ready")
         return self.info
 
     def check_replicas(self) -> None:
@@ -233,15 +232,8 @@ class EngineClient:
         Raises:
             ApiError: 400, the message was rejected or cannot be encoded; 500, the engine has stopped.
         """
-        answer: asyncio.Future[Tokens] = asyncio.get_running_loop().create_future()
-        self._queries[message.request_id] = answer
-        try:
-            self._workers[next(self._next_worker)].send(message)
-            return await answer
-        except (OverflowError, RecursionError, UnicodeError):
-            raise not_encodable() from None
-        finally:
-            del self._queries[message.request_id]
+        tokens: Tokens = await self._ask(next(self._next_worker), message, message.request_id)
+        return tokens
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests, and wait for the running ones; those that still run after `timeout_s` fail."""
@@ -276,17 +268,27 @@ class EngineClient:
         Raises:
             ApiError: 503, no replica is ready.
         """
-        answer: asyncio.Future[EngineSnapshot] = asyncio.get_running_loop().create_future()
-        self._num_state_queries += 1
-        query = self._num_state_queries
-        self._pending_states[query] = answer
+        worker, query = min(self._workers), next(self._query_numbers)
+        request = SnapshotRequest(worker=worker, since=since, with_tokens=with_tokens, query=query, replica=replica)
+        snapshot: EngineSnapshot = await self._ask(worker, request, query)
+        return snapshot
+
+    async def _ask(self, worker: int, message: Tokenize | Detokenize | SnapshotRequest, key: str | int) -> Any:
+        """Send a message to a tokenizer worker, and return the answer with this key."""
+        answer = self._answers[key] = asyncio.get_running_loop().create_future()
         try:
-            worker = min(self._workers)
-            request = SnapshotRequest(worker=worker, since=since, with_tokens=with_tokens, query=query, replica=replica)
-            self._workers[worker].send(request)
+            self._workers[worker].send(message)
             return await answer
+        except (OverflowError, RecursionError, UnicodeError):
+            raise not_encodable() from None
         finally:
-            del self._pending_states[query]
+            del self._answers[key]
+
+    def _answer(self, key: str | int, result: Any) -> None:
+        """Have `_ask` return or raise a result, unless it has ended."""
+        answer = self._answers.get(key)
+        if answer is not None and not answer.done():
+            (answer.set_exception if isinstance(result, ApiError) else answer.set_result)(result)
 
     async def run(self) -> None:
         """Receive and deliver messages until `Stop`, or an error; then every request fails."""
@@ -314,11 +316,9 @@ class EngineClient:
                         self._deliver(text)
                     await asyncio.sleep(0)  # a message that has arrived already does not suspend `receive`
                 case Tokens() as tokens:
-                    if (query := self._queries.get(tokens.request_id)) and not query.done():
-                        query.set_result(tokens)
+                    self._answer(tokens.request_id, tokens)
                 case Rejected() as message:
-                    if (query := self._queries.get(message.request_id)) and not query.done():
-                        query.set_exception(rejected(message))
+                    self._answer(message.request_id, rejected(message))
                     if route := self._routes.pop(message.request_id, None):
                         route[0].reject(message)
                 case Count(worker=worker, counts=counts, api=api) if api == self._api:
@@ -326,18 +326,13 @@ class EngineClient:
                     if not answer.done():
                         answer.set_result(counts)
                 case EngineSnapshot() as state:
-                    pending = self._pending_states.get(state.query)
-                    if pending is not None and not pending.done():
-                        pending.set_result(state)
+                    self._answer(state.query, state)
                 case NoSnapshot(query):
-                    pending = self._pending_states.get(query)
-                    if pending is not None and not pending.done():
-                        pending.set_exception(no_replica())
+                    self._answer(query, no_replica())
                 case Stop():
                     return
 
     def close(self) -> None:
-        """Close the sockets."""
         self._receiver.close()
         for worker in self._workers.values():
             worker.close()
@@ -345,9 +340,8 @@ class EngineClient:
     def _fail_all(self, error: ApiError) -> None:
         for generation, _ in list(self._routes.values()):
             generation.fail(error)
-        for answer in self._queries.values():
-            if not answer.done():
-                answer.set_exception(error)
+        for key in self._answers:
+            self._answer(key, error)
 
     def _deliver(self, text: Text) -> None:
         route = self._routes.get(text.request_id)

@@ -92,11 +92,6 @@ class ClientGoneError(Exception):
     """The client disconnected, so that no response can be sent."""
 
 
-def not_ready() -> ApiError:
-    """Return the error of a request that came before the engine was ready."""
-    return ApiError(503, "The server is starting; try again when GET /ready answers 200.", code="not_ready")
-
-
 def no_replica(retry_after_s: float = 1) -> ApiError:
     """Return the error of a request while no replica is ready."""
     headers = {"Retry-After": str(math.ceil(retry_after_s))}
@@ -112,12 +107,6 @@ def not_encodable() -> ApiError:
 def body_too_large(what: str) -> ApiError:
     """Return the error of a body that is too large. It closes the connection, on which the rest of the body may still come."""
     return ApiError(413, f"The body {what}.", code="body_too_large", headers={"Connection": "close"})
-
-
-def slow_client() -> ApiError:
-    """Return the error of a stream whose client reads more slowly than the output is generated."""
-    message = "The client reads the stream too slowly: the output that it has not read takes too much memory."
-    return ApiError(408, message, code="slow_client")
 
 
 def shutting_down() -> ApiError:

@@ -7,10 +7,10 @@ import contextlib
 import mmap
 import resource
 import socket
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import uvicorn
+from uvloop import new_event_loop
 
 from minisgl_core.protocol.messages import Ready
 from minisgl_core.runtime.ipc import IpcAddresses
@@ -42,9 +42,8 @@ def run_api(
     then it reports that it is ready. While it drains, it answers 503 to new requests, so that load balancers that poll /ready
     notice.
     """
-    max_connections = max_open_files() * 7 // 8
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(_serve(options, api_key_digests, addresses, listener, report, max_connections))
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.run(_serve(options, api_key_digests, addresses, listener, report))
 
 
 async def _serve(
@@ -53,13 +52,12 @@ async def _serve(
     addresses: IpcAddresses,
     listener: socket.socket,
     report: Report,
-    max_connections: int,
 ) -> None:
     start_numbers(addresses.api)
     client, index = EngineClient(addresses), addresses.api % addresses.num_apis
     with open(addresses.request_counts, "r+b") as file:
         counts = memoryview(mmap.mmap(file.fileno(), 0)).cast("i")
-    connections = ConnectionLimits(max_connections, options.max_connections_per_address)
+    connections = ConnectionLimits(max_open_files() * 7 // 8, options.max_connections_per_address)
     config = uvicorn.Config(
         add_middleware(create_app(client, options), options, api_key_digests, counts, index),
         http=limited_protocol_class(connections),
@@ -109,11 +107,9 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Capture no signals."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start to listen."""
         await super().startup(sockets)
         self.is_listening.set()
 
@@ -126,13 +122,3 @@ def max_open_files() -> int:
         return OPEN_FILES if soft == resource.RLIM_INFINITY else soft
     resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
     return target
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
-    """Return uvloop's event loop if it is installed, as it takes less time per message."""
-    if sys.platform != "win32":
-        with contextlib.suppress(ImportError):
-            import uvloop
-
-            return uvloop.new_event_loop
-    return asyncio.new_event_loop

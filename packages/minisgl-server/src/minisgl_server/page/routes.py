@@ -93,7 +93,6 @@ class _PageFiles(StaticFiles):
     """Static files, served with `HEADERS`."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
-        """Return a file."""
         response = await super().get_response(path, scope)
         response.headers.update(HEADERS)
         return response

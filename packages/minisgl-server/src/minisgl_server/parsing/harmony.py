@@ -40,17 +40,13 @@ class HarmonySplitter:
         self._kind: Kind = "content"
         self._separator = ""
         self._shown: set[Kind] = set()
-        self._has_begun = False
+        self.has_begun = False
+        """True if there was a message of reasoning content."""
 
     @property
     def may_be_reasoning(self) -> bool:
         """True if the next text may be reasoning content, or belong to the tags around it."""
         return not (self._part == "message" and self._kind == "content") and "content" not in self._shown
-
-    @property
-    def has_begun(self) -> bool:
-        """True if there was a message of reasoning content."""
-        return self._has_begun
 
     def push(self, text: str, finished: bool) -> tuple[str, str]:
         """Add text; return new reasoning content and new content. With `finished`, nothing is held back."""
@@ -100,7 +96,7 @@ class HarmonySplitter:
 
     def _begin_message(self, channel: str) -> None:
         self._part, self._kind = "message", "reasoning" if channel.split()[:1] == ["analysis"] else "content"
-        self._has_begun |= self._kind == "reasoning"
+        self.has_begun |= self._kind == "reasoning"
         self._separator = "\n" if self._kind in self._shown else ""
 
     def _show_without_message_tag(self, new: dict[Kind, list[str]]) -> None:

@@ -37,17 +37,13 @@ class ReasoningSplitter:
         self._space: list[str] = []
         """Whitespace that is held back."""
         self._has_reasoning = False
-        self._has_begun = False
+        self.has_begun = False
+        """True if there was reasoning content or its opening tag."""
 
     @property
     def may_be_reasoning(self) -> bool:
         """True if the next text may be reasoning content."""
         return self._state in ("start", "inside")
-
-    @property
-    def has_begun(self) -> bool:
-        """True if there was reasoning content or its opening tag."""
-        return self._has_begun
 
     def push(self, text: str, finished: bool) -> tuple[str, str]:
         """Add text; return new reasoning content and new content. With `finished`, nothing is held back."""
@@ -57,7 +53,7 @@ class ReasoningSplitter:
             if self._state == "start":
                 content += self._look_for_tag(char, reasoning)
             elif self._state == "inside":
-                self._has_begun = True
+                self.has_begun = True
                 self._add_reasoning(char, reasoning)
             elif self._state == "outside" or not char.isspace():
                 self._state = "outside"
@@ -82,9 +78,9 @@ class ReasoningSplitter:
             return ""
         start, self._start = "".join(self._start), []
         if self._tag == BEGIN:
-            self._state, self._has_begun = "inside", True
+            self._state, self.has_begun = "inside", True
         elif self._inside_without_tag:
-            self._state, self._has_begun = "inside", True
+            self._state, self.has_begun = "inside", True
             for each in start:
                 self._add_reasoning(each, reasoning)
         else:

@@ -72,7 +72,8 @@ class ToolCallReader:
         """
         self._known, self._prefixes, self._emit = known, prefixes, emit
         self._scanner = JsonScanner()
-        self._in_arguments = False
+        self.in_arguments = False
+        """True if the arguments have begun and not ended."""
         self._chars: list[str] = []
         self._is_nested = False
         """True after the first bracket inside the object. A name that comes later is only found at the end."""
@@ -91,9 +92,9 @@ class ToolCallReader:
         elif self.name is None and scanner.depth == 2 and not self._is_nested:
             self._is_nested = True
             self._look_for_name(self.raw, char)
-        elif self._in_arguments:
+        elif self.in_arguments:
             self._emit(char)
-            self._in_arguments = scanner.depth > 1
+            self.in_arguments = scanner.depth > 1
         if self.name is None:
             self._chars.append(char)
         if scanner.is_done and self.state == "open":
@@ -104,16 +105,11 @@ class ToolCallReader:
         """Text so far. A call whose name is known keeps its text only up to its arguments."""
         return "".join(self._chars)
 
-    @property
-    def in_arguments(self) -> bool:
-        """True if the arguments have begun and not ended."""
-        return self._in_arguments
-
     def _look_for_name(self, before: str, char: str) -> None:
         if char == "{" and (match := _NAME.fullmatch(before)):
             name = _loads(match[1])
             if isinstance(name, str) and self._is_allowed(name, before):
-                self.name, self._in_arguments = name, True
+                self.name, self.in_arguments = name, True
                 self._emit(char)
 
     def _is_reordered_call(self) -> bool:

@@ -47,17 +47,13 @@ class PrefixRouter(Router):
         return chosen
 
     def inserted(self, replica: int, keys: BlockKeys) -> None:
-        """Store that the replica holds these blocks."""
         self._table.add(keys, replica)
 
     def evicted(self, replica: int, keys: BlockKeys) -> None:
-        """Store that the replica no longer holds these blocks."""
         self._table.remove(keys, replica)
 
     def lost(self, replica: int) -> None:
-        """Store that the replica holds nothing."""
         self._table.remove_replica(replica)
 
     def stats(self) -> dict[str, Any]:
-        """Return the size of the table."""
         return {"table_entries": self._table.capacity, "table_bytes": self._table.num_bytes}

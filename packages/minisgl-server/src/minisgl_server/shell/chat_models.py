@@ -13,7 +13,6 @@ import httpx
 
 from minisgl_core.errors import InvalidValueError, MinisglError
 from minisgl_core.sampling_params import SamplingParams
-from minisgl_server.shell.settings import TurnStats
 
 Message = dict[str, str]
 Show = Callable[[str], None]
@@ -33,8 +32,10 @@ class LocalModel:
         self._llm = LLM(**options)
         self.name = self._llm.info.model
 
-    def chat(self, messages: Sequence[Message], show: Show, settings: Mapping[str, Any]) -> TurnStats:
+    def chat(self, messages: Sequence[Message], show: Show, settings: Mapping[str, Any]) -> str:
         """Generate the next message and show it piece by piece. Ctrl-C stops it after the current step.
+
+        Returns a line with times and token counts.
 
         Args:
             messages: the conversation.
@@ -63,11 +64,8 @@ class LocalModel:
         finally:
             pieces.close()  # type: ignore[attr-defined]  # a generator
             signal.signal(signal.SIGINT, before)
-        return timer.finish(
-            num_prompt=len(token_ids),
-            num_cached=stats.num_cached_tokens - num_cached,
-            num_output=stats.num_output_tokens - num_output,
-        )
+        num_cached, num_output = stats.num_cached_tokens - num_cached, stats.num_output_tokens - num_output
+        return timer.describe(len(token_ids), num_cached, num_output)
 
     def __enter__(self) -> Self:
         return self
@@ -94,7 +92,7 @@ class RemoteModel:
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
             raise InvalidValueError("--url", url, "the address of a running server", f"{error}.") from error
 
-    def chat(self, messages: Sequence[Message], show: Show, settings: Mapping[str, Any]) -> TurnStats:
+    def chat(self, messages: Sequence[Message], show: Show, settings: Mapping[str, Any]) -> str:
         """See `LocalModel.chat`. Ctrl-C closes the connection, so that the server aborts the request."""
         timer, usage = _TurnTimer(show), dict[str, Any]()
         body = {"model": self.name, "messages": list(messages), "stream": True, **settings}
@@ -105,11 +103,8 @@ class RemoteModel:
         except httpx.HTTPError as error:
             raise MinisglError(f"The server does not answer: {error}") from error
         details = usage.get("prompt_tokens_details") or {}
-        return timer.finish(
-            num_prompt=usage.get("prompt_tokens"),
-            num_cached=details.get("cached_tokens"),
-            num_output=usage.get("completion_tokens"),
-        )
+        num_cached, num_output = details.get("cached_tokens"), usage.get("completion_tokens")
+        return timer.describe(usage.get("prompt_tokens"), num_cached, num_output)
 
     async def _stream(self, body: dict[str, Any], timer: _TurnTimer, usage: dict[str, Any]) -> None:
         url = f"{self._url}/chat/completions"
@@ -135,14 +130,20 @@ class _TurnTimer:
         self._first_s: float | None = None
 
     def show(self, piece: str) -> None:
-        """Show the next piece."""
         if self._first_s is None:
             self._first_s = time.perf_counter() - self._start_s
         self._show(piece)
 
-    def finish(self, **counts: int | None) -> TurnStats:
-        """Return the statistics at the end of the response."""
-        return TurnStats(first_s=self._first_s, total_s=time.perf_counter() - self._start_s, **counts)
+    def describe(self, num_prompt: int | None, num_cached: int | None, num_output: int | None) -> str:
+        """Return the statistics as one line at the end of the response. Counts may be None, such as after Ctrl-C."""
+        total_s, first_s = time.perf_counter() - self._start_s, self._first_s
+        parts = [] if first_s is None else [f"{first_s:.3f} s to the first token"]
+        if num_output is not None and first_s is not None and num_output > 1:
+            parts.append(f"{(num_output - 1) / max(total_s - first_s, 1e-9):.1f} tok/s")
+        if num_prompt is not None:
+            cached = "" if num_cached is None else f" ({num_cached} cached)"
+            parts.append(f"{num_prompt} prompt tokens{cached}, {num_output} output tokens")
+        return f"[{', '.join([*parts, f'{total_s:.3f} s'])}]"
 
 
 async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:

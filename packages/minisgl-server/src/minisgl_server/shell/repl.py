@@ -70,10 +70,10 @@ class Conversation:
             shown.append(piece)
             click.echo(piece, nl=False)
 
-        turn = self.model.chat([*start, *self.messages, message], show, self.settings)
+        statistics = self.model.chat([*start, *self.messages, message], show, self.settings)
         click.echo()
         if self.shows_statistics:
-            click.secho(turn.describe(), dim=True)
+            click.secho(statistics, dim=True)
         self.messages += [message, {"role": "assistant", "content": "".join(shown)}]
 
     def handle(self, line: str) -> bool:

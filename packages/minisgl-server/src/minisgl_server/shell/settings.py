@@ -1,9 +1,8 @@
-"""Settings of the shell's ``/set NAME VALUE``, and the statistics of a turn."""
+"""Settings of the shell's ``/set NAME VALUE``."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from typing import Any
 
 from minisgl_core.errors import InvalidValueError
@@ -37,33 +36,3 @@ def parse_setting(text: str) -> tuple[str, Any]:
         value = rest  # a text that happens to be JSON, such as 5 or null
     SamplingParams(**{"max_tokens": 2**31, name: value})
     return name, value
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnStats:
-    """Times and token counts of one response.
-
-    Attributes:
-        first_s: time to its first text; None if there was none.
-        total_s: time to its end.
-        num_prompt: prompt tokens; None if they are not known, such as after Ctrl-C.
-        num_cached: prompt tokens from the prefix cache, or None.
-        num_output: output tokens, or None.
-    """
-
-    first_s: float | None
-    total_s: float
-    num_prompt: int | None = None
-    num_cached: int | None = None
-    num_output: int | None = None
-
-    def describe(self) -> str:
-        """Return the statistics as one line."""
-        parts = [] if self.first_s is None else [f"{self.first_s:.3f} s to the first token"]
-        if self.num_output is not None and self.first_s is not None and self.num_output > 1:
-            decode_s = max(self.total_s - self.first_s, 1e-9)
-            parts.append(f"{(self.num_output - 1) / decode_s:.1f} tok/s")
-        if self.num_prompt is not None:
-            cached = "" if self.num_cached is None else f" ({self.num_cached} cached)"
-            parts.append(f"{self.num_prompt} prompt tokens{cached}, {self.num_output} output tokens")
-        return f"[{', '.join([*parts, f'{self.total_s:.3f} s'])}]"

@@ -78,7 +78,6 @@ class ApiConnection:
         self._sender = Sender(addresses.api_in)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send a message to the API worker."""
         self._sender.send(message)
 
     def connect(self, api: int) -> None:

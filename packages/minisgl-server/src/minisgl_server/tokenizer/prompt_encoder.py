@@ -62,7 +62,6 @@ class PromptEncoder:
         return encode_prompt(self._tokenizer, text, add_special_tokens, limit)
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
-        """Return the text of token ids."""
         text: str = self._tokenizer.decode(
             token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )

@@ -80,11 +80,9 @@ class MessageEvents(StreamEvents):
         """Encoded start of each delta of the open block."""
 
     def begin(self) -> bytes:
-        """Return the events before the first output."""
         return typed_event({"type": "message_start", "message": self._message.started()})
 
     def output(self, index: int, text: Text) -> bytes:
-        """See `StreamEvents.output`."""
         events = []
         for segment, piece in self._message.segments.push(text):
             if segment is not self._open:
@@ -94,12 +92,10 @@ class MessageEvents(StreamEvents):
         return b"".join(events)
 
     def end(self) -> bytes:
-        """Return the events after the last output."""
         delta = {"type": "message_delta", "delta": self._message.stop(), "usage": self._message.usage()}
         return self._stop() + typed_event(delta) + typed_event({"type": "message_stop"})
 
     def error(self, error: ApiError) -> bytes:
-        """Return the event that ends a message that failed."""
         return typed_event(anthropic_body(error, REQUEST_ID.get()))
 
     def _start(self, segment: Segment) -> bytes:

@@ -56,7 +56,6 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Release what the connection was counted for."""
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
         self._stop_timer()
@@ -70,7 +69,6 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._start_write_timer()
 
     def resume_writing(self) -> None:
-        """Stop the timeout of a client that does not read."""
         super().resume_writing()
         self._stop_write_timer()
 
@@ -120,7 +118,6 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        """Count the request line."""
         self._count_header_bytes(len(url))
         super().on_url(url)
 
@@ -134,19 +131,16 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Stop the timeout of the headers."""
         self._num_pending, self._is_in_body = 0, True
         self._stop_timer()
         self._unset_keepalive_if_required()  # an earlier response ended after this request had begun
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Note that part of the body arrived."""
         self._num_pending = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Note that the request is complete."""
         self._num_pending = 0
         super().on_message_complete()
 

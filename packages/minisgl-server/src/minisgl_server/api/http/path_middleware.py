@@ -22,7 +22,6 @@ class PathMiddleware:
         self._app, self._routes = app, routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on with the changed path and method."""
         if scope["type"] == "http":
             path = scope["path"]
             if path.endswith("/") and path != "/":

@@ -83,7 +83,6 @@ class ChoiceEvents(StreamEvents):
         """Return the choice with the new output."""
 
     def output(self, index: int, text: Text) -> bytes:
-        """See `StreamEvents.output`."""
         return self.chunk(self.entry(index, text))
 
     def chunk(self, entry: dict[str, Any]) -> bytes:
@@ -112,7 +111,6 @@ class EventStreamResponse(Response):
         self._choices, self._events = choices, events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Write the response."""
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             last = b""

@@ -72,10 +72,9 @@ class StructuredOutputsField(StrictModel):
     )
 
 
-class SamplingFields(StrictModel):
-    """Sampling parameters that have the same name on all routes; see `SamplingParams`."""
+class OutputSamplingFields(StrictModel):
+    """Sampling parameters that have the same name on all routes, `POST /v1/responses` too; see `SamplingParams`."""
 
-    n: Int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Int | None = None
@@ -84,16 +83,22 @@ class SamplingFields(StrictModel):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: Annotated[dict[TokenKey, float] | None, Bound.VOCABULARY] = None
+    seed: Int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: Annotated[list[TokenId] | None, Bound.VOCABULARY] = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+
+
+class SamplingFields(OutputSamplingFields):
+    """Sampling parameters of all routes that can return several outputs."""
+
+    n: Int | None = None
     allowed_token_ids: Annotated[list[TokenId] | None, Bound.VOCABULARY] = Field(
         None, min_length=1, description="Only these tokens are generated."
     )
     bad_words: list[str] | None = Field(None, max_length=MAX_BAD_WORDS, description="Texts that are not generated.")
-    seed: Int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: Annotated[list[TokenId] | None, Bound.VOCABULARY] = None
     include_stop_str_in_output: bool | None = Field(None, description="Include the stop text or token in the output.")
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
 
 
 class GenerationRequest(SamplingFields, NoOpFields):

@@ -44,12 +44,10 @@ class ResponseEvents(StreamEvents):
         """Encoded start of each delta of the open item, up to its sequence number."""
 
     def begin(self) -> bytes:
-        """Return the events before the first output."""
         body = self._response.started()
         return self._event("response.created", response=body) + self._event("response.in_progress", response=body)
 
     def output(self, index: int, text: Text) -> bytes:
-        """See `StreamEvents.output`."""
         events = []
         first_logprob = self._num_logprobs()
         for segment, piece in self._response.segments.push(text):
@@ -66,12 +64,10 @@ class ResponseEvents(StreamEvents):
         return b"".join(events)
 
     def end(self) -> bytes:
-        """Return the events after the last output."""
         body = self._finish()
         return self._close(body["status"]) + self._event(f"response.{body['status']}", response=body)
 
     def error(self, error: ApiError) -> bytes:
-        """Return the events that end a response that failed."""
         return self._event(
             "error", code=error.code or "server_error", message=error.message, param=error.param
         ) + self._event("response.failed", response=self._response.failed(error.message))

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, Tag
 
 from minisgl_server.api.limits import Bound
-from minisgl_server.api.openai.schemas import FunctionName
-from minisgl_server.api.strict_model import Int, StrictModel, TokenId, TokenKey
+from minisgl_server.api.openai.schemas import FunctionName, OutputSamplingFields
+from minisgl_server.api.strict_model import Int, StrictModel
 from minisgl_server.api.type_discriminator import type_discriminator
 
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -208,7 +208,7 @@ class InputTokensRequest(PromptFields):
     """Body of ``POST /v1/responses/input_tokens``."""
 
 
-class ResponsesRequest(PromptFields):
+class ResponsesRequest(OutputSamplingFields, PromptFields):
     """Body of ``POST /v1/responses``."""
 
     store: bool | None = Field(None, description="Store the response; true by default.")
@@ -222,8 +222,6 @@ class ResponsesRequest(PromptFields):
     )
     max_output_tokens: Int | None = Field(None, description="Maximum number of tokens to generate.")
     max_tool_calls: Int | None = Field(None, description="Accepted; there are no built-in tools to limit.")
-    temperature: float | None = None
-    top_p: float | None = None
     top_logprobs: Int | None = Field(None, description="With include of message.output_text.logprobs only.")
     metadata: dict[str, str] | None = Field(None, max_length=16, description="Returned unchanged.")
     user: str | None = Field(None, description="Accepted and returned.")
@@ -235,16 +233,5 @@ class ResponsesRequest(PromptFields):
     prompt_cache_retention: Literal["in_memory", "in-memory"] | None = Field(
         None, description="Accepted; the prefix cache is in memory."
     )
-    top_k: Int | None = None
-    min_p: float | None = None
     min_tokens: Int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: Annotated[dict[TokenKey, float] | None, Bound.VOCABULARY] = None
-    seed: Int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: Annotated[list[TokenId] | None, Bound.VOCABULARY] = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
     priority: Int | None = Field(None, description="Lower values run first; 0 by default.")

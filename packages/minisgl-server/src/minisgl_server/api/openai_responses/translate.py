@@ -7,7 +7,7 @@ from typing import Any
 
 from minisgl_core.errors import InvalidValueError
 from minisgl_server.api.field_names import FieldNames
-from minisgl_server.api.openai.schemas import ChatRequest
+from minisgl_server.api.openai.schemas import ChatRequest, OutputSamplingFields
 from minisgl_server.api.openai.segments import Segment
 from minisgl_server.api.openai.template_fields import effort_hints
 from minisgl_server.api.openai_responses.schemas import (
@@ -25,9 +25,8 @@ from minisgl_server.api.openai_responses.schemas import (
 
 LOGPROBS = "message.output_text.logprobs"
 _SAME_NAMES = (
-    *("model", "temperature", "top_p", "top_k", "min_p", "min_tokens", "presence_penalty", "frequency_penalty"),
-    *("repetition_penalty", "logit_bias", "seed", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens"),
-    *("priority", "user", "stream", "chat_template_kwargs"),
+    *OutputSamplingFields.model_fields,
+    *("model", "min_tokens", "priority", "user", "stream", "chat_template_kwargs"),
 )
 _NAMES = {
     r"tools\[(\d+)\]\.function\b": r"tools[\1]",
