@@ -168,7 +168,11 @@ def test_an_engine_that_stops_fails_all_requests() -> None:
         await client.ready.wait()
         assert client.ready_info() == INFO
         generation = start(client, "a", "b")
+        state = asyncio.create_task(client.state(0))
+        await asyncio.sleep(0)
         engine.send(Stop())
+        with pytest.raises(ApiError, match="stopped"):
+            await state
         with pytest.raises(ApiError, match="stopped"):
             await generation.next()
         with pytest.raises(ApiError) as caught:
