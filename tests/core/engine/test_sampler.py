@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from minisgl_core.contracts.ops import SamplingOps
 from minisgl_core.engine.sampler import Sampler, token_logprobs
 from minisgl_core.platforms.cpu import CpuPlatform
-from minisgl_core.protocol.batch_plan import PenaltyState, SamplePlan
+from minisgl_core.protocol.batch_plan import BiasState, PenaltyState, SamplePlan
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_core.scheduler.random_numbers import uniforms
 from minisgl_core.utils.deterministic_cumsum import deterministic_cumsum
@@ -34,9 +34,10 @@ def plan(params: list[SamplingParams], uniform: np.ndarray, **more: object) -> S
         "num_logprobs": np.full(len(params), -1, np.int32),
         "penalties": NO_FLOATS,
         "penalty_states": [],
-        "bias_index": NO_INTS,
-        "bias_token": NO_INTS,
-        "bias_value": NO_FLOATS,
+        "bias_states": [],
+        "biased": NO_INTS,
+        "banned_index": NO_INTS,
+        "banned_token": NO_INTS,
         "masked": NO_INTS,
     }
     return SamplePlan(**(fields | more))  # type: ignore[arg-type]
@@ -195,17 +196,23 @@ def test_the_farthest_factors_leave_a_distribution(repetition: float, temperatur
     assert probs[:token].sum() - 1e-4 <= 0.5 <= probs[: token + 1].sum() + 1e-4
 
 
-def test_bias_adds_and_bans() -> None:
-    logits = torch.tensor([[1.0, 5.0, 2.0], [1.0, 5.0, 2.0]])
-    change = {
-        "bias_index": np.array([0, 1, 1], np.int32),
-        "bias_token": np.array([2, 1, 0], np.int32),
-        "bias_value": np.array([4.0, -np.inf, 0.5], np.float32),
-    }
-    tokens = Sampler(2, 3, CpuPlatform(), OPS)(
-        logits, plan([SamplingParams(temperature=0.0)] * 2, np.zeros(2), **change), torch.tensor([1, 2])
-    )
-    assert tokens.tolist() == [2, 2]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_biases_are_kept_per_row_and_tokens_are_banned(dtype: torch.dtype) -> None:
+    logits = torch.tensor([[1.0, 5.0, 2.0]] * 3, dtype=dtype)
+    greedy = [SamplingParams(temperature=0.0)] * 3
+    sampler, rows = Sampler(3, 3, CpuPlatform(), OPS), torch.tensor([3, 1, 2])
+
+    def sample(**changes: object) -> list[int]:
+        return list(sampler(logits, plan(greedy, np.zeros(3), **changes), rows).tolist())
+
+    states = [BiasState(row=3, token_ids=np.array([2, 0], np.int32), values=np.array([4.0, 3.5], np.float32))]
+    banned = {"banned_index": np.array([1, 1], np.int32), "banned_token": np.array([1, 1], np.int32)}
+    assert sample(bias_states=states, biased=np.array([0], np.int32), **banned) == [2, 2, 1]
+    assert sample(biased=np.array([0], np.int32)) == [2, 1, 1], "the biases are sent once"
+    assert sample() == [1, 1, 1]
+    states = [BiasState(row=3, token_ids=np.array([0], np.int32), values=np.array([5.0], np.float32))]
+    assert sample(bias_states=states, biased=np.array([0], np.int32)) == [0, 1, 1], "new biases replace the old ones"
+    assert torch.equal(logits, torch.tensor([[1.0, 5.0, 2.0]] * 3, dtype=dtype)), "log-probabilities need the logits"
 
 
 def test_logprobs_are_those_of_the_raw_logits() -> None:

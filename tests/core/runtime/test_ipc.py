@@ -46,7 +46,8 @@ def test_messages_sent_before_the_receiver_binds_arrive_in_order() -> None:
             sender.send(Abort(str(place)))
         with Receiver[Any](endpoints.scheduler_in, Submit | Abort | Stop) as receiver:
             first = receiver.receive(timeout_s=10)
-            assert (first.request_id, first.sampling, first.token_ids.tolist()) == ("a", sampling, [1, 2, 3])
+            assert (first.request_id, first.token_ids.tolist()) == ("a", [1, 2, 3])
+            assert (first.sampling, first.bias_ids.tolist()) == (SamplingParams(stop=("x",), seed=3), [5])
             assert [receiver.receive(timeout_s=10).request_id for _ in range(500)] == [str(p) for p in range(500)]
             assert receiver.receive(timeout_s=0) is None
             assert receiver.drain() == []

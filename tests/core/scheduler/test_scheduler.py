@@ -362,7 +362,10 @@ def test_the_queue_is_bounded() -> None:
         ([5] * (tiny.MAX_SEQ_LEN - 4), greedy(5), "max_tokens"),
         ([5, 6, tiny.VOCAB_SIZE, -1], greedy(1), "prompt[2]"),
         ([-1], greedy(1), "prompt[0]"),
-        ([5], greedy(1, logit_bias={tiny.VOCAB_SIZE: 1.0}), "logit_bias"),
+        ([5], greedy(1, logit_bias={7: 1.0, tiny.VOCAB_SIZE: 1.0}), "logit_bias"),
+        ([5], greedy(1, logit_bias={-1: 1.0}), "logit_bias"),
+        ([5], greedy(1, logit_bias={2**70: 1.0}), "logit_bias"),
+        ([5], greedy(1, allowed_token_ids=[-(2**31) - 1]), "allowed_token_ids"),
         ([5], greedy(1, stop_token_ids=(-3,)), "stop_token_ids"),
     ],
 )

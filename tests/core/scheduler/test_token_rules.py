@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl_core.errors import InvalidValueError
-from minisgl_core.protocol.messages import Submit
+from minisgl_core.protocol.messages import Decoder, Submit, encode
 from minisgl_core.sampling_params import MAX_BAD_WORDS, SamplingParams
 from minisgl_core.scheduler.token_rules import TokenRules
 
@@ -127,3 +127,29 @@ def test_an_allowed_end_ends_the_output() -> None:
     found = tiny.run(loop)
     assert found["r"].tokens[:2] == [7, 7]
     assert (found["end"].tokens, found["end"].finish_reason) == ([tiny.EOS], "stop")
+
+
+def test_biases_are_sent_to_the_engine_once_per_admission() -> None:
+    loop = tiny.new_loop(page_size=4, num_pages=10)
+    plans: list[Any] = []
+    loop.scheduler.step_planned = lambda plan: plans.append(plan.sample)
+    biases = {each: 0.5 if each > 7 else 100.0 for each in range(7, tiny.VOCAB_SIZE)}
+    for name, prompt in zip("abc", PROMPTS, strict=True):
+        submit(loop, name, prompt, [], logit_bias=biases)
+    found = tiny.run(loop)
+    assert [found[name].tokens for name in "abc"] == [[7] * 10] * 3
+    assert all(len(plan.biased) == len(plan.index) for plan in plans)
+    num_preemptions = loop.scheduler.stats.num_preemptions
+    assert num_preemptions > 0, "a preempted request sends them again, as it has another row"
+    assert sum(len(plan.bias_states) for plan in plans) == 3 + num_preemptions
+    assert not any(len(plan.banned_index) for plan in plans)
+
+
+def test_a_vocabulary_of_biases_is_decoded_fast() -> None:
+    """The scheduler decodes a message per output between two steps."""
+    ids = tuple(range(2**17))
+    sampling = SamplingParams(logit_bias=dict.fromkeys(ids, 1.0), allowed_token_ids=ids)
+    data = encode(Submit(request_id="r", token_ids=np.array([5], np.int32), sampling=sampling))
+    decode = Decoder(Submit)
+    assert (decode(data).bias_ids == ids).all()
+    assert min(timeit.repeat(lambda: decode(data), number=1, repeat=10)) < 2e-3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from minisgl_core.protocol.batch_plan import BatchPlan, PenaltyState, SamplePlan
+from minisgl_core.protocol.batch_plan import BatchPlan, BiasState, PenaltyState, SamplePlan
 from minisgl_core.sampling_params import MAX_LOGPROBS
 
 
@@ -40,9 +40,10 @@ def profile_batch(max_running: int, max_prefill_tokens: int, max_seq_len: int, v
         num_logprobs=np.full(max_running, num_logprobs, np.int32),
         penalties=np.repeat(np.array([0.1, 0.1, 1.1], np.float32), max_running),
         penalty_states=[PenaltyState(row=1, prompt_ids=np.zeros(1, np.int32), output_ids=np.zeros(1, np.int32))],
-        bias_index=np.arange(max_running, dtype=np.int32),
-        bias_token=np.zeros(max_running, np.int32),
-        bias_value=ones,
+        bias_states=[BiasState(row=1, token_ids=np.zeros(1, np.int32), values=np.ones(1, np.float32))],
+        biased=np.arange(max_running, dtype=np.int32),
+        banned_index=np.arange(max_running, dtype=np.int32),
+        banned_token=np.zeros(max_running, np.int32),
         masked=np.empty(0, np.int32),
     )
     return BatchPlan(

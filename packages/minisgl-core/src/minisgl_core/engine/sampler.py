@@ -15,7 +15,7 @@ import torch
 
 from minisgl_core.contracts.ops import SamplingOps
 from minisgl_core.contracts.platform import Platform
-from minisgl_core.protocol.batch_plan import SamplePlan, TokenMasks
+from minisgl_core.protocol.batch_plan import BiasState, SamplePlan, TokenMasks
 from minisgl_core.utils.deterministic_cumsum import deterministic_cumsum
 
 _FEW_CANDIDATES = 1024
@@ -49,8 +49,9 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) 
 
 
 def needs_sampler(plan: SamplePlan) -> bool:
-    """Return True if a plan has penalties, biases, masks or sampling filters, which `SamplingOps.sample` does not support."""
-    return bool(len(plan.penalties) or len(plan.bias_index) or len(plan.masked)) or _has_filters(plan)
+    """Return True if a plan changes logits or has sampling filters, which `SamplingOps.sample` does not support."""
+    changes_logits = any(map(len, (plan.penalties, plan.biased, plan.banned_index, plan.masked)))
+    return changes_logits or _has_filters(plan)
 
 
 def _has_filters(plan: SamplePlan) -> bool:
@@ -60,15 +61,16 @@ def _has_filters(plan: SamplePlan) -> bool:
 
 
 class Sampler:
-    """Sampler with penalties, biases, masks and filters. It keeps the token counts for penalties."""
+    """Sampler with penalties, biases, masks and filters. It keeps the token counts for penalties, and the biases."""
 
     def __init__(self, num_rows: int, vocab_size: int, platform: Platform, ops: SamplingOps) -> None:
         """`num_rows`: page-table rows for requests."""
         self._shape = (num_rows + 1, vocab_size)
         self._platform, self._ops = platform, ops
-        # Allocated for the first request with penalties.
+        # Allocated for the first request with penalties, or with biases.
         self._output_counts: torch.Tensor | None = None
         self._in_prompt: torch.Tensor | None = None
+        self._biases: torch.Tensor | None = None
 
     def __call__(
         self, logits: torch.Tensor, plan: SamplePlan, rows: torch.Tensor, masks: TokenMasks | None = None
@@ -88,10 +90,15 @@ class Sampler:
             self._start_counts(state.row, state.prompt_ids, state.output_ids)
         if len(plan.penalties):
             logits = self._apply_penalties(logits.float(), plan, rows)
-        if len(plan.bias_index):
-            index, token = self._platform.to_device(np.concatenate((plan.bias_index, plan.bias_token))).chunk(2)
-            value = self._platform.to_device(plan.bias_value)
-            logits = logits.float().index_put((index.long(), token.long()), value, accumulate=True)
+        for bias in plan.bias_states:
+            self._set_biases(bias)
+        if len(plan.biased):
+            assert self._biases is not None
+            biased = self._platform.to_device(plan.biased).long()
+            logits = logits.float().index_add(0, biased, self._biases[rows[biased].long()])
+        if len(plan.banned_index):
+            index, token = self._platform.to_device(np.concatenate((plan.banned_index, plan.banned_token))).chunk(2)
+            logits = logits.index_put((index.long(), token.long()), logits.new_full((), -torch.inf))
         if masks is not None:
             words = self._platform.to_device(masks.words).view(len(plan.masked), -1)
             # The returned log-probabilities are those before all modifications of the logits.
@@ -166,6 +173,13 @@ class Sampler:
         scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
         logits = torch.where(seen & (repetition != 1.0), scaled, logits)
         return logits - frequency * counts - presence * is_output
+
+    def _set_biases(self, state: BiasState) -> None:
+        if self._biases is None:
+            self._biases = torch.zeros(self._shape, dtype=torch.float32, device=self._platform.device)
+        token_ids, values = self._platform.to_device(state.token_ids), self._platform.to_device(state.values)
+        self._biases[state.row] = 0.0
+        self._biases[state.row].index_copy_(0, token_ids.long(), values)
 
     def _start_counts(self, row: int, prompt_ids: np.ndarray, output_ids: np.ndarray) -> None:
         if self._output_counts is None:

@@ -30,6 +30,20 @@ class PenaltyState(msgspec.Struct, kw_only=True):
     output_ids: np.ndarray
 
 
+class BiasState(msgspec.Struct, kw_only=True):
+    """Logit biases of a row, sent when a request with biases starts or restarts.
+
+    Attributes:
+        row: page-table row.
+        token_ids: int32; each token at most once.
+        values: numbers that are added to the tokens' logits, float32.
+    """
+
+    row: int
+    token_ids: np.ndarray
+    values: np.ndarray
+
+
 class SamplePlan(msgspec.Struct, kw_only=True):
     """Sampling parameters of the N requests that sample a token in a step. Arrays have shape [N].
 
@@ -44,9 +58,10 @@ class SamplePlan(msgspec.Struct, kw_only=True):
         num_logprobs: number of most likely tokens to return with their log-probabilities, int32; -1 for no log-probabilities.
         penalties: presence, frequency and repetition penalties, float32 [3 * N]; empty if no request has any.
         penalty_states: rows whose penalty counts start anew.
-        bias_index: index in [0, N) of each logit bias, int32 [M].
-        bias_token: token id of each logit bias, int32 [M].
-        bias_value: value that is added, float32 [M]; -inf bans the token.
+        bias_states: rows whose logit biases are set anew.
+        biased: index in [0, N) of each request with logit biases, int32.
+        banned_index: index in [0, N) of each banned token, int32 [M].
+        banned_token: id of each banned token, int32 [M].
         masked: index in [0, N) of each request whose tokens are masked, int32 [G]. Grammars, allowed tokens and bad words of
             several tokens need a mask. The `TokenMasks` of these requests follow the plan.
     """
@@ -60,9 +75,10 @@ class SamplePlan(msgspec.Struct, kw_only=True):
     num_logprobs: np.ndarray
     penalties: np.ndarray
     penalty_states: list[PenaltyState]
-    bias_index: np.ndarray
-    bias_token: np.ndarray
-    bias_value: np.ndarray
+    bias_states: list[BiasState]
+    biased: np.ndarray
+    banned_index: np.ndarray
+    banned_token: np.ndarray
     masked: np.ndarray
 
 

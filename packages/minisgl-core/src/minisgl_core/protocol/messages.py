@@ -20,15 +20,19 @@ it has most of the protocol. `batch_plan` and `engine_snapshot` define the other
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from minisgl_core.contracts.structured_outputs import GrammarSource
+from minisgl_core.errors import InvalidValueError
 from minisgl_core.sampling_params import SamplingParams
 
 _NO_TOKENS = np.empty(0, np.int32)
+_NO_BIASES = np.empty(0, np.float32)
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True):
@@ -198,7 +202,14 @@ class Abort(msgspec.Struct, tag=True):
 
 
 class Submit(msgspec.Struct, tag=True, kw_only=True):
-    """Tokenizer worker to scheduler: a tokenized request."""
+    """Tokenizer worker to scheduler: a tokenized request.
+
+    `logit_bias` and `allowed_token_ids` of `sampling` may have an entry per token of the vocabulary. They move to arrays, which
+    the scheduler decodes at once.
+
+    Raises:
+        InvalidValueError: a token id of the two is too large for an array.
+    """
 
     request_id: str
     token_ids: np.ndarray
@@ -219,6 +230,31 @@ class Submit(msgspec.Struct, tag=True, kw_only=True):
     """Grammar of the output; `sampling` has no structured outputs."""
     bad_words: list[list[int]] = msgspec.field(default_factory=list)
     """Token sequences of `sampling`'s bad_words; see `minisgl_core.text.bad_words`."""
+    bias_ids: np.ndarray = _NO_TOKENS
+    """Token ids of the logit biases, int32, each at most once."""
+    bias_values: np.ndarray = _NO_BIASES
+    """Logit bias of each of `bias_ids`, float32."""
+    allowed_ids: np.ndarray | None = None
+    """The only tokens that may be generated, int32, each at most once; None for all."""
+
+    def __post_init__(self) -> None:
+        sampling = self.sampling
+        if not sampling.logit_bias and sampling.allowed_token_ids is None:
+            return
+        if sampling.logit_bias:
+            self.bias_ids = _token_array("logit_bias", sampling.logit_bias)
+            self.bias_values = np.fromiter(sampling.logit_bias.values(), np.float32, len(sampling.logit_bias))
+        if sampling.allowed_token_ids is not None:
+            self.allowed_ids = _token_array("allowed_token_ids", sampling.allowed_token_ids)
+        self.sampling = replace(sampling, logit_bias={}, allowed_token_ids=None)
+
+
+def _token_array(name: str, token_ids: Collection[int]) -> np.ndarray:
+    try:
+        return np.fromiter(token_ids, np.int32, len(token_ids))
+    except OverflowError:
+        token = next(token for token in token_ids if not -(2**31) <= token < 2**31)
+        raise InvalidValueError(name, token, "a token id of the model") from None
 
 
 class Rejected(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):

@@ -58,31 +58,31 @@ class SchedulerLimits:
         if is_outside.any():
             index = int(is_outside.argmax())
             raise self._bad_token(f"prompt[{index}]", int(submit.token_ids[index]))
+        for name, array in (("logit_bias", submit.bias_ids), ("allowed_token_ids", submit.allowed_ids)):
+            if array is not None and (is_outside := array.view(np.uint32) >= self.vocab_size).any():
+                raise self._bad_token(name, int(array[is_outside.argmax()]))
         for name, ids in (
-            ("logit_bias", submit.sampling.logit_bias),
             ("stop_token_ids", submit.sampling.stop_token_ids),
-            ("allowed_token_ids", submit.sampling.allowed_token_ids or ()),
             *(("bad_words", each) for each in submit.bad_words),
         ):
-            if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:  # faster than a loop over a large `logit_bias`
-                raise self._bad_token(name, next(token for token in ids if not 0 <= token < self.vocab_size))
+            for token in ids:
+                if not 0 <= token < self.vocab_size:
+                    raise self._bad_token(name, token)
         if submit.adapter_id:
             raise InvalidValueError("adapter_id", submit.adapter_id, "left out", "This engine has no adapters.")
         self._check_rules(submit)
 
     def _check_rules(self, submit: Submit) -> None:
         """Check that at least one token can always be sampled, whatever the output so far."""
-        sampling = submit.sampling
-        if sampling.allowed_token_ids is None and not submit.bad_words:
+        sampling, allowed = submit.sampling, submit.allowed_ids
+        if allowed is None and not submit.bad_words:
             return
         name = "bad_words" if submit.bad_words else "min_tokens"
         forbidden = {each[-1] for each in submit.bad_words}
         if sampling.min_tokens > 0:
             forbidden |= {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_ids)}
-        if sampling.allowed_token_ids is None:
-            is_free = len(forbidden) < self.vocab_size
-        else:
-            is_free = not forbidden.issuperset(sampling.allowed_token_ids)
+        num_allowed = self.vocab_size if allowed is None else len(allowed)
+        is_free = len(forbidden) < num_allowed or (allowed is not None and not forbidden.issuperset(allowed.tolist()))
         if not is_free:
             value = list(sampling.bad_words) if name == "bad_words" else sampling.min_tokens
             raise InvalidValueError(name, value, "such that one of the allowed tokens is never forbidden")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from minisgl_core.kv.allocator import Int32
-from minisgl_core.protocol.batch_plan import FROM_DEVICE, BatchPlan, PenaltyState, SamplePlan
+from minisgl_core.protocol.batch_plan import FROM_DEVICE, BatchPlan, BiasState, PenaltyState, SamplePlan
 from minisgl_core.scheduler.random_numbers import uniforms
 from minisgl_core.scheduler.request import Request
 from minisgl_core.scheduler.running_requests import RunningRequests
@@ -89,7 +89,6 @@ class Planner:
     def _sample_plan(self, index: Int32, all_rows: Int32) -> SamplePlan:
         rows = all_rows[index]
         counters = self._running.lengths[rows] - self._running.num_prompt[rows]
-        penalties, states, bias, masked = self._logit_adjustments(rows)
         return SamplePlan(
             index=index,
             temperature=self._temperature[rows],
@@ -98,51 +97,47 @@ class Planner:
             min_p=self._min_p[rows],
             uniform=uniforms(self._seed[rows], counters),
             num_logprobs=self._num_logprobs[rows],
-            penalties=penalties,
-            penalty_states=states,
-            bias_index=bias[0],
-            bias_token=bias[1],
-            bias_value=bias[2],
-            masked=masked,
+            **self._logit_adjustments(rows),
         )
 
-    def _logit_adjustments(
-        self, rows: Int32
-    ) -> tuple[npt.NDArray[np.float32], list[PenaltyState], tuple[Int32, Int32, npt.NDArray[np.float32]], Int32]:
-        """Return penalties, penalty states, logit biases and masked indices of the few requests that have any."""
-        states: list[PenaltyState] = []
-        indices: list[Int32] = []
-        tokens: list[Int32] = []
-        values: list[npt.NDArray[np.float32]] = []
+    def _logit_adjustments(self, rows: Int32) -> dict[str, Any]:
+        """Return the plan's fields of penalties, logit biases, banned tokens and masks, which few requests have."""
+        penalty_states: list[PenaltyState] = []
+        bias_states: list[BiasState] = []
+        biased: list[int] = []
         masked: list[int] = []
+        banned_index: list[Int32] = [_NO_INTS]
+        banned_token: list[Int32] = [_NO_INTS]
         has_penalties = False
         for i in np.flatnonzero(self._has_logit_adjustments[rows]).tolist():
             row = int(rows[i])
             request = self._running[row]
+            is_new, request.sampler_state_sent = not request.sampler_state_sent, True
             if request.sampling.has_penalties:
                 has_penalties = True
-                if not request.penalties_sent:
+                if is_new:
                     known = request.tokens.view
                     prompt, output = known[: request.num_prompt].copy(), known[request.num_prompt :].copy()
-                    states.append(PenaltyState(row=row, prompt_ids=prompt, output_ids=output))
-                    request.penalties_sent = True
-            token_ids, biases = request.bias_ids, request.bias_values
+                    penalty_states.append(PenaltyState(row=row, prompt_ids=prompt, output_ids=output))
+            if len(request.bias_ids):
+                biased.append(i)
+                if is_new:
+                    state = BiasState(row=row, token_ids=request.bias_ids, values=request.bias_values)
+                    bias_states.append(state)
             if request.needs_mask:
                 masked.append(i)  # its mask also bans the stop tokens that min_tokens forbids
             elif len(banned := _banned(request)):
-                token_ids = np.concatenate((token_ids, banned))
-                biases = np.concatenate((biases, np.full(len(banned), -np.inf, np.float32)))
-            if len(token_ids):
-                indices.append(np.full(len(token_ids), i, np.int32))
-                tokens.append(token_ids)
-                values.append(biases)
-        bias = (
-            (np.concatenate(indices), np.concatenate(tokens), np.concatenate(values))
-            if indices
-            else (_NO_INTS, _NO_INTS, _NO_FLOATS)
-        )
-        penalties = self._penalties[:, rows].ravel() if has_penalties else _NO_FLOATS
-        return penalties, states, bias, np.array(masked, np.int32) if masked else _NO_INTS
+                banned_index.append(np.full(len(banned), i, np.int32))
+                banned_token.append(banned)
+        return {
+            "penalties": self._penalties[:, rows].ravel() if has_penalties else _NO_FLOATS,
+            "penalty_states": penalty_states,
+            "bias_states": bias_states,
+            "biased": np.array(biased, np.int32),
+            "banned_index": np.concatenate(banned_index),
+            "banned_token": np.concatenate(banned_token),
+            "masked": np.array(masked, np.int32),
+        }
 
 
 def _banned(request: Request) -> Int32:

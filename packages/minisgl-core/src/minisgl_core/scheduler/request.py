@@ -57,11 +57,11 @@ class Request:
         "num_preemptions",
         "num_prompt",
         "num_shared",
-        "penalties_sent",
         "priority",
         "prompt_logprobs",
         "request_id",
         "row",
+        "sampler_state_sent",
         "sampling",
         "scheduled_s",
         "seed",
@@ -101,8 +101,7 @@ class Request:
         self.max_length = self.num_prompt + sampling.max_tokens
         self.seed = np.uint64((seed if sampling.seed is None else sampling.seed) % 2**64)
         self.stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_ids)
-        self.bias_ids = np.fromiter(sampling.logit_bias.keys(), dtype=np.int32)
-        self.bias_values = np.fromiter(sampling.logit_bias.values(), dtype=np.float32)
+        self.bias_ids, self.bias_values = submit.bias_ids, submit.bias_values
         self.token_rules = TokenRules.of(submit)
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None if sampling.prompt_logprobs is None else [None]
         self.constraint = constraint
@@ -116,7 +115,7 @@ class Request:
             self._running.remove(self)
         self.num_shared = 0
         self.handle: object = None
-        self.penalties_sent = False
+        self.sampler_state_sent = False
         if self.prompt_logprobs is not None and self.num_output == 0:
             self.prompt_logprobs = [None]
 

@@ -27,7 +27,7 @@ class TokenRules:
             last, and the last token.
     """
 
-    allowed: tuple[int, ...] | None
+    allowed: Int32 | None
     banned: frozenset[int]
     sequences: dict[int, list[tuple[bytes, int]]] = field(default_factory=dict)
     _mask: Masks | None = None
@@ -35,11 +35,9 @@ class TokenRules:
     @classmethod
     def of(cls, submit: Submit) -> Self | None:
         """Return the rules of a request; None if it has none."""
-        if submit.sampling.allowed_token_ids is None and not submit.bad_words:
+        if submit.allowed_ids is None and not submit.bad_words:
             return None
-        rules = cls(
-            submit.sampling.allowed_token_ids, frozenset(each[0] for each in submit.bad_words if len(each) == 1)
-        )
+        rules = cls(submit.allowed_ids, frozenset(each[0] for each in submit.bad_words if len(each) == 1))
         for sequence in submit.bad_words:
             if len(sequence) > 1:
                 prefix = array("i", sequence[:-1]).tobytes()
@@ -50,13 +48,13 @@ class TokenRules:
         """Return the mask [width] of the allowed tokens, packed as grammars' masks are; None for all."""
         if self.allowed is not None and self._mask is None:
             bits = np.zeros(32 * width, np.uint8)
-            bits[list(self.allowed)] = 1
+            bits[self.allowed] = 1
             self._mask = np.packbits(bits, bitorder="little").view(np.int32)
         return self._mask
 
     @property
     def needs_mask(self) -> bool:
-        """True if a fixed set of logit biases cannot express the rules."""
+        """True if a fixed set of banned tokens cannot express the rules."""
         return self.allowed is not None or bool(self.sequences)
 
     def banned_after(self, output: Int32) -> frozenset[int]:

@@ -217,20 +217,20 @@ class TokenizerWorker:
             return
         logger.debug("the prompt has %d tokens", len(token_ids), extra={"request_id": message.request_id})
         self._requests |= requests
-        array = np.array(token_ids, dtype=np.int32)
-        for request_id, own_sampling in zip(requests, sampling.split(), strict=True):
-            submit = Submit(
-                request_id=request_id,
-                token_ids=array,
-                sampling=own_sampling,
-                worker=self._index,
-                priority=message.priority,
-                user=message.user,
-                session_id=message.session_id,
-                cache_salt=message.cache_salt,
-                grammar=grammar,
-                bad_words=bad_words,
-            )
+        common = Submit(
+            request_id="",
+            token_ids=np.array(token_ids, dtype=np.int32),
+            sampling=sampling,
+            worker=self._index,
+            priority=message.priority,
+            user=message.user,
+            session_id=message.session_id,
+            cache_salt=message.cache_salt,
+            grammar=grammar,
+            bad_words=bad_words,
+        )
+        for request_id, own_sampling in zip(requests, common.sampling.split(), strict=True):
+            submit = msgspec.structs.replace(common, request_id=request_id, sampling=own_sampling)
             if self._has_router:
                 self._retries[request_id] = submit, new_output
             self._to_scheduler(submit)

@@ -116,7 +116,7 @@ def hidden_states(built: BuiltEngine, ids: torch.Tensor) -> torch.Tensor:
     ints, floats = np.empty(0, np.int32), np.empty(0, np.float32)
     no_sampling = SamplePlan(
         index=ints, temperature=floats, top_k=ints, top_p=floats, min_p=floats, uniform=floats, num_logprobs=ints,
-        penalties=floats, penalty_states=[], bias_index=ints, bias_token=ints, bias_value=floats, masked=ints,
+        penalties=floats, penalty_states=[], bias_states=[], biased=ints, banned_index=ints, banned_token=ints, masked=ints,
     )  # fmt: skip
     plan = BatchPlan(
         num_decodes=0,
