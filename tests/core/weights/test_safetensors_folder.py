@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -113,6 +114,45 @@ def test_a_damaged_folder_is_reported(tmp_path: Path) -> None:
     (folder / "config.json").write_text("[]")
     with pytest.raises(ModelFormatError, match="is not a JSON object"):
         SafetensorsWeights(folder)
+
+
+@pytest.mark.parametrize("file", ["../other.safetensors", "/dev/zero", "a/../../b"])
+def test_an_index_names_files_in_the_folder_only(tmp_path: Path, file: str) -> None:
+    source = SafetensorsWeights(folder_with(tmp_path, a=torch.zeros(1)))
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
+    with pytest.raises(ModelFormatError, match=r"weight_map has '.*', which is not a file in the folder"):
+        list(source.tensors(model_config(source.config)))
+
+
+def test_files_that_cannot_be_opened_are_reported(tmp_path: Path) -> None:
+    source = SafetensorsWeights(folder_with(tmp_path, a=torch.zeros(1)))
+    os.mkfifo(tmp_path / "pipe")
+    for file, reason in (("pipe", "it is not a file"), ("", "it is not a file"), ("\ud800", "surrogates")):
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
+        with pytest.raises(ModelFormatError, match=f"cannot be read: .*{reason}"):
+            list(source.tensors(model_config(source.config)))
+
+
+def test_a_tensor_in_two_files_without_an_index_is_refused(tmp_path: Path) -> None:
+    source = SafetensorsWeights(folder_with(tmp_path, a=torch.zeros(1)))
+    (tmp_path / "model.safetensors").rename(tmp_path / "one.safetensors")
+    save_file({"b": torch.zeros(1)}, tmp_path / "two.safetensors")
+    assert [name for name, _ in source.tensors(model_config(source.config))] == ["a", "b"]
+    save_file({"b": torch.zeros(1), "a": torch.ones(1)}, tmp_path / "two.safetensors")
+    with pytest.raises(ModelFormatError, match=r"one\.safetensors and .*two\.safetensors both have a; remove one"):
+        list(source.tensors(model_config(source.config)))
+
+
+def test_code_of_a_checkpoint_is_not_offered_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default, transformers asks on standard input, and runs the code if the answer is yes."""
+    folder, asked = folder_with(tmp_path, a=torch.zeros(1)), []
+    monkeypatch.setattr("builtins.input", lambda *prompt: asked.append(prompt) or "y")
+    (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    (folder / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["code.Tokenizer", null]}}')
+    with pytest.raises(ModelFormatError, match=r"the tokenizer in .* cannot be read"):
+        SafetensorsWeights(folder).tokenizer()
+    assert not asked
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_missing_tokenizer_is_reported(tmp_path: Path) -> None:

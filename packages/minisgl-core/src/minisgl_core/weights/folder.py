@@ -46,8 +46,10 @@ class FolderSource(WeightSource):
             )
         from transformers import AutoTokenizer
 
+        # Without trust_remote_code, transformers asks on a terminal whether to run the code of the checkpoint.
+        options = {"local_files_only": True, "trust_remote_code": False, **self._plain_config()}
         try:
-            return AutoTokenizer.from_pretrained(str(self._path), local_files_only=True, **self._plain_config())
+            return AutoTokenizer.from_pretrained(str(self._path), **options)
         except Exception as error:
             cause = " ".join(str(error).split())
             raise ModelFormatError(f"the tokenizer in {self._path} cannot be read: {cause}") from error

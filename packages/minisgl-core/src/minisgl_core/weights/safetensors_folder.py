@@ -49,7 +49,14 @@ class SafetensorsWeights(FolderSource):
                 raise ModelFormatError(f"{self._path / _INDEX}: weight_map must map names of tensors to files")
             files: dict[Path, set[str] | None] = {}
             for name, file in weight_map.items():
-                names = files.setdefault(self._path / file, set())
+                if (path := self._path / file) not in files:
+                    # Links are followed, because the cache of the hub consists of links.
+                    if Path(file).is_absolute() or ".." in Path(file).parts:
+                        raise ModelFormatError(
+                            f"{self._path / _INDEX}: weight_map has {file!r}, which is not a file in the folder"
+                        )
+                    files[path] = set()
+                names = files[path]
                 assert names is not None
                 names.add(name)
             return dict(sorted(files.items()))
@@ -88,16 +95,23 @@ class SafetensorsWeights(FolderSource):
         return ModelFormatError(f"{self._path} cannot be dequantized: {'; '.join(reasons)}; {remedy}")
 
     def _stored(self) -> Iterator[tuple[str, _Slice]]:
+        found: dict[str, Path] = {}
         for path, wanted in self._files().items():
             try:
+                if path.exists() and not path.is_file():
+                    raise ModelFormatError(f"{path} cannot be read: it is not a file")  # a pipe would never end
                 with safe_open(path, framework="pt") as file:
                     names = file.keys()
                     if lost := (wanted or set()) - set(names):
                         raise ModelFormatError(f"{path} lacks {sorted(lost)[0]}, which the index locates there")
                     for name in names:
+                        if wanted is None and (other := found.setdefault(name, path)) != path:
+                            raise ModelFormatError(
+                                f"{other} and {path} both have {name}; remove one of the files, or add a {_INDEX}"
+                            )
                         if wanted is None or name in wanted:
                             yield name, _Slice(file.get_slice(name))
-            except (OSError, SafetensorError) as error:
+            except (OSError, SafetensorError, UnicodeError) as error:
                 raise ModelFormatError(f"{path} cannot be read: {error}") from error
 
 

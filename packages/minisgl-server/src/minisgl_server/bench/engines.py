@@ -82,11 +82,14 @@ class TransformersEngine:
         if path.is_file():
             folder, source = str(path.parent), _gguf_source(path)
         kind: dict[str, Any] = {"dtype": getattr(torch, dtype)}
+        no_code = {
+            "trust_remote_code": False
+        }  # otherwise transformers asks on a terminal whether to run a checkpoint's code
         try:
             if dummy:
-                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), **kind)
+                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, **no_code), **kind)
             else:
-                model = AutoModelForCausalLM.from_pretrained(folder, **source, **kind)
+                model = AutoModelForCausalLM.from_pretrained(folder, **source, **kind, **no_code)
             self._model: Any = model.to(device).eval()
         except torch.OutOfMemoryError:
             raise MinisglError(
