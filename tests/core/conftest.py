@@ -41,7 +41,8 @@ class Site:
     def run(self, *arguments: str, **environ: str) -> Result:
         """Run ``minisgl`` in a process that has this folder on its path."""
         env = {key: value for key, value in os.environ.items() if not key.startswith("MINISGL_")}
-        env |= {"PYTHONPATH": str(self.path), "COLUMNS": "200", **environ}
+        path = os.pathsep.join(filter(None, (str(self.path), os.environ.get("PYTHONPATH"))))
+        env |= {"PYTHONPATH": path, "COLUMNS": "200", **environ}
         done = subprocess.run([sys.executable, "-c", RUN, *arguments], env=env, capture_output=True, text=True)
         error, _, modules = done.stderr.rpartition("MODULES")
         return Result(done.returncode, done.stdout, error, frozenset(modules.split()))

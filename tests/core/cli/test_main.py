@@ -27,6 +27,8 @@ def run(fail):
         raise InvalidValueError("--port", 0, "at least 1")
     if fail == "worker":
         raise WorkerDiedError("the scheduler died: killed")
+    if fail == "name":
+        raise WorkerDiedError("the checkpoint has \\n\\x1b[31m\\ud800 \u00e9")
     print("ran")
 
 not_a_command = 3
@@ -61,6 +63,7 @@ def test_a_plugins_command_runs(site):
     [
         ("user", 2, "minisgl: --port=0 is not valid: must be at least 1.\n"),
         ("worker", 1, "minisgl: the scheduler died: killed\n"),
+        ("name", 1, "minisgl: the checkpoint has \\n\\x1b[31m\\ud800 é\n"),
     ],
 )
 def test_an_error_is_one_line_and_a_status(site, failure, status, line):

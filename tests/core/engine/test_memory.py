@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import resource
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,7 +46,8 @@ def build(site: Any, **options: Any) -> BuiltEngine:
     site.install("minisgl-meter", {"platform": {"meter": "meter:Meter"}}, meter=METER)
     fixed = {"platform": "meter", "ops": "torch", "dtype": "float32", "max_running_requests": 8, "page_size": 16}
     fixed["max_seq_len_override"] = 256
-    config = EngineConfig.from_flat(model=str(tiny.checkpoint()), **(fixed | options))
+    fixed["model"] = str(tiny.checkpoint())
+    config = EngineConfig.from_flat(**(fixed | options))
     return build_engine(config, Registry.from_environment(), Hooks(), progress=False)
 
 
@@ -69,6 +74,20 @@ def test_ended_requests_have_room_for_their_prefixes(site: Any, platform: str, n
 def test_what_does_not_fit_is_an_error_with_a_remedy(site: Any) -> None:
     with pytest.raises(OutOfMemoryError, match=r"0\.00 GiB are left for KV, .*--memory-ratio"):
         build(site, memory_ratio=0.4)
+
+
+@pytest.mark.parametrize("key", ["vocab_size", "intermediate_size", "hidden_size"])
+def test_weights_that_do_not_fit_are_an_error_with_a_remedy(site: Any, tmp_path: Path, key: str) -> None:
+    folder = shutil.copytree(tiny.checkpoint(), tmp_path / "large")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {key: 2**31 - 8}))
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (2**35, before[1]))
+    try:
+        with pytest.raises(OutOfMemoryError, match=r"the weights do not fit in the memory .*; or the sizes in config"):
+            build(site, model=str(folder))
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def test_pages_that_were_asked_for_and_do_not_fit_are_an_error(site: Any) -> None:

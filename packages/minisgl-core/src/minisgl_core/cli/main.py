@@ -75,8 +75,13 @@ class MinisglGroup(click.Group):
         except MinisglError as error:
             if not extra.get("standalone_mode", True) or os.environ.get("MINISGL_DEBUG") == "1":
                 raise
-            click.echo(f"minisgl: {error}", err=True)
+            click.echo(f"minisgl: {_printable(str(error))}", err=True)
             sys.exit(2 if isinstance(error, USER_ERRORS) else 1)
+
+
+def _printable(text: str) -> str:
+    """Escape line breaks and control characters, which names in a checkpoint may have."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
 @click.group(cls=MinisglGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

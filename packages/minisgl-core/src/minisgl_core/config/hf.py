@@ -9,7 +9,7 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-from minisgl_core.config.keys import MAX_CONTEXT, MAX_LAYERS, Keys, is_number
+from minisgl_core.config.keys import MAX_CONTEXT, MAX_EXPERTS, MAX_HEADS, MAX_LAYERS, Keys, is_number
 from minisgl_core.contracts.checkpoint_quantization import CheckpointQuantization
 from minisgl_core.contracts.model_config import ROPE_KINDS, ModelConfig, MoeConfig, RopeConfig
 from minisgl_core.errors import ModelFormatError
@@ -52,7 +52,8 @@ def model_config(
         raise ModelFormatError(
             f"config: is_causal={raw['is_causal']!r} is not supported by {architecture}; only true is"
         )
-    hidden_size, num_q_heads = keys.positive("hidden_size"), keys.positive("num_attention_heads")
+    hidden_size = keys.positive("hidden_size")
+    num_q_heads = keys.whole("num_attention_heads", 1, maximum=MAX_HEADS)
     num_layers = keys.whole("num_hidden_layers", 1, maximum=MAX_LAYERS)
     intermediate_size = keys.positive("intermediate_size")
     num_kv_heads = keys.positive("num_key_value_heads", num_q_heads)
@@ -64,7 +65,7 @@ def model_config(
         raise ModelFormatError(
             f"config: head_dim is missing, and hidden_size={hidden_size} is not a multiple of num_attention_heads={num_q_heads}"
         )
-    head_dim = keys.positive("head_dim", hidden_size // num_q_heads)
+    head_dim = keys.whole("head_dim", 1, hidden_size // num_q_heads, MAX_HEADS)
     max_position = keys.whole("max_position_embeddings", 1, maximum=MAX_CONTEXT)
     rope, sliding_rope = _ropes(keys, head_dim, max_position)
     attention_bias = keys.flag("attention_bias")
@@ -283,7 +284,7 @@ def _moe(keys: Keys, num_layers: int, intermediate_size: int) -> MoeConfig | Non
         raise ModelFormatError(
             f"config: num_local_experts={keys.get('num_local_experts')!r} contradicts num_experts={count!r}"
         )
-    num_experts, top_k = keys.positive(name), keys.positive("num_experts_per_tok")
+    num_experts, top_k = keys.whole(name, 1, maximum=MAX_EXPERTS), keys.positive("num_experts_per_tok")
     if top_k > num_experts:
         raise ModelFormatError(f"config: num_experts_per_tok={top_k} is greater than {name}={num_experts}")
     step, mlp_only = keys.positive("decoder_sparse_step", 1), keys.get("mlp_only_layers", [])

@@ -33,7 +33,7 @@ from minisgl_core.contracts.platform import Hardware, Platform
 from minisgl_core.engine.checkpoint import TRANSFORMERS, Checkpoint, default_sampling, open_checkpoint
 from minisgl_core.engine.engine import Engine
 from minisgl_core.engine.engine_factory import EngineFactory
-from minisgl_core.engine.memory import size_pool
+from minisgl_core.engine.memory import size_pool, weights_must_fit
 from minisgl_core.engine.rank_groups import RankGroups, join_groups
 from minisgl_core.engine.startup_timer import StartupTimer
 from minisgl_core.errors import PluginError
@@ -116,8 +116,9 @@ def build_engine(
             build = BuildContext(groups.tensor, ops, platform.device, ops.dtype, moe, kv_dtype, quantization, layers)
             # A shorter context needs fewer RoPE positions, and may select other factors of LongRoPE.
             served = replace(checkpoint.config, max_position=int(config.model.max_seq_len_override or 0))
-            model = checkpoint.model_class(served, build)
-            load_weights(model, checkpoint.source, progress and rank == 0)
+            with weights_must_fit():
+                model = checkpoint.model_class(served, build)
+                load_weights(model, checkpoint.source, progress and rank == 0)
             platform.synchronize()
             phases.done("loaded the weights")
             factory = EngineFactory(config, checkpoint.config, platform, groups, model, ops, registry)

@@ -10,7 +10,8 @@ need little of a large pool, and the rest caches the prefixes of finished reques
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -32,6 +33,29 @@ MAX_IMBALANCE_BYTES = 2 * _GIB
 """Largest difference between the ranks' memory for KV. The rank with the least memory decides for all."""
 GRAPH_BYTES = 16 * 2**20
 """Memory reserved per capture size."""
+
+
+@contextmanager
+def weights_must_fit() -> Iterator[None]:
+    """Allocate the model inside the block.
+
+    Raises:
+        OutOfMemoryError: the memory is not enough.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        # The allocator of CPUs raises a plain RuntimeError.
+        is_allocation = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if not is_allocation and not any(
+            part in str(error) for part in ("allocate memory", "size calculation overflowed")
+        ):
+            raise
+        cause = str(error).strip().partition("\n")[0]
+        raise OutOfMemoryError(
+            f"the weights do not fit in the memory ({cause}). Use more ranks (--tp, --pp), a smaller --dtype or model, or"
+            " --quantization; or the sizes in config.json are wrong."
+        ) from error
 
 
 def size_pool(
