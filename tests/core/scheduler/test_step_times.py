@@ -102,7 +102,7 @@ def test_a_step_with_decodes_is_not_longer_than_the_limit(overlap: bool) -> None
         steps.append((n, [(requests[row].request_id, num_new) for row, num_new in prompts]))
 
     loop.scheduler.step_planned = record
-    lengths = {"a": 60, "b": 30, "c": 80, "d": 250}
+    lengths = {"a": 60, "b": 30, "c": 20, "d": 80, "e": 250}
     tiny.submit(loop, "stream", prompt(9, 5), greedy(20))
     collected: dict[str, tiny.Collected] = {}
     while "stream" not in collected:
@@ -112,11 +112,12 @@ def test_a_step_with_decodes_is_not_longer_than_the_limit(overlap: bool) -> None
     tiny.run(loop, collected)
     with_prompts = [chunks for num_decodes, chunks in steps if num_decodes and chunks]
     assert with_prompts == [
-        [("a", 60)],  # more than half of 100 tokens: no further prompt begins
-        [("b", 30), ("c", 70)],
-        [("c", 10), ("d", 90)],
-        [("d", 100)],
-        [("d", 60)],
+        [("a", 60)],  # with the whole prompt of b, more than half of 100 tokens
+        [("b", 30), ("c", 20)],
+        [("d", 80)],
+        [("e", 100)],
+        [("e", 100)],
+        [("e", 50)],
     ]
     for seed, (name, length) in enumerate(lengths.items()):
         assert tuple(collected[name].tokens) == tiny.greedy(prompt(seed, length), 3)
@@ -153,7 +154,7 @@ def test_a_step_that_is_launched_slowly_is_scheduled_earlier(monkeypatch: pytest
 
     def slow_begin(plan: BatchPlan) -> BegunStep:
         nonlocal now
-        now += 0.004
+        now += 0.004 if plan.num_tokens == plan.num_decodes else 0.009
         return begin(plan)
 
     monkeypatch.setattr(time, "monotonic", lambda: now)
@@ -166,3 +167,11 @@ def test_a_step_that_is_launched_slowly_is_scheduled_earlier(monkeypatch: pytest
     assert loop.time_to_schedule() > 0
     now += 0.0011
     assert loop.time_to_schedule() == 0, "CPU scheduling and launch take 4 ms, and the device must not wait for them"
+    tiny.submit(loop, "b", prompt(2, 40), greedy(5))
+    loop._last_done_s = now
+    loop.step()  # its decode and 40 prompt tokens run for 12 ms from now
+    loop._last_done_s = now
+    now += 0.0055
+    assert loop.time_to_schedule() > 0, "the launch of a step with prompts takes 9 ms, but its first kernels run by then"
+    now += 0.0006
+    assert loop.time_to_schedule() == 0

@@ -40,8 +40,8 @@ from minisgl_core.protocol.messages import TokenBatch
 from minisgl_core.scheduler.scheduler import Scheduler
 
 _LEAD_S = 2e-3
-"""Safety margin. Scheduling begins this much, plus the duration of the last scheduling and launch, before the predicted end of
-the step in flight. So the device does not wait for the next step."""
+"""Safety margin. Scheduling begins this much, plus the duration of scheduling and launching a decode step, before the predicted
+end of the step in flight. So the device does not wait for the next step."""
 _POLL_S = 1e-3
 """Longest wait of `time_to_schedule` before the step in flight is checked again."""
 
@@ -103,7 +103,8 @@ class EngineLoop:
         self._send_plan, self._receive_result = send_plan, receive_result
         self._in_flight: deque[_InFlight] = deque()
         self._host_s = 0.0
-        """Duration of scheduling and launching the newest step on the host."""
+        """Duration of scheduling and launching the newest decode step on the host. The launch of a step with prompts takes longer,
+        but its first kernels are on the device as early, and run while the others are launched."""
         self._last_done_s = 0.0
         """Time when the last processed step was done. The next step began then if it had been launched before."""
 
@@ -139,7 +140,8 @@ class EngineLoop:
         begun = None if plan is None else self._begin(plan)
         outputs = self.scheduler.collect_aborted()
         if plan is not None and begun is not None:
-            self._host_s = time.monotonic() - started_s
+            if plan.num_tokens == plan.num_decodes:
+                self._host_s = time.monotonic() - started_s
             # Token masks depend on all tokens before. In a pipeline, the host knew them when it planned the step.
             while self._in_flight and len(plan.sample.masked) and not self._is_pipeline:
                 outputs += self._process(self._in_flight.popleft())

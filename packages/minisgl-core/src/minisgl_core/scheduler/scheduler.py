@@ -337,8 +337,8 @@ class Scheduler:
     def _schedule_prefills(self, num_decodes: int, rows: Int32) -> list[Chunk]:
         most = self.limits.max_prefill_tokens
         budget = self.step_times.prompt_tokens(num_decodes, most)
-        # If `max_step_s` limits the prompt tokens, no further prompt begins once half of them are used: the next step then has
-        # more room for it, and the prompts that have begun get their first tokens earlier.
+        # If `max_step_s` limits the prompt tokens, a further prompt begins only if it ends within half of them. It would hardly
+        # get its first token earlier, and the prompts that have begun would get theirs later.
         reserve = 0 if budget == most else budget // 2
         chunks: list[Chunk] = []
         for row in rows.tolist():
@@ -346,7 +346,7 @@ class Scheduler:
                 request = self._running[row]
                 self.pages.attach_cached(request)
                 budget -= self._add_chunk(request, budget, chunks)
-        if self._waiting and budget > reserve and self.rows.num_free > 0:
+        if self._waiting and budget > 0 and self.rows.num_free > 0:
             self._admit(budget, reserve, chunks)
         return chunks
 
@@ -367,18 +367,19 @@ class Scheduler:
         return cast(Sequence[Request], ordered)
 
     def _admit(self, budget: int, reserve: int, chunks: list[Chunk]) -> None:
-        """Admit waiting requests while more than `reserve` tokens of the budget are left. The last chunk may use the reserve."""
+        """Admit waiting requests that leave `reserve` tokens of the budget. The step's first prompt may use the reserve."""
         reserved = self.pages.num_reserved()
         waiting = self._waiting
         if self._compiling:
             waiting = [each for each in waiting if each.constraint is None or each.constraint.has_begun]
         for request in self._in_order(waiting):
-            if budget <= reserve or self.rows.num_free == 0:
+            if budget <= 0 or self.rows.num_free == 0:
                 return
             self._running.assign(request, self.rows.allocate())
             self.pages.attach_cached(request)
+            has_room = not (chunks and reserve) or request.length - request.num_computed <= budget - reserve
             missing = self.pages.missing_pages(request, min(request.length + 1, self.limits.max_seq_len))
-            if missing > self.pages.num_available - reserved:
+            if not has_room or missing > self.pages.num_available - reserved:
                 self.rows.free(request.row)
                 self.pages.detach(request)
                 return
