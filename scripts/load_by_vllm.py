@@ -14,6 +14,7 @@ import io
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
@@ -34,10 +35,10 @@ def main(folder: Path, port: int, rates: tuple[float, ...], seeds: tuple[int, ..
     serve.add_cli_args(parser)
     common = f"""--backend openai --base-url http://127.0.0.1:{port} --model m --tokenizer {folder} --endpoint /v1/completions
         --dataset-name random --random-input-len 512 --random-output-len 256 --random-range-ratio 0.5 --ignore-eos
-        --disable-tqdm --save-result --save-detailed --num-prompts {requests}"""
+        --disable-tqdm --ready-check-timeout-sec 600 --save-result --save-detailed --num-prompts {requests}"""
     with tempfile.TemporaryDirectory() as results:
         for rate in rates:
-            runs = []
+            runs: list[dict[str, Any]] = []
             for seed in seeds:
                 options = (
                     f"{common} --request-rate {rate} --seed {seed} --result-dir {results} --result-filename {seed}.json"
@@ -45,13 +46,16 @@ def main(folder: Path, port: int, rates: tuple[float, ...], seeds: tuple[int, ..
                 with contextlib.redirect_stdout(io.StringIO()):
                     serve.main(parser.parse_args(options.split()))
                 runs.append(json.loads((Path(results) / f"{seed}.json").read_text()))
+                if runs[-1]["failed"]:
+                    raise click.ClickException(f"{runs[-1]['failed']} requests of seed {seed} failed")
             ttft = 1000 * np.concatenate([run["ttfts"] for run in runs])
-            tpot = [
-                1000 * sum(itls) / (length - 1)
-                for run in runs
-                for itls, length in zip(run["itls"], run["output_lens"], strict=True)
-                if length > 1
-            ]
+            tpot = np.array(
+                [
+                    1000 * sum(itls) / (length - 1)
+                    for run in runs
+                    for itls, length in zip(run["itls"], run["output_lens"], strict=True)
+                ]
+            )
             itl = 1000 * np.concatenate([itls for run in runs for itls in run["itls"]])
             within = (
                 np.mean([(t <= 250) & (p <= 25) for t, p in zip(ttft, tpot, strict=True)])

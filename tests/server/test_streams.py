@@ -168,7 +168,10 @@ def test_disconnected_clients_requests_are_freed_within_a_second(
         run(test)
         all_gone_at = http.get("/engine/state").json()["step"]
         # The last aborts may still be on their way to the scheduler when the API server counts no request.
-        while any(http.get("/health/requests").json().values()) or (state := http.get("/engine/state").json())["num_running"]:
+        while (
+            any(http.get("/health/requests").json().values())
+            or (state := http.get("/engine/state").json())["num_running"]
+        ):
             assert http.get("/engine/state").json()["step"] < all_gone_at + A_SECOND_OF_STEPS
     assert state["num_running"] == state["num_waiting"] == len(state["requests"]) == 0
     assert state["pages"]["num_private"] == state["pages"]["num_locked"] == 0

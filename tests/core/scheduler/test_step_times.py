@@ -26,7 +26,7 @@ def measured(max_step_s: float = 0.05) -> StepTimes:
     times = StepTimes(max_step_s)
     for num_decodes in range(33):
         times.observe(num_decodes, 0, device_s(num_decodes, 0))
-        times.observe(num_decodes, 500, device_s(num_decodes, 500))
+        times.observe(num_decodes, 2500, device_s(num_decodes, 2500))
     return times
 
 
@@ -62,6 +62,39 @@ def test_a_slow_first_step_is_forgotten() -> None:
     assert times.predict(4, 100) == pytest.approx(device_s(4, 100), rel=0.02)
 
 
+def test_chunks_do_not_shrink_while_steps_are_slow_for_another_reason() -> None:
+    """The host launches slowly for 60 steps: small chunks would take as long as large ones, and prompts would pile up."""
+    times, draw = measured(), np.random.default_rng(3)
+
+    def run(num_steps: int, slow_s: float) -> list[int]:
+        sizes = []
+        for _ in range(num_steps):
+            sizes.append(times.prompt_tokens(20, 8192))
+            times.observe(20, sizes[-1], (device_s(20, sizes[-1]) + slow_s) * draw.uniform(0.8, 1.2))
+        return sizes
+
+    before, slow, after = run(40, 0.0), run(60, 0.3), run(40, 0.0)
+    assert min(before[20:]) > 700
+    assert min(slow) > 128, "a step of 64 tokens would take 0.3 s, too"
+    assert sum(slow) > 60 * 1000
+    assert all(device_s(20, size) < 0.07 for size in after[20:]), "the limit holds again"
+
+
+@pytest.mark.parametrize("few", [64, 1000])
+def test_fixed_time_and_time_per_token_are_told_apart(few: int) -> None:
+    times = StepTimes(0.05)
+    for size in (few, 3000) * 8:
+        times.observe(0, size, 0.02 + 45e-6 * size)
+    assert times.predict(0, 2000) == pytest.approx(0.02 + 45e-6 * 2000)
+
+
+def test_the_limit_grows_only_with_the_steps_that_were_seen() -> None:
+    times = StepTimes(10.0)
+    for _ in range(10):
+        times.observe(0, 100, 1e-3)
+    assert times.prompt_tokens(1, 8192) == 400
+
+
 def greedy(num_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
 
@@ -77,7 +110,8 @@ class Constant(StepTimes):
         super().__init__(max_step_s)
         for group in range(32):
             self._decode_s[group].append(0.008)
-        self._token_s.append(1e-4)
+        self._token_s = 1e-4
+        self._prompts.append((1000, 0.1))
 
     def observe(self, num_decodes: int, num_prompt_tokens: int, seconds: float) -> None:
         pass
@@ -172,6 +206,8 @@ def test_a_step_that_is_launched_slowly_is_scheduled_earlier(monkeypatch: pytest
     loop.step()  # its decode and 40 prompt tokens run for 12 ms from now
     loop._last_done_s = now
     now += 0.0055
-    assert loop.time_to_schedule() > 0, "the launch of a step with prompts takes 9 ms, but its first kernels run by then"
+    assert loop.time_to_schedule() > 0, (
+        "the launch of a step with prompts takes 9 ms, but its first kernels run by then"
+    )
     now += 0.0006
     assert loop.time_to_schedule() == 0

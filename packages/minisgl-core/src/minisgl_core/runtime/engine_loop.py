@@ -103,8 +103,8 @@ class EngineLoop:
         self._send_plan, self._receive_result = send_plan, receive_result
         self._in_flight: deque[_InFlight] = deque()
         self._host_s = 0.0
-        """Duration of scheduling and launching the newest decode step on the host. The launch of a step with prompts takes longer,
-        but its first kernels are on the device as early, and run while the others are launched."""
+        """Duration of scheduling and launching the newest decode step on the host. The launch of a step with prompts takes
+        longer, but its first kernels are on the device as early, and run while the others are launched."""
         self._last_done_s = 0.0
         """Time when the last processed step was done. The next step began then if it had been launched before."""
 
