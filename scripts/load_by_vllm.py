@@ -57,11 +57,7 @@ def main(folder: Path, port: int, rates: tuple[float, ...], seeds: tuple[int, ..
                 ]
             )
             itl = 1000 * np.concatenate([itls for run in runs for itls in run["itls"]])
-            within = (
-                np.mean([(t <= 250) & (p <= 25) for t, p in zip(ttft, tpot, strict=True)])
-                if len(tpot) == len(ttft)
-                else 0
-            )
+            within = np.mean((ttft <= 250) & (tpot <= 25))
             percentiles = ", ".join(
                 f"{name} {' / '.join(f'{value:.1f}' for value in np.percentile(values, (50, 90, 99)))}"
                 for name, values in (("TTFT", ttft), ("TPOT", tpot), ("ITL", itl))
