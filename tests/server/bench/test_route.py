@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from minisgl_core.cli.main import main
 from minisgl_core.contracts.router import Router
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.plugins.registry import Registry
-from minisgl_server.bench.route.requests import Chats, SimulatedRequest, num_distinct_blocks, simulated_requests
+from minisgl_server.bench.route.requests import SimulatedRequest, chat_trace, num_distinct_blocks, simulated_requests
 from minisgl_server.bench.route.scheduler_replica import Shape
 from minisgl_server.bench.route.simulation import Outcome, Setup, simulate
 from minisgl_server.bench.route.step_time import StepTime
@@ -34,7 +35,7 @@ def router(name: str) -> type[Router]:
 
 
 def chats(num_requests: int = 240, request_rate: float = 40, seed: int = 0) -> list[TraceRequest]:
-    return Chats(
+    options = SimpleNamespace(
         num_requests=num_requests,
         num_turns=4,
         num_prefixes=12,
@@ -44,7 +45,8 @@ def chats(num_requests: int = 240, request_rate: float = 40, seed: int = 0) -> l
         request_rate=request_rate,
         turn_delay=2,
         seed=seed,
-    ).requests()
+    )
+    return chat_trace(options)
 
 
 def setup(name: str = "prefix", num: int = 4, num_pages: int = 2000, **options: Any) -> Setup:

@@ -11,7 +11,7 @@ from minisgl_core.errors import InvalidValueError
 from minisgl_core.protocol.messages import Detokenize, Tokenize, ToolUse
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_server.api.limits import Bound, RequestLimits
-from minisgl_server.api.openai.requests import check_model, json_response, new_query_id, parse_request, served_model
+from minisgl_server.api.openai.requests import json_response, new_query_id, parse_request, served_model
 from minisgl_server.api.openai.schemas import ChatMessage, Tool
 from minisgl_server.api.openai.tools import tool_dicts
 from minisgl_server.api.openapi import route_docs
@@ -52,9 +52,8 @@ class DetokenizeRequest(StrictModel):
 @router.post("/tokenize", **route_docs(TokenizeRequest, TokenizeResponse, errors=(400, 404)))
 async def tokenize(request: Request) -> Response:
     """Return the token ids of a prompt or of messages, as completions and chats use them."""
-    info, served = served_model(request.app)
+    info, _ = served_model(request.app)
     body = await parse_request(TokenizeRequest, request)
-    check_model(body.model, served)
     if (body.prompt is None) == (body.messages is None):
         given = "both" if body.prompt is not None else "neither"
         raise InvalidValueError("prompt", given, "given, or messages is, and not both")
@@ -87,8 +86,6 @@ async def tokenize(request: Request) -> Response:
 @router.post("/detokenize", **route_docs(DetokenizeRequest, DetokenizeResponse, errors=(400, 404)))
 async def detokenize(request: Request) -> Response:
     """Return the text of token ids, including special tokens."""
-    _, served = served_model(request.app)
     body = await parse_request(DetokenizeRequest, request)
-    check_model(body.model, served)
     tokens = await request.app.state.client.query(Detokenize(new_query_id(), body.tokens))
     return json_response({"prompt": tokens.text})

@@ -25,17 +25,12 @@ HEADERS = {
     "Cache-Control": "no-cache",
 }
 """Headers of the page and its files: no third-party or inline content, no frames, and browsers revalidate their caches."""
-SINCE = {
-    "name": "since",
-    "in": "query",
-    "description": "Number of a step; only later steps are returned.",
-    "schema": {"type": "integer", "minimum": 0, "default": 0},
-}
+_NUMBER = {"in": "query", "schema": {"type": "integer", "minimum": 0, "default": 0}}
+SINCE = {**_NUMBER, "name": "since", "description": "Number of a step; only later steps are returned."}
 REPLICA = {
+    **_NUMBER,
     "name": "replica",
-    "in": "query",
     "description": "Number of a replica; while it is not ready, another one answers.",
-    "schema": {"type": "integer", "minimum": 0, "default": 0},
 }
 
 

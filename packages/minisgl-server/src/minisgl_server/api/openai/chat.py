@@ -11,7 +11,7 @@ from minisgl_core.protocol.messages import Text, Tokenize, ToolCallDelta
 from minisgl_server.api.openai.choices import Choices, make_tokenize
 from minisgl_server.api.openai.event_stream import ChoiceEvents, EventStreamResponse, event
 from minisgl_server.api.openai.logprobs import chat_logprobs, prompt_fields
-from minisgl_server.api.openai.requests import check_request, json_response, new_query_id, parse_request, served_model
+from minisgl_server.api.openai.requests import json_response, new_query_id, parse_request, served_model
 from minisgl_server.api.openai.sampling import request_sampling
 from minisgl_server.api.openai.schemas import ChatRequest
 from minisgl_server.api.openai.template_fields import template_fields
@@ -58,7 +58,6 @@ async def start_chat(
         InvalidValueError: a field has an invalid value.
     """
     info, model = served_model(request.app)
-    check_request(chat, model)
     choices = Choices(prefix, model, [chat_prompt(request, chat, template_hints)], info)
     return await choices.start(request.app.state.client, request)
 
@@ -70,7 +69,6 @@ async def count_prompt_tokens(request: Request, chat: ChatRequest, template_hint
         ApiError: the request was rejected.
         InvalidValueError: a field has an invalid value.
     """
-    check_request(chat, served_model(request.app)[1])
     prompt = chat_prompt(request, chat, template_hints)
     query = msgspec.structs.replace(prompt, request_id=new_query_id(), only_tokens=True)
     tokens = await request.app.state.client.query(query)

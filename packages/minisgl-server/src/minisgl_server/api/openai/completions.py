@@ -12,7 +12,7 @@ from minisgl_core.sampling_params import SamplingParams
 from minisgl_server.api.openai.choices import Choices, make_tokenize
 from minisgl_server.api.openai.event_stream import ChoiceEvents, EventStreamResponse
 from minisgl_server.api.openai.logprobs import CompletionLogprobs, prompt_fields
-from minisgl_server.api.openai.requests import check_request, json_response, parse_request, served_model
+from minisgl_server.api.openai.requests import json_response, parse_request, served_model
 from minisgl_server.api.openai.sampling import request_sampling
 from minisgl_server.api.openai.schemas import CompletionRequest
 from minisgl_server.api.openapi import route_docs
@@ -32,7 +32,6 @@ async def completions(request: Request) -> Response:
     """Continue one or more prompts."""
     info, model = served_model(request.app)
     body = await parse_request(CompletionRequest, request)
-    check_request(body, model)
     only_prompt = bool(body.echo) and body.max_tokens == 0
     if only_prompt:
         body.max_tokens = 1  # the engine generates at least one token

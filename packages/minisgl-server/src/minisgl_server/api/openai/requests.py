@@ -16,7 +16,6 @@ from minisgl_core.utils.logs import REQUEST_ID
 from minisgl_server.api.errors import ApiError, invalid_body, model_not_found
 from minisgl_server.api.http.request_body import BodyMemory, read_body
 from minisgl_server.api.limits import RequestLimits
-from minisgl_server.api.openai.schemas import GenerationRequest
 
 R = TypeVar("R", bound=BaseModel)
 
@@ -40,15 +39,23 @@ async def parse_request(model: type[R], request: Request) -> R:
     """Read, decode and validate the body of a request.
 
     Raises:
-        ApiError: 400, the body is invalid; 413, 415 and 429, see `read_body`; 503, the engine is not ready.
+        ApiError: 400, the body is invalid; 404, its model is not served; 413, 415 and 429, see `read_body`; 503, the engine is
+            not ready.
     """
-    limits = RequestLimits.of(served_model(request.app)[0], request.app.state.options.max_body_size)
+    info, served = served_model(request.app)
+    limits = RequestLimits.of(info, request.app.state.options.max_body_size)
     memory: BodyMemory = request.app.state.body_memory
     with memory.reserve(limits) as add_bytes:
-        body = await read_body(request, limits, add_bytes)
-        if len(body) <= _MAX_INLINE_BYTES:
-            return _validate(model, body, limits)
-        return await asyncio.to_thread(_validate, model, body, limits)
+        data = await read_body(request, limits, add_bytes)
+        if len(data) <= _MAX_INLINE_BYTES:
+            body = _validate(model, data, limits)
+        else:
+            body = await asyncio.to_thread(_validate, model, data, limits)
+    if (name := getattr(body, "model", None)) not in (None, served):
+        raise model_not_found(name, served)
+    if getattr(body, "stream_options", None) is not None and not getattr(body, "stream", None):
+        raise ApiError(400, "stream_options is allowed only if stream is true.", "stream_options")
+    return body
 
 
 def _validate(model: type[R], body: bytearray, limits: RequestLimits) -> R:
@@ -61,27 +68,6 @@ def _validate(model: type[R], body: bytearray, limits: RequestLimits) -> R:
         return model.model_validate(data, context=limits)
     except ValidationError as error:
         raise invalid_body(error) from None
-
-
-def check_request(request: GenerationRequest, served_name: str) -> None:
-    """Refuse a model that is not served, and stream options without a stream.
-
-    Raises:
-        ApiError: 404, there is no such model; 400, ``stream_options`` without ``stream``.
-    """
-    check_model(request.model, served_name)
-    if request.stream_options is not None and not request.stream:
-        raise ApiError(400, "stream_options is allowed only if stream is true.", "stream_options")
-
-
-def check_model(name: str | None, served_name: str) -> None:
-    """Refuse a model that is not served.
-
-    Raises:
-        ApiError: 404, there is no such model.
-    """
-    if name is not None and name != served_name:
-        raise model_not_found(name, served_name)
 
 
 def served_model(app: FastAPI) -> tuple[EngineInfo, str]:

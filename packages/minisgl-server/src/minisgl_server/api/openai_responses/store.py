@@ -68,11 +68,7 @@ class ResponseStore:
         Raises:
             ApiError: 404, there is no response of this id.
         """
-        entry = self._entries.get(response_id)
-        if entry is None:
-            raise ApiError(404, _missing(response_id), "response_id", "response_not_found")
-        self._entries.move_to_end(response_id)
-        return entry
+        return self._find(response_id, ApiError(404, _missing(response_id), "response_id", "response_not_found"))
 
     def history(self, response_id: str) -> list[dict[str, Any]]:
         """Return the conversation of a response as chat messages.
@@ -80,12 +76,15 @@ class ResponseStore:
         Raises:
             ApiError: 400, there is no response of this id.
         """
-        entry = self._entries.get(response_id)
-        if entry is None:
-            raise ApiError(400, _missing(response_id), "previous_response_id", "previous_response_not_found")
-        self._entries.move_to_end(response_id)
-        messages: list[dict[str, Any]] = msgspec.json.decode(entry.messages)
+        error = ApiError(400, _missing(response_id), "previous_response_id", "previous_response_not_found")
+        messages: list[dict[str, Any]] = msgspec.json.decode(self._find(response_id, error).messages)
         return messages
+
+    def _find(self, response_id: str, error: ApiError) -> StoredResponse:
+        if response_id not in self._entries:
+            raise error
+        self._entries.move_to_end(response_id)
+        return self._entries[response_id]
 
     def delete(self, response_id: str) -> None:
         """Delete a response.

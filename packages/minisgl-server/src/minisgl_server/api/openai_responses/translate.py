@@ -123,8 +123,6 @@ def to_chat_request(
     if request.text is not None and request.text.format is not None:
         chat["response_format"] = _response_format(request.text.format)
     if isinstance(request, ResponsesRequest):
-        if request.stream_options is not None and not request.stream:
-            raise InvalidValueError("stream_options", "given", "left out unless stream is true")
         if request.max_output_tokens is not None:
             chat["max_completion_tokens"] = request.max_output_tokens
         chat |= _logprobs(request)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -10,6 +11,7 @@ import click
 from minisgl_server.bench.flags import OutputFile, given_flags, refuse_flags
 from minisgl_server.bench.route.step_time import StepTime
 
+ROUTERS = ("round-robin", "least-loaded", "prefix")
 MAX_SCHEDULERS, MAX_REPLICAS = 32, 1000
 CHAT_FLAGS = (
     "--num-turns",
@@ -58,14 +60,15 @@ def with_step_time(command: Callable[..., None]) -> Callable[..., None]:
     help=f"scheduler runs the scheduler and the radix cache; it is the default, for up to {MAX_SCHEDULERS} replicas. simple has a"
     " set of block keys as its cache and simulates several decode steps at once.",
 )
-@click.option("--router", "routers", multiple=True, help="May be given several times.  [default: all that are shipped]")
+@click.option("--router", "routers", multiple=True, default=ROUTERS, help="May be given several times.")
 @click.option("--router-overload-requests", type=click.IntRange(0), default=16)
 @click.option("--router-overload-ratio", type=click.FloatRange(1), default=1.5)
 @click.option("--num-pages", type=click.IntRange(1), help="Pages per replica.")
 @click.option(
     "--working-set",
     type=click.FloatRange(0, min_open=True),
-    help="Choose --num-pages so that the distinct pages of all requests are this fraction of all pages.  [default: 0.667]",
+    default=0.667,
+    help="Choose --num-pages so that the distinct pages of all requests are this fraction of all pages.",
 )
 @click.option("--page-size", type=click.IntRange(1), default=16, help="Tokens per page.")
 @click.option("--max-running-requests", type=click.IntRange(1), default=256)
@@ -90,4 +93,4 @@ def route(ctx: click.Context, /, **values: Any) -> None:
         refuse_flags(given, {"left out with --num-pages": ("--working-set",)})
     if "--num-requests" not in given and values["trace"] is not None:
         values["num_requests"] = None
-    run_route(**values)
+    run_route(SimpleNamespace(**values))

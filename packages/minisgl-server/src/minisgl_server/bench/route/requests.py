@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import numpy.typing as npt
@@ -77,68 +78,49 @@ def _block_tokens(hashes: Sequence[int]) -> npt.NDArray[np.int64]:
     return (blocks % _NUM_SHARED_IDS).ravel()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chats:
-    """Chats of several turns that start with one of a few system prompts.
+def chat_trace(options: SimpleNamespace) -> list[TraceRequest]:
+    """Return chats that start with one of a few system prompts, as requests in order of time.
 
-    Attributes:
-        num_requests: number of requests.
-        num_turns: requests per chat.
-        num_prefixes: number of system prompts.
-        shared_prefix_tokens: tokens of a system prompt.
-        input_len: mean tokens of a user's message; lengths are uniform from half to one and a half of it.
-        output_len: mean tokens of an output, likewise.
-        request_rate: mean requests per second; chats begin as a Poisson process.
-        turn_delay: mean seconds from one turn to the next; they are exponential.
-        seed: seed of the random numbers.
+    Chats begin as a Poisson process, and the time between turns is exponential. Lengths of messages and outputs are uniform, from
+    half to one and a half of their mean.
+
+    Args:
+        options: flags of the command.
     """
+    rng, fresh = np.random.default_rng(options.seed), itertools.count()
 
-    num_requests: int
-    num_turns: int
-    num_prefixes: int
-    shared_prefix_tokens: int
-    input_len: int
-    output_len: int
-    request_rate: float
-    turn_delay: float
-    seed: int
+    def blocks(num_tokens: int) -> list[int]:
+        return list(itertools.islice(fresh, num_tokens // BLOCK_TOKENS))
 
-    def requests(self) -> list[TraceRequest]:
-        """Return the requests in order of time."""
-        rng, fresh = np.random.default_rng(self.seed), itertools.count()
+    def length(mean: int) -> int:
+        return int(rng.integers(max(1, mean // 2), mean + mean // 2 + 1))
 
-        def blocks(num_tokens: int) -> list[int]:
-            return list(itertools.islice(fresh, num_tokens // BLOCK_TOKENS))
-
-        def length(mean: int) -> int:
-            return int(rng.integers(max(1, mean // 2), mean + mean // 2 + 1))
-
-        prefixes = [blocks(self.shared_prefix_tokens) for _ in range(self.num_prefixes)]
-        found: list[TraceRequest] = []
-        begin_s = 0.0
-        while len(found) < self.num_requests:
-            begin_s += float(rng.exponential(self.num_turns / self.request_rate))
-            now_s, hashes, parent = begin_s, prefixes[int(rng.integers(self.num_prefixes))], -1
-            num_tokens = len(hashes) * BLOCK_TOKENS
-            for turn in range(1, min(self.num_turns, self.num_requests - len(found)) + 1):
-                num_tokens += length(self.input_len)
-                hashes = hashes + blocks(-(-num_tokens // BLOCK_TOKENS) * BLOCK_TOKENS - len(hashes) * BLOCK_TOKENS)
-                num_output = length(self.output_len)
-                found.append(
-                    TraceRequest(
-                        chat_id=len(found),
-                        parent_chat_id=parent,
-                        timestamp=now_s,
-                        input_length=num_tokens,
-                        output_length=num_output,
-                        turn=turn,
-                        hash_ids=hashes,
-                    )
+    prefixes = [blocks(options.shared_prefix_tokens) for _ in range(options.num_prefixes)]
+    found: list[TraceRequest] = []
+    begin_s = 0.0
+    while len(found) < options.num_requests:
+        begin_s += float(rng.exponential(options.num_turns / options.request_rate))
+        now_s, hashes, parent = begin_s, prefixes[int(rng.integers(options.num_prefixes))], -1
+        num_tokens = len(hashes) * BLOCK_TOKENS
+        for turn in range(1, min(options.num_turns, options.num_requests - len(found)) + 1):
+            num_tokens += length(options.input_len)
+            hashes = hashes + blocks(-(-num_tokens // BLOCK_TOKENS) * BLOCK_TOKENS - len(hashes) * BLOCK_TOKENS)
+            num_output = length(options.output_len)
+            found.append(
+                TraceRequest(
+                    chat_id=len(found),
+                    parent_chat_id=parent,
+                    timestamp=now_s,
+                    input_length=num_tokens,
+                    output_length=num_output,
+                    turn=turn,
+                    hash_ids=hashes,
                 )
-                parent, hashes = found[-1].chat_id, hashes[: num_tokens // BLOCK_TOKENS]
-                num_tokens += num_output
-                now_s += float(rng.exponential(self.turn_delay))
-        return sorted(found, key=lambda request: request.timestamp)
+            )
+            parent, hashes = found[-1].chat_id, hashes[: num_tokens // BLOCK_TOKENS]
+            num_tokens += num_output
+            now_s += float(rng.exponential(options.turn_delay))
+    return sorted(found, key=lambda request: request.timestamp)
 
 
 def num_distinct_blocks(trace: Sequence[TraceRequest]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -15,15 +16,13 @@ from minisgl_core.contracts.router import block_size_for
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.plugins.registry import Registry
 from minisgl_server.bench.environment import write_json
-from minisgl_server.bench.route.command import MAX_SCHEDULERS
-from minisgl_server.bench.route.requests import Chats, num_distinct_blocks, simulated_requests
+from minisgl_server.bench.route.command import MAX_SCHEDULERS, STEP_TIME
+from minisgl_server.bench.route.requests import chat_trace, num_distinct_blocks, simulated_requests
 from minisgl_server.bench.route.scheduler_replica import Shape
 from minisgl_server.bench.route.simulation import Outcome, Setup, simulate
 from minisgl_server.bench.route.step_time import StepTime
 from minisgl_server.bench.trace.format import BLOCK_TOKENS, TraceRequest, read_trace
 
-ROUTERS = ("round-robin", "least-loaded", "prefix")
-WORKING_SET = 0.667
 TITLES = (
     "router",
     "hit rate",
@@ -39,71 +38,70 @@ TITLES = (
 )
 
 
-def run_route(**values: Any) -> None:
-    """Simulate the routers, print the table, and write the JSON file; `values` are the flags of the command.
+def run_route(options: SimpleNamespace) -> None:
+    """Simulate the routers, print the table, and write the JSON file; `options` are the command's flags.
 
     Raises:
         MinisglError: a flag has an invalid value.
     """
-    trace = _trace(values)
-    shape = _shape(values, trace)
+    trace = _trace(options)
+    shape = _shape(options, trace)
     fitting = [each for each in trace if each.input_length + each.output_length <= shape.num_tokens]
     if not fitting:
         raise InvalidValueError("--num-pages", shape.num_pages, "enough for one of the requests")
     results = []
-    for name, setup in _runs(values, shape):
-        requests = simulated_requests(fitting, values["time_scale"])
+    for name, setup in _runs(options, shape):
+        requests = simulated_requests(fitting, options.time_scale)
         results.append((name, simulate(setup, requests, len(fitting))))
     print_table(TITLES, [_row(*each) for each in results])
-    pages = num_distinct_blocks(fitting) * BLOCK_TOKENS / (values["replicas"] * shape.num_tokens)
+    pages = num_distinct_blocks(fitting) * BLOCK_TOKENS / (options.replicas * shape.num_tokens)
     click.echo(f"{len(fitting)} requests, {len(trace) - len(fitting)} left out because they do not fit in a replica.")
     click.echo(
         f"{shape.num_pages} pages of {shape.page_size} per replica; the distinct pages are {pages:.2f} of all pages."
     )
     click.echo("Decision and busy are times of this machine; all else is simulated.")
-    write_json(values["json_file"], options=values, results=[_as_json(*each) for each in results])
+    write_json(options.json_file, options=vars(options), results=[_as_json(*each) for each in results])
 
 
-def _trace(values: dict[str, Any]) -> list[TraceRequest]:
-    if values["trace"] is not None:
-        return read_trace(Path(values["trace"]), values["num_requests"])
-    names = [name for name in Chats.__dataclass_fields__ if name in values]
-    return Chats(**{name: values[name] for name in names}).requests()
+def _trace(options: SimpleNamespace) -> list[TraceRequest]:
+    if options.trace is not None:
+        return read_trace(Path(options.trace), options.num_requests)
+    return chat_trace(options)
 
 
-def _shape(values: dict[str, Any], trace: Sequence[TraceRequest]) -> Shape:
-    page_size, num_pages = values["page_size"], values["num_pages"]
+def _shape(options: SimpleNamespace, trace: Sequence[TraceRequest]) -> Shape:
+    page_size, num_pages = options.page_size, options.num_pages
     if num_pages is None:
-        num_tokens = num_distinct_blocks(trace) * BLOCK_TOKENS / (values["working_set"] or WORKING_SET)
-        num_pages = max(1, round(num_tokens / (values["replicas"] * page_size)))
+        num_tokens = num_distinct_blocks(trace) * BLOCK_TOKENS / options.working_set
+        num_pages = max(1, round(num_tokens / (options.replicas * page_size)))
     return Shape(
         num_pages=num_pages,
         page_size=page_size,
-        max_running=values["max_running_requests"],
-        max_prefill_tokens=values["max_prefill_length"],
+        max_running=options.max_running_requests,
+        max_prefill_tokens=options.max_prefill_length,
     )
 
 
-def _runs(values: dict[str, Any], shape: Shape) -> list[tuple[str, Setup]]:
+def _runs(options: SimpleNamespace, shape: Shape) -> list[tuple[str, Setup]]:
     """Return a setup per router, and one of a single replica that is as large and as fast as all of them."""
-    num, registry = values["replicas"], Registry.from_environment()
-    model = values["replica_model"] or ("scheduler" if num <= MAX_SCHEDULERS else "simple")
+    num, registry = options.replicas, Registry.from_environment()
+    model = options.replica_model or ("scheduler" if num <= MAX_SCHEDULERS else "simple")
     if model == "scheduler" and num > MAX_SCHEDULERS:
         raise InvalidValueError("--replicas", num, f"at most {MAX_SCHEDULERS} with --replica-model scheduler")
     if model == "simple" and block_size_for(shape.page_size) != shape.page_size:
         raise InvalidValueError(
             "--page-size", shape.page_size, "a block of the router with --replica-model simple: 16 or more"
         )
-    times = {name: values[name] for name in StepTime.__dataclass_fields__ if name in values}
+    times = {name: getattr(options, name) for name in STEP_TIME}
     setup = Setup(
         num_replicas=num,
         shape=shape,
         step_time=StepTime(**times),
         router=registry.load("router", "round-robin"),
-        overload=(values["router_overload_requests"], values["router_overload_ratio"]),
+        overload=(options.router_overload_requests, options.router_overload_ratio),
         cache=registry.load("prefix_cache", "radix") if model == "scheduler" else None,
     )
-    runs = [(name, replace(setup, router=registry.load("router", name))) for name in values["routers"] or ROUTERS]
+    runs = [(name, replace(setup, router=registry.load("router", name))) for name in options.routers]
     if num > 1:
         whole = Shape(
             num_pages=num * shape.num_pages,
