@@ -39,9 +39,6 @@ def create_app(
         client: connection to the engine; the application's lifespan runs it.
         options: options of the server.
         collect_metrics: returns what ``/metrics`` serves.
-
-    Raises:
-        Exception: the `api_routes` of an enabled plugin failed.
     """
 
     @asynccontextmanager

@@ -193,11 +193,7 @@ class EngineClient:
         return self.info
 
     def check_replicas(self) -> None:
-        """Check that a replica is ready or starting.
-
-        Raises:
-            ApiError: 503, all replicas fail repeatedly.
-        """
+        """Raise status 503 if all replicas fail repeatedly."""
         if self.no_replica is not None:
             raise no_replica(self.no_replica.retry_after_s)
 

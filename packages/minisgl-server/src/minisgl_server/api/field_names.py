@@ -38,11 +38,7 @@ class FieldNames:
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """Rename the fields of errors that are raised inside.
-
-        Raises:
-            ApiError: the same error with the other API's name.
-        """
+        """Rename the fields of errors that are raised inside."""
         try:
             yield
         except InvalidValueError as error:

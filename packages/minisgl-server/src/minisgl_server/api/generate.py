@@ -214,11 +214,7 @@ def _prompts(body: GenerateRequest) -> tuple[dict[str, Any], bool]:
 
 
 def generate_sampling(body: GenerateRequest, info: EngineInfo) -> RequestSampling:
-    """Return the sampling parameters.
-
-    Raises:
-        InvalidValueError: a value is not allowed, or two fields contradict each other.
-    """
+    """Return the sampling parameters."""
     given = {} if body.sampling_params is None else body.sampling_params.model_dump(exclude_none=True)
     requested = {
         f"sampling_params.{name}": {argument: given.pop(name)}

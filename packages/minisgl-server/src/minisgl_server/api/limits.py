@@ -72,11 +72,7 @@ class RequestLimits:
         return cls(counts, min(text, max_body_bytes), values, max_body_bytes)
 
     def check_conversation(self, prompt: Tokenize) -> None:
-        """Refuse messages and tools whose texts together cannot fit the context.
-
-        Raises:
-            ApiError: 400, they are too long.
-        """
+        """Refuse messages and tools whose texts together cannot fit the context."""
         if prompt.messages is None:
             return
         if (length := prompt.num_chars) > 2 * self.text:  # it counts roles and types, of which not all are rendered

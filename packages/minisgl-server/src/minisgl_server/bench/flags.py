@@ -48,9 +48,6 @@ def refuse_flags(given: Mapping[str, Any], refused: Mapping[str, Iterable[str]])
     Args:
         given: given flags, see `given_flags`.
         refused: flags to refuse, by what is allowed instead: a phrase that follows "must be".
-
-    Raises:
-        InvalidValueError: a flag of `refused` was given.
     """
     for allowed, names in refused.items():
         for name in names:

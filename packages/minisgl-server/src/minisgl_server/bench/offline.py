@@ -21,12 +21,7 @@ from minisgl_server.bench.workloads import mixed, uniform
 
 
 def run_offline(config: EngineConfig, options: SimpleNamespace) -> None:
-    """Measure, print a table, and write the JSON file if one is given. `options` are the command's other flags.
-
-    Raises:
-        InvalidValueError: a workload does not fit the model.
-        MinisglError: the model or a provider does not fit.
-    """
+    """Measure, print a table, and write the JSON file if one is given. `options` are the command's other flags."""
     with LLM(**config.flat()) as llm:
         workloads = _workloads(options, llm.info.vocab_size)
         _check_lengths(workloads, llm.info.max_seq_len, options)

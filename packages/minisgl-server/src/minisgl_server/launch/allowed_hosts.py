@@ -20,9 +20,6 @@ def allowed_hosts(options: ServerOptions, address: str) -> tuple[str, ...]:
     Args:
         options: options of the server.
         address: IP address that the server listens on.
-
-    Raises:
-        InvalidValueError: a value of ``--allowed-hosts`` is not a host name.
     """
     given = [name.lower() for name in options.allowed_hosts]
     for name in given:

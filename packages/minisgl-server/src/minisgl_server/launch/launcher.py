@@ -57,7 +57,6 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
     server answers 503 until the engine and the tokenizer workers are ready.
 
     Raises:
-        MinisglError: an option has an invalid value.
         WorkerDiedError: a process failed, at the start or later; all processes have ended when this is raised.
     """
     setproctitle.setproctitle("minisgl: launch")
@@ -127,12 +126,7 @@ def _compile_in_background(
 
 
 def compile_only(config: EngineConfig, options: ServerOptions, registry: Registry) -> None:
-    """Start an engine, which compiles the kernels that it uses, then compile those that ``auto`` would prefer.
-
-    Raises:
-        MinisglError: an option has an invalid value.
-        WorkerDiedError: a process failed.
-    """
+    """Start an engine, which compiles the kernels that it uses, then compile those that ``auto`` would prefer."""
     check_providers(config.flat(), registry)
     locate_model(config.model)
     with IpcAddresses.create(1, 1) as addresses, _Signals() as signals:

@@ -151,11 +151,7 @@ class EngineMetrics:
 
 
 def _reserve_space() -> None:
-    """Allocate the disk space of this process's values: a later write to a memory-mapped file on a full disk would kill it.
-
-    Raises:
-        OSError: there is not enough disk space.
-    """
+    """Allocate the disk space of this process's values: a later write to a memory-mapped file on a full disk would kill it."""
     if directory := os.environ.get(DIRECTORY_VARIABLE):
         for path in Path(directory).glob(f"*_{os.getpid()}.db"):
             with path.open("r+b") as file:

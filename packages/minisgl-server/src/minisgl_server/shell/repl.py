@@ -77,11 +77,7 @@ class Conversation:
         self.messages += [message, {"role": "assistant", "content": "".join(shown)}]
 
     def handle(self, line: str) -> bool:
-        """Run a command or send a message. Return False if the shell should exit.
-
-        Raises:
-            MinisglError: see `send`; or a command has an invalid value, or the line is not text.
-        """
+        """Run a command or send a message. Return False if the shell should exit."""
         text = check_text("the line", line).strip()
         name, _, rest = text.partition(" ")
         if name == "/exit":
@@ -118,11 +114,7 @@ class Conversation:
 
 
 def check_text(name: str, text: str) -> str:
-    """Return `text`; `name` describes it in errors.
-
-    Raises:
-        InvalidValueError: it was decoded from bytes that are not text.
-    """
+    """Return `text`; `name` describes it in errors."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -17,11 +17,7 @@ NAMES = (
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
-    """Return the name and value of a line such as ``temperature 0.2``; the value ``default`` becomes None.
-
-    Raises:
-        InvalidValueError: there is no such parameter, or the value is not allowed.
-    """
+    """Return the name and value of a line such as ``temperature 0.2``; the value ``default`` becomes None."""
     name, _, rest = text.partition(" ")
     if name not in NAMES:
         raise InvalidValueError("/set", name, f"one of {', '.join(NAMES)}", did_you_mean(name, NAMES))

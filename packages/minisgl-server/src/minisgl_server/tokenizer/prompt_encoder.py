@@ -78,11 +78,7 @@ class PromptEncoder:
         return [name or "" for name in self._tokenizer.convert_ids_to_tokens(token_ids)]
 
     def truncate(self, message: Tokenize, token_ids: list[int]) -> list[int]:
-        """Return the last tokens of a prompt, as many as ``truncate_prompt_tokens`` keeps.
-
-        Raises:
-            InvalidValueError: it is neither -1 nor within the context.
-        """
+        """Return the last tokens of a prompt, as many as ``truncate_prompt_tokens`` keeps."""
         if (num_kept := message.truncate_prompt_tokens) is None:
             return token_ids
         room = self._info.max_seq_len - 1
@@ -123,20 +119,12 @@ class PromptEncoder:
         return replace(sampling, max_tokens=min(sampling.max_tokens, room), structured_outputs=None)
 
     def check_num_tokens(self, message: Tokenize, token_ids: list[int]) -> None:
-        """Refuse a text beyond the limit in a request for tokens only.
-
-        Raises:
-            ContextLengthError: there are more tokens than the limit.
-        """
+        """Refuse a text beyond the limit in a request for tokens only."""
         if len(token_ids) > self._max_tokens:
             raise self._too_long(message, token_ids, 0, _prompt_field(message), "Ask for its parts one by one.")
 
     def check_token_ids(self, name: str, token_ids: Collection[int]) -> None:
-        """Check that token ids are below the vocabulary size.
-
-        Raises:
-            InvalidValueError: one is not; `name` is the field.
-        """
+        """Check that token ids are below the vocabulary size."""
         for token in (min(token_ids, default=0), max(token_ids, default=0)):
             if not 0 <= token < self._info.vocab_size:
                 allowed = f"made of token ids from 0 to {self._info.vocab_size - 1}"

@@ -39,11 +39,7 @@ _BLOCK_TYPES = {
 
 
 def to_chat_request(request: MessagePrompt) -> tuple[ChatRequest, FieldNames]:
-    """Translate a request into a chat; also return its field names.
-
-    Raises:
-        InvalidValueError: a field of the request has an invalid value.
-    """
+    """Translate a request into a chat; also return its field names."""
     messages: list[dict[str, Any]] = []
     names: list[str] = []
     if system := _system(request):

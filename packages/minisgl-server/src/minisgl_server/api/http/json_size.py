@@ -29,11 +29,7 @@ class JsonSizeCounter:
         self._carry = b""
 
     def add(self, piece: bytes) -> None:
-        """Count the next piece; pieces are much smaller than the longest allowed string.
-
-        Raises:
-            ApiError: 413, there are too many values, or a string is too long.
-        """
+        """Count the next piece; pieces are much smaller than the longest allowed string."""
         piece = self._carry + piece
         self._carry = b""
         if b"\\" in piece:

@@ -23,11 +23,7 @@ router = APIRouter()
 
 
 def chat_prompt(request: Request, chat: ChatRequest, template_hints: dict[str, Any] | None = None) -> Tokenize:
-    """Return the message to a tokenizer worker for a chat, without id; for `template_hints` see `Tokenize`.
-
-    Raises:
-        InvalidValueError: a field has an invalid value.
-    """
+    """Return the message to a tokenizer worker for a chat, without id; for `template_hints` see `Tokenize`."""
     info, _ = served_model(request.app)
     fields = template_fields(chat, request.app.state.options.trust_request_chat_template)
     if template_hints:
@@ -52,10 +48,6 @@ async def start_chat(
         chat: the chat.
         prefix: prefix of the ids, such as ``chatcmpl``.
         template_hints: see `Tokenize`.
-
-    Raises:
-        ApiError: the request was rejected.
-        InvalidValueError: a field has an invalid value.
     """
     info, model = served_model(request.app)
     choices = Choices(prefix, model, [chat_prompt(request, chat, template_hints)], info)
@@ -63,12 +55,7 @@ async def start_chat(
 
 
 async def count_prompt_tokens(request: Request, chat: ChatRequest, template_hints: dict[str, Any] | None = None) -> int:
-    """Count the tokens of a chat's prompt, without running it.
-
-    Raises:
-        ApiError: the request was rejected.
-        InvalidValueError: a field has an invalid value.
-    """
+    """Count the tokens of a chat's prompt, without running it."""
     prompt = chat_prompt(request, chat, template_hints)
     query = msgspec.structs.replace(prompt, request_id=new_query_id(), only_tokens=True)
     tokens = await request.app.state.client.query(query)

@@ -175,11 +175,7 @@ class Choices:
 
 
 def _check_copies(prompt: Tokenize, num_outputs: int) -> None:
-    """Refuse many outputs with large sampling parameters or user, as each output is sent to the engine with its own copy.
-
-    Raises:
-        ApiError: 400, all copies together are too large.
-    """
+    """Refuse many outputs with large sampling parameters or user, as each output is sent to the engine with its own copy."""
     if num_outputs == 1:
         return
     num_bytes = len(msgspec.msgpack.encode(prompt.sampling)) + len(prompt.user)

@@ -31,11 +31,7 @@ _WHITESPACE = {
 
 
 def requested_output(request: GenerationRequest) -> tuple[StructuredOutputs | None, str]:
-    """Return the structured output that a request asks for, and the name of the field that does.
-
-    Raises:
-        InvalidValueError: more than one field asks for it, or its value is invalid.
-    """
+    """Return the structured output that a request asks for, and the name of the field that does."""
     requested = {} if request.response_format is None else _from_response_format(request.response_format)
     given = {name: getattr(request, name) for name in (*_FIELDS, *_WHITESPACE) if name in type(request).model_fields}
     if request.structured_outputs is not None:

@@ -33,11 +33,7 @@ class RequestSampling(NamedTuple):
 
 
 def request_sampling(request: GenerationRequest, info: EngineInfo) -> RequestSampling:
-    """Return the sampling parameters of a chat or a completion.
-
-    Raises:
-        InvalidValueError: a value is not allowed; the error names the request's field.
-    """
+    """Return the sampling parameters of a chat or a completion."""
     values: dict[str, Any] = dict(info.default_sampling)
     values |= {name: value for name in _SAME_NAMES if (value := getattr(request, name)) is not None}
     limit_name, max_tokens, default_max_tokens = "max_tokens", request.max_tokens, info.max_seq_len

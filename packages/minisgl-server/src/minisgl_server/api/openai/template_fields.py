@@ -10,11 +10,7 @@ from minisgl_server.api.unsupported_fields import UNSUPPORTED_REASONS
 
 
 def template_fields(chat: ChatRequest, trusts_chat_templates: bool) -> dict[str, Any]:
-    """Return the fields of `Tokenize` that control the chat template and the reasoning parser.
-
-    Raises:
-        InvalidValueError: a field contradicts another one, or the server does not allow it.
-    """
+    """Return the fields of `Tokenize` that control the chat template and the reasoning parser."""
     if chat.chat_template is not None and not trusts_chat_templates:
         raise InvalidValueError("chat_template", chat.chat_template, "left out", UNSUPPORTED_REASONS["chat_template"])
     if chat.continue_final_message and chat.add_generation_prompt:

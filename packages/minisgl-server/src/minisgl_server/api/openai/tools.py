@@ -13,11 +13,7 @@ from minisgl_server.api.strict_model import StrictModel
 
 
 def tool_use(chat: ChatRequest) -> ToolUse | None:
-    """Return the tools that the model may call; None if there are none, or tool_choice is none.
-
-    Raises:
-        InvalidValueError: a field contradicts another one.
-    """
+    """Return the tools that the model may call; None if there are none, or tool_choice is none."""
     choice, parallel = chat.tool_choice, chat.parallel_tool_calls
     if not chat.tools:
         if choice not in (None, "none", "auto"):

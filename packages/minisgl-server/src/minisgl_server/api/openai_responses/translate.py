@@ -107,11 +107,7 @@ class Conversation:
 def to_chat_request(
     request: PromptFields, history: Sequence[Mapping[str, Any]]
 ) -> tuple[ChatRequest, Conversation, FieldNames]:
-    """Translate a request into a chat; also return its conversation and field names.
-
-    Raises:
-        InvalidValueError: a field of the request has an invalid value.
-    """
+    """Translate a request into a chat; also return its conversation and field names."""
     conversation = Conversation(request, history)
     if request.input is None and not history:
         raise InvalidValueError("input", None, "given, or previous_response_id is")

@@ -42,7 +42,6 @@ def run_accuracy(
 
     Raises:
         InvalidValueError: --kv-dtype or --quantization was given, --tp or --pp is not 1, or the text is too short.
-        MinisglError: the model or a provider does not fit.
     """
     _check(config)
     registry, hooks = Registry.from_environment(), Hooks(Registry([]))

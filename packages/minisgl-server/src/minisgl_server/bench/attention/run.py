@@ -41,10 +41,6 @@ def run_attention(options: SimpleNamespace) -> None:
 
     Args:
         options: the command's flags; None and () are replaced by the defaults of the device.
-
-    Raises:
-        InvalidValueError: the device does not exist.
-        PluginError: a provider that was given by name cannot be loaded.
     """
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():

@@ -39,11 +39,7 @@ TITLES = (
 
 
 def run_route(options: SimpleNamespace) -> None:
-    """Simulate the routers, print the table, and write the JSON file; `options` are the command's flags.
-
-    Raises:
-        MinisglError: a flag has an invalid value.
-    """
+    """Simulate the routers, print the table, and write the JSON file; `options` are the command's flags."""
     trace = _trace(options)
     shape = _shape(options, trace)
     fitting = [each for each in trace if each.input_length + each.output_length <= shape.num_tokens]

@@ -50,11 +50,7 @@ class StepTimes:
 
 
 def run_scheduler(options: SimpleNamespace) -> None:
-    """Measure each batch size, print a table, and write the JSON file if one is given. `options` are the command's flags.
-
-    Raises:
-        MinisglError: the prefix cache is not installed.
-    """
+    """Measure each batch size, print a table, and write the JSON file if one is given. `options` are the command's flags."""
     results = []
     with progress_bar() as bar:
         task = bar.add_task("", total=len(options.batch_sizes))

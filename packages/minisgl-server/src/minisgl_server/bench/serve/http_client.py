@@ -26,11 +26,7 @@ class HttpError(Exception):
 
 
 def server_url(text: str) -> httpx.URL:
-    """Return the URL of ``--url`` without a trailing slash or ``/v1``.
-
-    Raises:
-        InvalidValueError: it is not the URL of an HTTP server.
-    """
+    """Return the URL of ``--url`` without a trailing slash or ``/v1``."""
     try:
         url = httpx.URL(text.rstrip("/").removesuffix("/v1").rstrip("/"))
     except httpx.InvalidURL:

@@ -54,10 +54,6 @@ def run_serve(options: SimpleNamespace) -> None:
     """Measure, print tables, and write the requested files.
 
     Exits with status 130 after the report if the user interrupted the run, and with 1 if no request was completed.
-
-    Raises:
-        InvalidValueError: an option has an invalid value.
-        MinisglError: the server does not list its models.
     """
     draw = None if options.plot is None else plot.make_plotter(Path(options.plot))
     url = server_url(options.url)

@@ -47,9 +47,6 @@ def read_trace(path: Path, limit: int | None = None, flag: str = "--trace") -> l
         path: file of JSON lines; unknown fields are skipped.
         limit: maximum number of lines to read.
         flag: flag that names the file, for errors.
-
-    Raises:
-        InvalidValueError: the file cannot be read, or a line is not a request.
     """
     decode = msgspec.json.Decoder(TraceRequest).decode
     found: list[TraceRequest] = []
