@@ -34,11 +34,6 @@ def create_app(
     """Return the application.
 
     Plugins find `client`, `options` and `public_paths` in ``app.state``; see the hook `api_routes`.
-
-    Args:
-        client: connection to the engine; the application's lifespan runs it.
-        options: options of the server.
-        collect_metrics: returns what ``/metrics`` serves.
     """
 
     @asynccontextmanager

@@ -46,10 +46,6 @@ class ApiError(Exception):
     """Error response.
 
     Args:
-        status: HTTP status.
-        message: description of the error, and what is allowed.
-        param: field that caused the error.
-        code: machine-readable error code.
         headers: headers of the response; Retry-After is added to statuses 429 and 503.
     """
 

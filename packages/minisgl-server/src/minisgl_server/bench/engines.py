@@ -63,12 +63,6 @@ class TransformersEngine:
     def __init__(self, path: Path, dtype: str, device: str, dummy: bool = False) -> None:
         """Load the model.
 
-        Args:
-            path: a folder, or a .gguf file, which transformers dequantizes.
-            dtype: such as ``bfloat16``.
-            device: such as ``cpu``.
-            dummy: use random weights.
-
         Raises:
             InvalidValueError: a .gguf file, and accelerate is not installed.
             MinisglError: transformers cannot load the model.

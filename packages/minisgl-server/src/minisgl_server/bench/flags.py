@@ -46,7 +46,6 @@ def refuse_flags(given: Mapping[str, Any], refused: Mapping[str, Iterable[str]])
     """Refuse flags that would have no effect.
 
     Args:
-        given: given flags, see `given_flags`.
         refused: flags to refuse, by what is allowed instead: a phrase that follows "must be".
     """
     for allowed, names in refused.items():

@@ -20,9 +20,7 @@ class Result:
     """Result of one engine on one workload; times are medians over the runs.
 
     Attributes:
-        engine: name of the engine.
         workload: variant 0.
-        runs: one run per repeat.
         prefill_s: time for all prompts up to their first tokens; None for workloads with mixed output lengths.
     """
 
@@ -63,7 +61,6 @@ def measure(
     Args:
         make: the workload; every run has a variant of its own.
         engines: engines to run, in this order in one repeat, and in the reverse order in the next.
-        repeats: measured runs per engine.
         advance: called `num_stages` times with a description of the next stage.
 
     Returns:

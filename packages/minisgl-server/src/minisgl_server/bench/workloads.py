@@ -50,8 +50,6 @@ def uniform(batch_size: int, input_len: int, output_len: int, vocab_size: int, v
     """Return random prompts of equal length, with greedy sampling.
 
     Args:
-        batch_size: number of prompts.
-        input_len: tokens per prompt.
         output_len: tokens to generate per prompt.
         vocab_size: exclusive upper bound of the token ids.
         variant: number of the variant. All prompts of a shape begin with different tokens, as far as the vocabulary allows, so
@@ -71,7 +69,6 @@ def mixed(num_seqs: int, vocab_size: int, variant: int = 0) -> Workload:
     133,966 output tokens.
 
     Args:
-        num_seqs: number of sequences.
         vocab_size: token ids are taken modulo this number.
         variant: number of the variant; all variants have equal lengths and different tokens.
     """

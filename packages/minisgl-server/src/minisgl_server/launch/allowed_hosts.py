@@ -16,10 +16,6 @@ def allowed_hosts(options: ServerOptions, address: str) -> tuple[str, ...]:
     """Return the allowed names in lower case, or a single "*" for any name.
 
     The names of this host are always allowed, as pages of other sites cannot have them as their origin.
-
-    Args:
-        options: options of the server.
-        address: IP address that the server listens on.
     """
     given = [name.lower() for name in options.allowed_hosts]
     for name in given:

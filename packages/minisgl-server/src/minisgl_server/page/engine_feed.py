@@ -24,7 +24,6 @@ class EngineFeed:
     """Caches the last state and the last `MAX_STEPS` steps.
 
     Args:
-        client: connection to the engine.
         with_text: include text of prompts and outputs.
         replica: number of the replica; another one answers while it is not ready.
     """

@@ -90,10 +90,7 @@ class RouterWorker:
     replicas accept.
 
     Args:
-        router: makes the decisions.
-        info: description of an engine.
         connect: returns the function that sends to the scheduler of an engine.
-        to_workers: functions that send to the tokenizer workers.
         routed: called with the number of the selected replica, for metrics.
     """
 

@@ -20,11 +20,7 @@ Show = Callable[[str], None]
 
 
 class LocalModel:
-    """Model in this process.
-
-    Args:
-        options: options of the engine, by name.
-    """
+    """Model in this process."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         from minisgl_core.llm import LLM
@@ -38,8 +34,6 @@ class LocalModel:
         Returns a line with times and token counts.
 
         Args:
-            messages: the conversation.
-            show: called with each piece.
             settings: sampling parameters by name; the model's defaults apply to the others.
         """
         from minisgl_core.text.prompt import encode_chat
@@ -79,7 +73,6 @@ class RemoteModel:
 
     Args:
         url: URL of the server, with or without ``/v1``.
-        api_key: API key, if the server requires one.
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:

@@ -31,10 +31,8 @@ class Conversation:
     """Conversation of the shell, and its settings.
 
     Args:
-        model: model to chat with.
         system: system prompt of every conversation.
         settings: sampling parameters by name; the model's defaults apply to the others.
-        shows_statistics: print a line of statistics after each response.
     """
 
     def __init__(

@@ -26,14 +26,7 @@ _TOOL_GRAMMARS = ("tagged_json", "structural_tag")
 
 
 class PromptEncoder:
-    """Encodes and checks the prompts of one worker.
-
-    Args:
-        tokenizer: a transformers tokenizer.
-        info: limits of the engine.
-        chat_format: chat template and parsers of the model.
-        registry: has the grammar backend.
-    """
+    """Encodes and checks the prompts of one worker."""
 
     def __init__(self, tokenizer: Any, info: EngineInfo, chat_format: ChatFormat, registry: Registry) -> None:
         self._tokenizer, self._info, self._chat_format, self._registry = tokenizer, info, chat_format, registry

@@ -73,8 +73,6 @@ class TokenizerWorker:
     """Logic of one worker, without its sockets.
 
     Args:
-        tokenizer: a transformers tokenizer.
-        info: limits of the engine.
         index: number of this worker.
         to_scheduler: sends `Submit`, `Abort`, `Ended`, `Count` and `SnapshotRequest`, to the router if there is one.
         to_api: sends `TextBatch`, `Tokens`, `Rejected`, `Count`, `EngineSnapshot` and `NoSnapshot`.

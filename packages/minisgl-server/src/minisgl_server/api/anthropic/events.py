@@ -26,12 +26,7 @@ _DELTAS = {
 
 
 class MessageObject:
-    """Collects the output of one message.
-
-    Args:
-        model: name of the model.
-        choices: counts the tokens.
-    """
+    """Collects the output of one message."""
 
     def __init__(self, model: str, choices: Choices) -> None:
         self.segments = Segments()

@@ -20,7 +20,6 @@ class HostMiddleware:
     only the Host header reveals them. Requests without the header do not come from browsers, and are passed on.
 
     Args:
-        app: the protected application.
         allowed: names as `minisgl_server.launch.allowed_hosts.allowed_hosts` returns them, without "*".
     """
 
@@ -52,7 +51,6 @@ class OriginMiddleware:
     Browsers send some of them without a CORS preflight, such as those of forms, and would only hide the response.
 
     Args:
-        app: the protected application.
         allowed: origins such as ``https://chat.example``; "*" allows all.
     """
 

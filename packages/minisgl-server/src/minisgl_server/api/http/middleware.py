@@ -62,9 +62,7 @@ class ApiKeyMiddleware:
     """Authenticates API keys.
 
     Args:
-        app: the protected application.
         digests: SHA-256 of each key. All of them are compared, in constant time.
-        public_paths: paths that need no key.
     """
 
     def __init__(self, app: ASGIApp, digests: Sequence[bytes], public_paths: PublicPaths) -> None:
@@ -92,8 +90,6 @@ class RequestLimitMiddleware:
     """Limits the size of bodies, the time between their parts, and the number of concurrent POST requests.
 
     Args:
-        app: the protected application.
-        max_body_bytes: returns the maximum size of a body.
         max_requests: maximum number of concurrent POST requests; None for no limit.
         body_timeout_s: maximum wait for the next part of a body, and time after which its mean rate is checked.
         counts: number of POST requests that each API worker serves, int32; memory that all of them share.

@@ -14,7 +14,6 @@ class PathMiddleware:
     It does not redirect, as several clients drop the body of a POST request when they follow a redirect.
 
     Args:
-        app: the application.
         routes: its routes; the slash is kept if only the path with the slash matches one.
     """
 

@@ -58,8 +58,6 @@ async def read_body(request: Request, limits: RequestLimits, add_bytes: Callable
     """Read and decompress the JSON body of a request.
 
     Args:
-        request: a request whose body has not been read.
-        limits: size limits.
         add_bytes: called with the size of each piece; see `BodyMemory.reserve`.
 
     Raises:

@@ -44,8 +44,6 @@ async def start_chat(
     """Start a chat. The Responses and Messages APIs translate their requests into chats and call this too.
 
     Args:
-        request: the HTTP request; the chat is aborted when its client disconnects.
-        chat: the chat.
         prefix: prefix of the ids, such as ``chatcmpl``.
         template_hints: see `Tokenize`.
     """

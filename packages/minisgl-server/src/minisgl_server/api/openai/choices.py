@@ -40,9 +40,7 @@ class Choices:
 
     Args:
         prefix: prefix of the response's id, such as ``chatcmpl``.
-        model: name of the model in the response.
         prompts: one `Tokenize` per prompt, without ids; its `sampling` has the request's n.
-        info: limits of the engine.
         is_held: all outputs are held in memory until the last one is complete; by default if they are not streamed.
 
     Raises:

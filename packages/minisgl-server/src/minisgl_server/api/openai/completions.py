@@ -62,10 +62,6 @@ def _prompts(body: CompletionRequest) -> list[dict[str, Any]]:
 def prompts_by_field(name: str, prompt: Any) -> dict[str, Any]:
     """Return each prompt by its field name: ``prompt`` for one prompt, ``prompt[0]`` and so on for a list.
 
-    Args:
-        name: name of the field.
-        prompt: its value: a text, token ids, or a list of either.
-
     Raises:
         InvalidValueError: there are no prompts, or more than `MAX_PROMPTS`.
     """

@@ -62,13 +62,7 @@ class StreamEvents(ABC):
 
 
 class ChoiceEvents(StreamEvents):
-    """Chunks of OpenAI's APIs, with one choice each. The JSON around the choice is encoded once.
-
-    Args:
-        choices: the outputs.
-        object_type: ``object`` of each chunk.
-        options: tells which chunks have the usage.
-    """
+    """Chunks of OpenAI's APIs, with one choice each. The JSON around the choice is encoded once."""
 
     def __init__(self, choices: Choices, object_type: str, options: StreamOptions | None) -> None:
         self._choices, self._object_type = choices, object_type
@@ -98,12 +92,7 @@ class ChoiceEvents(StreamEvents):
 
 
 class EventStreamResponse(Response):
-    """Streams outputs as events, with `StreamEvents.done` at the end, and always closes the generation.
-
-    Args:
-        choices: the outputs; they have been started.
-        events: encodes the outputs. Events that are ready at the same time are written together.
-    """
+    """Streams outputs as events, with `StreamEvents.done` at the end, and always closes the generation."""
 
     def __init__(self, choices: Choices, events: StreamEvents) -> None:
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})

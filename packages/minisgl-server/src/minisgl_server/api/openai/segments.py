@@ -19,8 +19,6 @@ class Segment:
     Attributes:
         pieces: text, or arguments of the call, so far.
         logprobs: log-probabilities of a text's tokens, if the request asked for them.
-        call_id: id of the call.
-        name: name of the called function.
     """
 
     kind: Kind

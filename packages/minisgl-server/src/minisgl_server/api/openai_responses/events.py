@@ -28,7 +28,6 @@ class ResponseEvents(StreamEvents):
     Each segment of the output is an item, with an event when it is added, deltas, and an event when it is done.
 
     Args:
-        response: the response object.
         finish: called at the end; returns the complete response.
     """
 

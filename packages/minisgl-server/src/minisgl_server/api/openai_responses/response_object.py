@@ -19,14 +19,7 @@ def new_id(prefix: str) -> str:
 
 
 class ResponseObject:
-    """Collects the output of one response.
-
-    Args:
-        request: the request.
-        model: name of the model.
-        is_stored: the response will be stored.
-        choices: counts the tokens.
-    """
+    """Collects the output of one response."""
 
     def __init__(self, request: ResponsesRequest, model: str, is_stored: bool, choices: Choices) -> None:
         self.id = new_id("resp")

@@ -39,12 +39,7 @@ _NAMES = {
 
 
 class Conversation:
-    """Chat messages of a request, and the field that each comes from.
-
-    Attributes:
-        messages: the chat messages.
-        names: field of each message.
-    """
+    """Chat messages of a request, and the field that each comes from."""
 
     def __init__(self, request: PromptFields, history: Sequence[Mapping[str, Any]]) -> None:
         self.messages: list[dict[str, Any]] = []

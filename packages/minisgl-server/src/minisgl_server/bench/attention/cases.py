@@ -31,12 +31,7 @@ def spread_lengths(count: int, mean: int, spread: float) -> list[int]:
 
 
 class Case:
-    """Backend with requests in its KV pool, and one step to run.
-
-    Attributes:
-        batch: input of the step.
-        spec: spec of the backend.
-    """
+    """Backend with requests in its KV pool, and one step to run."""
 
     def __init__(
         self, backend: type[AttentionBackend], spec: AttentionSpec, lengths: Sequence[int], num_new: int | None
@@ -44,9 +39,7 @@ class Case:
         """Fill the pool.
 
         Args:
-            backend: attention backend, which must support `spec`.
             spec: spec whose `max_batch` and `max_seq_len` fit `lengths`.
-            lengths: tokens per request.
             num_new: queries per request, which are its last tokens; None for all of its tokens.
         """
         self.spec = spec

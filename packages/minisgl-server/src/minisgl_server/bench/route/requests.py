@@ -25,7 +25,6 @@ class SimulatedRequest:
 
     Attributes:
         number: index in the trace.
-        arrival_s: arrival time.
         sequence: prompt and output, int32.
         num_prompt: tokens of the prompt.
     """
@@ -53,10 +52,6 @@ def simulated_requests(trace: Sequence[TraceRequest], time_scale: float = 1.0) -
 
     A trace does not have the outputs. If a later turn continues a request, its blocks after the prompt are the output of that
     request. Other outputs are unique.
-
-    Args:
-        trace: requests in order of time.
-        time_scale: factor on their times.
     """
     next_turns: dict[int, TraceRequest] = {}
     for request in trace:
@@ -83,9 +78,6 @@ def chat_trace(options: SimpleNamespace) -> list[TraceRequest]:
 
     Chats begin as a Poisson process, and the time between turns is exponential. Lengths of messages and outputs are uniform, from
     half to one and a half of their mean.
-
-    Args:
-        options: flags of the command.
     """
     rng, fresh = np.random.default_rng(options.seed), itertools.count()
 

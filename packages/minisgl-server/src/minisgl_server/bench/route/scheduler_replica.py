@@ -71,10 +71,7 @@ class SchedulerReplica:
         """Start without requests.
 
         Args:
-            shape: limits of the replica.
-            step_time: time of its steps.
             requests: the requests that run anywhere, by id.
-            cache: an empty prefix cache.
             changes: collects the changes of the cache, for a router that uses them.
         """
         limits = SchedulerLimits(

@@ -27,7 +27,6 @@ class _Running:
     """Admitted request.
 
     Attributes:
-        request: the request.
         keys: block keys of prompt and output.
         num_own: pages that are not in the cache.
         num_computed: prompt tokens in the KV.

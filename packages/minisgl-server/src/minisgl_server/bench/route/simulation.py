@@ -29,10 +29,6 @@ class Setup:
     """Replicas of a simulation.
 
     Attributes:
-        num_replicas: number of replicas.
-        shape: limits of each.
-        step_time: time of their steps.
-        router: the provider.
         overload: overload_requests and overload_ratio of `RouterSpec`.
         cache: provider of the prefix cache; None selects `SimpleReplica`.
     """

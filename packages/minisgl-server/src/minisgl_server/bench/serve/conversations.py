@@ -62,7 +62,6 @@ def random_conversations(
 
     Args:
         options: flags of the command. All variants of a seed have equal lengths.
-        times: arrival times.
         num_content_ids: exclusive upper bound of the content ids.
         variant: number of the variant, which determines the content.
     """
@@ -102,7 +101,6 @@ def trace_conversations(
         time_scale: factor on the times between requests; values below 1 are faster.
         num_content_ids: exclusive upper bound of the content ids.
         num_template_tokens: tokens that the server's chat template adds, which count to the trace's lengths.
-        seed: seed of the content.
         variant: number of the variant, which determines the content.
     """
     num_blocks = 1 + max((max(request.hash_ids, default=0) for request in requests), default=0)

@@ -56,9 +56,7 @@ class HttpClient:
         """Send a request and wait for the end of its response.
 
         Args:
-            method: HTTP method, such as ``POST``.
             path: path below that of the URL.
-            body: JSON body; may be empty.
             on_data: called for each piece of the response's body.
 
         Returns:

@@ -45,9 +45,6 @@ class Load:
     """Load generator of one run.
 
     Args:
-        client: HTTP client of the server.
-        builder: builds and sends the requests.
-        prompts: builds the prompts.
         max_concurrency: maximum concurrent conversations; others wait. None for no limit.
         duration_s: time after which no request is sent; running ones are awaited. None for no limit.
         report: called whenever a request was sent or has ended.

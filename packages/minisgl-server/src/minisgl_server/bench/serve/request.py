@@ -103,9 +103,7 @@ class RequestBuilder:
 
     Attributes:
         endpoint: ``completions`` or ``chat``.
-        model: name of the model on the server.
         ignore_eos: request outputs of exactly the given length, by an extension of vLLM, SGLang and minisgl.
-        extra_body: additional fields.
         timeout_s: time after which a request fails.
     """
 
@@ -135,9 +133,7 @@ class RequestBuilder:
         """Send a request and fill in its record.
 
         Args:
-            client: HTTP client of the server.
             prompt: prompt in the form of the endpoint.
-            record: record with the requested lengths.
             start_s: `time.perf_counter` at the start of the run.
 
         Returns:

@@ -48,20 +48,15 @@ class Summary:
 
     Attributes:
         seconds: time from the start to the last event.
-        num_sent: number of sent requests.
         num_answered: number of requests with a complete response.
         errors: number of failed requests by error message, most frequent first; messages that differ only in numbers are one.
         num_interrupted: number of requests that ran when the user interrupted the run.
         num_unsent: number of turns that were not sent, as an earlier one failed.
-        num_prompt_tokens: number of prompt tokens.
         num_cached_tokens: prompt tokens from the prefix cache; None if the server does not return them.
-        num_output_tokens: number of output tokens.
         is_counted: the server returned its usage; otherwise, events are counted as tokens.
         num_other_lengths: number of outputs without the requested length.
         num_other_prompts: number of prompts with a different length on the server.
-        peak_concurrency: maximum number of concurrent requests.
         longest_wait_s: maximum wait after arrival, for ``--max-concurrency`` or the load generator.
-        percentiles: percentiles by metric of `METRICS`.
         goodput_per_s: requests per second within every limit; None without limits.
         client_cpu_s: CPU time of the load generator.
         server_cpu_s: CPU time of the server's processes by name; empty if it is not known.
@@ -119,10 +114,8 @@ def summarize(
     """Summarize a run.
 
     Args:
-        outcome: outcome of the run.
         limits_ms: limits by metric that a request must keep to count for the goodput.
         has_exact_lengths: outputs must have the requested length.
-        server_cpu_s: CPU time of the server's processes by name.
     """
     completed = outcome.completed
     cached = [record.num_cached_tokens for record in completed if record.num_cached_tokens is not None]

@@ -24,7 +24,6 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
         parent_chat_id: request whose conversation it continues; -1 for the first of a conversation.
         timestamp: arrival time in seconds.
         input_length: prompt tokens, including those of the chat template.
-        output_length: output tokens.
         type: ``text``, ``search``, ``image`` or ``file``.
         turn: number of its turn in the conversation, from 1.
         hash_ids: hashes of the prompt's blocks; a partial last block may have a hash.
@@ -45,7 +44,6 @@ def read_trace(path: Path, limit: int | None = None, flag: str = "--trace") -> l
 
     Args:
         path: file of JSON lines; unknown fields are skipped.
-        limit: maximum number of lines to read.
         flag: flag that names the file, for errors.
     """
     decode = msgspec.json.Decoder(TraceRequest).decode

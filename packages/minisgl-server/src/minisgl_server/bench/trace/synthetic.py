@@ -76,11 +76,6 @@ def synthetic_trace(num_requests: int, seed: int, model: Model | None = None) ->
 
     All conversations start within the trace, so that its first minutes have few later turns. The function is long because it
     draws one request after another from one generator: splitting it would change the seeded traces.
-
-    Args:
-        num_requests: number of requests.
-        seed: seed of the random numbers.
-        model: parameters of the generator.
     """
     model = model or Model()
     random = np.random.default_rng(seed)
