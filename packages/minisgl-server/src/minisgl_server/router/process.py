@@ -29,9 +29,18 @@ def run_router(options: ServerOptions, addresses: IpcAddresses, report: Report) 
             return
         assert isinstance(info, EngineInfo), "the launcher sends EngineInfo before anything else"
         router = make_router(options, info, Registry.from_environment())
-        senders = Connections(addresses)
+        senders: dict[int, Sender] = {}
+
+        def connect(engine: int) -> Send:
+            """Connect to a new engine, and drop what could not be delivered to its predecessor."""
+            of_engine = addresses.of_engine(engine)
+            if of_engine.replica in senders:
+                senders[of_engine.replica].drop()
+            sender = senders[of_engine.replica] = Sender(of_engine.scheduler_in)
+            return sender.send
+
         to_workers = [Sender(address).send for address in addresses.tokenizer_in]
-        worker = RouterWorker(router, info, senders.connect, to_workers)
+        worker = RouterWorker(router, info, connect, to_workers)
         report(Ready(process="router"))
         poller = zmq.Poller()
         poller.register(requests.socket, zmq.POLLIN)
@@ -46,20 +55,3 @@ def run_router(options: ServerOptions, addresses: IpcAddresses, report: Report) 
             event = events.receive(timeout_s=0)
             if event is not None:
                 worker.handle(event)
-
-
-class Connections:
-    """Connections to the engines of replicas, one per replica."""
-
-    def __init__(self, addresses: IpcAddresses) -> None:
-        self._addresses = addresses
-        self._senders: dict[int, Sender] = {}
-
-    def connect(self, engine: int) -> Send:
-        """Connect to a new engine, and drop what could not be delivered to the one before it."""
-        addresses = self._addresses.of_engine(engine)
-        before = self._senders.pop(addresses.replica, None)
-        if before is not None:
-            before.drop()
-        self._senders[addresses.replica] = sender = Sender(addresses.scheduler_in)
-        return sender.send

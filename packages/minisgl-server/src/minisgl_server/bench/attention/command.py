@@ -11,22 +11,15 @@ from minisgl_core.errors import InvalidValueError
 from minisgl_server.bench.flags import OutputFile
 
 
-class ShapeType(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2 only
-    """``BxL``: B requests of L tokens."""
-
-    name = "shape"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return (B, L)."""
-        if isinstance(value, tuple):
-            return value
-        try:
-            batch, length = map(int, str(value).lower().split("x"))
-        except ValueError:
-            batch = length = 0
-        if batch < 1 or length < 1:
-            self.fail(f"{value!r} is not a shape BxL, such as 16x1024: batch size and tokens.", param, ctx)
-        return batch, length
+def parse_shape(text: str) -> tuple[int, int]:
+    """Return the batch size B and tokens L of ``BxL``."""
+    try:
+        batch, length = map(int, text.lower().split("x"))
+    except ValueError:
+        batch = length = 0
+    if batch < 1 or length < 1:
+        raise click.BadParameter(f"{text!r} is not a shape BxL, such as 16x1024: batch size and tokens.")
+    return batch, length
 
 
 @click.command()
@@ -53,7 +46,7 @@ class ShapeType(click.ParamType):  # type: ignore[type-arg]  # generic since cli
 @click.option(
     "--decode",
     "decodes",
-    type=ShapeType(),
+    type=parse_shape,
     multiple=True,
     metavar="BxL",
     help="B requests of L tokens on average, with one new token each; may be given several times. By default, 256x1064 on a"
@@ -62,7 +55,7 @@ class ShapeType(click.ParamType):  # type: ignore[type-arg]  # generic since cli
 @click.option(
     "--prefill",
     "prefills",
-    type=ShapeType(),
+    type=parse_shape,
     multiple=True,
     metavar="BxL",
     help="B prompts of L tokens; may be given several times. By default, 16x1024 on a GPU and 1x256 on a CPU.",

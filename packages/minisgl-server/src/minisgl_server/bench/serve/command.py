@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from minisgl_server.bench.flags import OutputFile, given_flags
-from minisgl_server.bench.serve.options import JsonObjectType, LengthType, check_options, parse_goodput
+from minisgl_server.bench.serve.options import check_options, parse_goodput, parse_json_object, parse_length
 
 POSITIVE = click.FloatRange(0, min_open=True)
 DEFAULT_NUM_REQUESTS = 100
@@ -62,9 +62,9 @@ DEFAULT_NUM_REQUESTS = 100
     help="Maximum concurrent conversations. May be given several times, with one run each.",
 )
 @click.option(
-    "--input-len", type=LengthType(), default="512", metavar="N|LOW:HIGH", help="New prompt tokens per request."
+    "--input-len", type=parse_length, default="512", metavar="N|LOW:HIGH", help="New prompt tokens per request."
 )
-@click.option("--output-len", type=LengthType(), default="128", metavar="N|LOW:HIGH", help="Output tokens per request.")
+@click.option("--output-len", type=parse_length, default="128", metavar="N|LOW:HIGH", help="Output tokens per request.")
 @click.option("--num-turns", type=click.IntRange(1), default=1, help="Requests per conversation.")
 @click.option(
     "--turn-delay", type=click.FloatRange(0), default=0.0, help="Seconds between a response and the next turn."
@@ -100,7 +100,7 @@ DEFAULT_NUM_REQUESTS = 100
     help="Generate exactly the requested output length: an extension of vLLM, SGLang and minisgl.",
 )
 @click.option(
-    "--extra-body", type=JsonObjectType(), default="{}", metavar="JSON", help="Additional fields of each request."
+    "--extra-body", type=parse_json_object, default="{}", metavar="JSON", help="Additional fields of each request."
 )
 @click.option("--timeout", type=POSITIVE, default=600.0, help="Maximum seconds per request.")
 @click.option(

@@ -53,41 +53,27 @@ def runs(options: SimpleNamespace) -> Iterator[Run]:
         yield Run(number, rate, limit, scale if options.trace else None)
 
 
-class LengthType(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2 only
-    """Length ``N`` or ``LOW:HIGH``."""
-
-    name = "length"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return (low, high)."""
-        if isinstance(value, tuple):
-            return value
-        low, _, high = str(value).partition(":")
-        try:
-            found = int(low), int(high or low)
-        except ValueError:
-            found = (0, 0)
-        if not 1 <= found[0] <= found[1]:
-            self.fail(f"{value!r} is neither a number of tokens nor LOW:HIGH, both 1 or more.", param, ctx)
-        return found
+def parse_length(text: str) -> tuple[int, int]:
+    """Return (low, high) of a length ``N`` or ``LOW:HIGH``."""
+    low, _, high = text.partition(":")
+    try:
+        found = int(low), int(high or low)
+    except ValueError:
+        found = (0, 0)
+    if not 1 <= found[0] <= found[1]:
+        raise click.BadParameter(f"{text!r} is neither a number of tokens nor LOW:HIGH, both 1 or more.")
+    return found
 
 
-class JsonObjectType(click.ParamType):  # type: ignore[type-arg]
-    """JSON object."""
-
-    name = "json"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the object as a dict."""
-        if isinstance(value, dict):
-            return value
-        try:
-            found = json.loads(value)
-        except ValueError as error:
-            self.fail(f"{value!r} is not JSON: {error}.", param, ctx)
-        if not isinstance(found, dict):
-            self.fail(f"{value!r} is not a JSON object, such as '{{}}'.", param, ctx)
-        return found
+def parse_json_object(text: str) -> dict[str, Any]:
+    """Return a JSON object."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise click.BadParameter(f"{text!r} is not JSON: {error}.") from None
+    if not isinstance(found, dict):
+        raise click.BadParameter(f"{text!r} is not a JSON object, such as '{{}}'.")
+    return found
 
 
 def parse_goodput(values: tuple[str, ...]) -> dict[str, float]:
