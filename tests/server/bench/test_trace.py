@@ -105,10 +105,10 @@ def test_reading_sorts_and_fills_in(tmp_path: Path) -> None:
     ("line", "words"),
     [
         ("{", "Line 2"),
-        (json.dumps(GOOD | {"input_length": 0}), "1 or more"),
+        (json.dumps(GOOD | {"input_length": 0}), "`int` >= 1"),
         (json.dumps(GOOD | {"hash_ids": [1]}), ""),
         (json.dumps(GOOD | {"hash_ids": [1, 2, 3]}), "20 tokens have 2 blocks, not 3"),
-        (json.dumps(GOOD | {"hash_ids": [1, -2]}), "0 or more"),
+        (json.dumps(GOOD | {"hash_ids": [1, -2]}), "`int` >= 0"),
         (json.dumps({"chat_id": 1}), "Line 2"),
     ],
 )

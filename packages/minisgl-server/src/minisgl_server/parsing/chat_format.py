@@ -116,10 +116,11 @@ class ChatFormat:
                 tools = chat.tools.offered
             else:
                 messages = describe_tools_in_system_prompt(messages, chat.tools.offered, parser)
-        elif (index := _first_tool_message(messages)) is not None and not self._knows_calls:
-            messages = render_calls_as_text(
-                messages, self._parser_for_tools(f"messages[{index}]", "a call or its result")
-            )
+        elif not self._knows_calls:
+            about_tools = (each.get("tool_calls") or each.get("role") == "tool" for each in messages)
+            if (index := next((index for index, is_about in enumerate(about_tools) if is_about), None)) is not None:
+                parser = self._parser_for_tools(f"messages[{index}]", "a call or its result")
+                messages = render_calls_as_text(messages, parser)
         return render_chat(
             self._tokenizer,
             messages,
@@ -301,12 +302,6 @@ def describe_tools_in_system_prompt(
 def render_calls_as_text(messages: Sequence[Mapping[str, Any]], parser: type[ToolParser]) -> list[dict[str, Any]]:
     """Return messages for a template without tool calls: calls and their results become text."""
     return [_as_text(message, parser) for message in plain_messages(messages)]
-
-
-def _first_tool_message(messages: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the index of the first message with tool calls or a tool result."""
-    indices = (index for index, each in enumerate(messages) if each.get("tool_calls") or each.get("role") == "tool")
-    return next(indices, None)
 
 
 def _as_text(message: Mapping[str, Any], parser: type[ToolParser]) -> dict[str, Any]:

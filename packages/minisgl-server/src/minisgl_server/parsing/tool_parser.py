@@ -175,7 +175,7 @@ class ToolParser:
 
     def _start_call(self, tag: str, known_only: bool = False) -> None:
         self._tag = tag
-        self._reader = ToolCallReader(self._functions if known_only else None, self._prefixes, self._add_arguments)
+        self._reader = ToolCallReader(self._functions if known_only else None, self._prefixes, self._arguments.append)
 
     def _announce(self, name: str) -> None:
         """Add a new call."""
@@ -184,11 +184,9 @@ class ToolParser:
         self._calls.append(ToolCallDelta(index=self.num_calls, id=call_id, name=name, arguments=""))
         self.num_calls += 1
 
-    def _add_arguments(self, text: str) -> None:
-        self._arguments.append(text)
-
     def _flush_arguments(self) -> None:
-        arguments, self._arguments = "".join(self._arguments), []
+        arguments = "".join(self._arguments)
+        self._arguments.clear()
         if not arguments:
             return
         last = self._calls[-1] if self._calls else None

@@ -106,35 +106,29 @@ def _decompressor(encoding: str) -> Callable[[bytes], Iterator[bytes]]:
     if name not in _WINDOW_BITS:
         message = f"The Content-Encoding is {encoding!r:.100}; it must be gzip, deflate or left out."
         raise ApiError(415, message, code="unsupported_media_type")
-    return _Inflater(name)
+    return _inflater(name)
 
 
-class _Inflater:
-    """Decompresses a gzip or deflate stream chunk by chunk."""
+def _inflater(name: str) -> Callable[[bytes], Iterator[bytes]]:
+    """Return a function that decompresses a gzip or deflate stream chunk by chunk; the last chunk is empty."""
+    stream = zlib.decompressobj(_WINDOW_BITS[name])
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._stream = zlib.decompressobj(_WINDOW_BITS[name])
+    def invalid(why: str) -> ApiError:
+        return ApiError(400, f"The body is not valid {name} data: {why}.", code="invalid_encoding")
 
-    def __call__(self, chunk: bytes) -> Iterator[bytes]:
-        """Decompress a chunk; the last one is empty.
-
-        Raises:
-            ApiError: 400, the data are invalid, or have more than one compressed stream.
-        """
-        if not chunk and not self._stream.eof:
-            raise self._invalid("it ends too early")
+    def decompress(chunk: bytes) -> Iterator[bytes]:
+        if not chunk and not stream.eof:
+            raise invalid("it ends too early")
         piece = b""
         while chunk or len(piece) == _PIECE_BYTES:  # after a full piece, there may be more output without more input
             try:
-                piece = self._stream.decompress(chunk, _PIECE_BYTES)
+                piece = stream.decompress(chunk, _PIECE_BYTES)
             except zlib.error as error:
-                raise self._invalid(str(error)) from None
-            if self._stream.unused_data:
-                raise self._invalid("there is data after its end")
+                raise invalid(str(error)) from None
+            if stream.unused_data:
+                raise invalid("there is data after its end")
             if piece:
                 yield piece
-            chunk = self._stream.unconsumed_tail
+            chunk = stream.unconsumed_tail
 
-    def _invalid(self, why: str) -> ApiError:
-        return ApiError(400, f"The body is not valid {self._name} data: {why}.", code="invalid_encoding")
+    return decompress

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -32,11 +33,11 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
     chat_id: int
     parent_chat_id: int = -1
     timestamp: float
-    input_length: int
-    output_length: int
+    input_length: Annotated[int, msgspec.Meta(ge=1)]
+    output_length: Annotated[int, msgspec.Meta(ge=1)]
     type: str = "text"
     turn: int = 1
-    hash_ids: list[int]
+    hash_ids: list[Annotated[int, msgspec.Meta(ge=0)]]
 
 
 def read_trace(path: Path, limit: int | None = None, flag: str = "--trace") -> list[TraceRequest]:
@@ -73,10 +74,6 @@ def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
 
 
 def _checked(request: TraceRequest) -> TraceRequest:
-    if request.input_length < 1 or request.output_length < 1:
-        raise ValueError("input_length and output_length must be 1 or more")
-    if any(block < 0 for block in request.hash_ids):
-        raise ValueError("hash_ids must be 0 or more")
     whole, blocks = request.input_length // BLOCK_TOKENS, -(-request.input_length // BLOCK_TOKENS)
     if not whole <= len(request.hash_ids) <= blocks:
         raise ValueError(f"{request.input_length} tokens have {blocks} blocks, not {len(request.hash_ids)}")
