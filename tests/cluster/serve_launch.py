@@ -6,6 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
@@ -79,3 +80,13 @@ def wait_for_engines(nodes: list[RayNode], num: int, other_than: Sequence[psutil
     while len(found := [each for node in nodes for each in engines(node)]) != num or found == other_than:
         assert time.monotonic() < deadline, found
         time.sleep(0.5)
+
+
+def wait_for_two_replicas(service: Service, nodes: list[RayNode]) -> None:
+    """Wait until two replicas answer, after the processes of both engines have started."""
+    wait_for_engines(nodes, 2)
+    deadline = time.monotonic() + DEADLINE_S
+    while len(service.generated_tokens()) < 2:
+        assert time.monotonic() < deadline
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda _: service.stream(threading.Semaphore(0), 4), range(8)))

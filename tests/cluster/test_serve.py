@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ import pytest
 import tiny_folder
 from launched import DEADLINE_S
 from ray_node import RayNode
-from serve_launch import Launch, engines, wait_for_engines
+from serve_launch import Launch, engines, wait_for_engines, wait_for_two_replicas
 
 from minisgl_core import LLM, SamplingParams
 
@@ -165,8 +164,7 @@ def test_a_lost_replica_costs_only_the_streams_that_have_begun_on_it(launch: Lau
         assert set(ends) <= {"length", "replica_lost"}
         for each in whole:
             assert each.result(DEADLINE_S).usage.completion_tokens > 0
-    wait_for_engines(nodes, 2)
-    assert launch.stream(started, 4)[-1] == "length"
+    wait_for_two_replicas(launch, nodes)
 
 
 @pytest.mark.nightly
@@ -177,14 +175,11 @@ def test_replicas_whose_schedulers_hang_are_replaced(launch: Launch, nodes: list
         for _ in streams:
             assert started.acquire(timeout=DEADLINE_S)
         before = [each for node in nodes for each in engines(node)]
-        begin = time.monotonic()
         for each in before:  # the router selects where the streams run
             each.suspend()
         assert {each.result(DEADLINE_S)[-1] for each in streams} == {"replica_lost"}
-        psutil.wait_procs(before, DEADLINE_S)
-        assert time.monotonic() - begin < 60
-    wait_for_engines(nodes, 2, other_than=before)
-    assert launch.stream(started, 4)[-1] == "length"
+        assert not psutil.wait_procs(before, DEADLINE_S)[1]
+    wait_for_two_replicas(launch, nodes)
 
 
 @pytest.mark.nightly
@@ -201,7 +196,7 @@ def test_an_update_to_another_model_loses_no_request(launch: Launch, nodes: list
         stream = pool.submit(launch.stream, started, 600)
         assert started.acquire(timeout=DEADLINE_S)
         asking = [pool.submit(ask) for _ in range(2)]
-        update = Launch(nodes[0], "--replicas", "2", "--model", tiny_folder.llama())
+        update = Launch(nodes[0], "--replicas", "2", "--model", tiny_folder.qwen3_moe())
         try:
             update.wait_started()
             assert launch.process.wait(DEADLINE_S) == 0, launch.stderr()
@@ -212,10 +207,9 @@ def test_an_update_to_another_model_loses_no_request(launch: Launch, nodes: list
                 each.result(DEADLINE_S)
             assert update.url == launch.url
             old, new = texts[0], texts[-1]
-            assert new.split() == re.findall(r"w\d+", new)  # of the second model, which knows such words only
             assert set(texts) == {old, new}
             assert old != new
-            last = pool.submit(launch.stream, started, 600)
+            last = pool.submit(launch.stream, started, 240)
             assert started.acquire(timeout=DEADLINE_S)
             update.process.terminate()
             assert last.result(DEADLINE_S)[-1] == "length"

@@ -15,7 +15,7 @@ from hosts import Hosts
 from launched import DEADLINE_S
 from many_streams import count_errors
 from ray_node import RayNode
-from serve_launch import Launch, Service, engines, wait_for_engines
+from serve_launch import Launch, Service, engines, wait_for_two_replicas
 
 pytest.importorskip("ray", reason="ray is not installed")
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
@@ -48,16 +48,6 @@ def launch(narrow: list[RayNode]) -> Iterator[Launch]:
         made.close()  # Ray spreads actors if possible, but does not promise it
     yield made
     made.close()
-
-
-def wait_for_two_replicas(launch: Launch, nodes: list[RayNode]) -> None:
-    """Wait until two replicas answer."""
-    wait_for_engines(nodes, 2)
-    deadline = time.monotonic() + DEADLINE_S
-    while len(launch.generated_tokens()) < 2:
-        assert time.monotonic() < deadline
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(lambda _: launch.stream(threading.Semaphore(0), 4), range(8)))
 
 
 @dataclass

@@ -47,6 +47,7 @@ def scaled(nodes: list[RayNode]) -> Iterator[Service]:
     ray.init(nodes[0].head, logging_level="WARNING")
     with socket.create_server(("0.0.0.0", 0)) as probe:
         port = probe.getsockname()[1]
+    serve.shutdown()  # if it runs after a launch, it would keep its own port
     serve.start(proxy_location="EveryNode", http_options={"host": "0.0.0.0", "port": port})
     args = {
         "model": tiny_folder.llama(),
