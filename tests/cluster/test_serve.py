@@ -95,6 +95,12 @@ async def test_a_request_is_refused_once_the_queue_is_full(launch: Launch) -> No
     [
         ("/completions", {"temperature": -1}, 400, {"type": "invalid_request_error", "param": "temperature"}),
         ("/completions", {"stream": True, "max_tokens": 10**6}, 400, {"code": "context_length_exceeded"}),
+        (
+            "/completions",
+            {"n": 2 * 2 * NUM_RUNNING + NUM_QUEUED + 1},
+            400,
+            {"type": "invalid_request_error", "param": "n"},
+        ),
         ("/completions", {"model": "other"}, 404, {"code": "model_not_found", "param": "model"}),
         ("/no_such_path", {}, 404, {"type": "invalid_request_error"}),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextvars import Context
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -52,6 +53,8 @@ METRICS_S = 5.0
 """Longest time that an engine may take to return its metrics."""
 MAX_ATTEMPTS = 3
 """Replicas that are tried for a request, which fails when the last of them is lost."""
+SPARE_SLOTS = 8
+"""Slots of the routing policy for replicas that are stopping. A slot is free once the requests of its last replica have ended."""
 TICK_S = 1.0
 """Time between two calls of `RoutingTable.tick`."""
 
@@ -67,7 +70,7 @@ class API:
 
     Args:
         config: options of the engines.
-        options: options of the server. `replicas` is the number of slots of the routing policy.
+        options: options of the server. `replicas` is the maximum number of replicas.
         api_key_digests: see `add_middleware`.
         engines: the deployment Engine, or the name of the application that has it.
     """
@@ -84,10 +87,11 @@ class API:
             engines = serve.get_deployment_handle("Engine", engines)
         self._engines, self._config, self._options, self._digests = engines, config, options, api_key_digests
         info: EngineInfo = Decoder(EngineInfo)(await engines.describe.remote())
-        self._table = RoutingTable(make_router(options, info, Registry.from_environment()), info)
+        slots = replace(options, replicas=options.replicas + SPARE_SLOTS)
+        self._table = RoutingTable(make_router(slots, info, Registry.from_environment()), info)
         request_router.table = self._table
-        info = msgspec.structs.replace(info, max_requests=info.max_requests * options.replicas)
-        self._addresses = IpcAddresses.create(options.num_tokenizers or 1, options.replicas)
+        info = msgspec.structs.replace(info, max_requests=self._max_requests(options.replicas))
+        self._addresses = IpcAddresses.create(options.num_tokenizers or 1, slots.replicas)
         self._supervisor = Supervisor(self._addresses.directory, options.log_level, options.log_format)
         self._workers = [Sender(address) for address in self._addresses.tokenizer_in]
         self._calls: dict[str, asyncio.Task[None]] = {}
@@ -171,8 +175,11 @@ class API:
 
         A limit of Serve's would count requests that arrive together as waiting, even if the replicas have room for them.
         """
-        room = len(request_router.replica_ids) * requests_per_replica(self._config)
-        return len(self._calls) >= room + self._config.scheduler.max_queued_requests
+        return len(self._calls) >= self._max_requests(len(request_router.replica_ids))
+
+    def _max_requests(self, num_replicas: int) -> int:
+        """Return the number of requests that run or wait at a time with this number of replicas."""
+        return num_replicas * requests_per_replica(self._config) + self._config.scheduler.max_queued_requests
 
     async def _take_outputs(self) -> None:
         """Pass the engines' output on to the tokenizer workers, and events of their prefix caches to the policy."""

@@ -22,8 +22,6 @@ from minisgl_server.options import ServerOptions
 from minisgl_server.ray.api import API, requests_per_replica
 from minisgl_server.ray.engine import HEALTH_CHECK_S, Engine
 
-SPARE_SLOTS = 8
-"""Slots of the routing policy for replicas that are stopping."""
 HEALTH_TIMEOUT_S = 2 * HEALTH_CHECK_S
 """Longest time that a replica may take to return from `Engine.check_health`; three misses in a row end it."""
 
@@ -110,9 +108,8 @@ def api(
     environment: dict[str, str] | None = None,
 ) -> Application:
     """Return the deployment API. `engines` is the deployment Engine, or the name of the application that has it."""
-    digests, high = api_key_digests(options), options.replica_range[1]
-    # A slot is free once the requests of its last replica have ended. The page describes processes of one host.
-    options = replace(_without_keys(options), replicas=high + SPARE_SLOTS, page=False)
+    digests = api_key_digests(options)
+    options = replace(_without_keys(options), page=False)  # the page describes processes of one host
     deployment = serve.deployment(
         API,
         name="API",
