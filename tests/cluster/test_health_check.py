@@ -12,6 +12,7 @@ pytest.importorskip("ray", reason="ray is not installed")
 
 from minisgl_core.protocol.messages import Count
 from minisgl_server.ray import engine as engine_module
+from minisgl_server.ray.connections import Connections
 from minisgl_server.ray.engine import MAX_MISSED_CHECKS, Engine
 
 
@@ -31,7 +32,7 @@ async def test_a_scheduler_that_misses_checks_in_a_row_is_killed(
     engine = Engine.__new__(Engine)
     engine._endpoints = SimpleNamespace(remove=lambda: None)  # type: ignore[assignment]
     engine._supervisor = SimpleNamespace(pid={"scheduler rank 0": scheduler.pid}.get)  # type: ignore[assignment]
-    engine._running, engine._callers, engine._num_missed_checks = {}, {}, 0
+    engine._running, engine._callers, engine._num_missed_checks = {}, Connections(), 0
     answers = False
 
     def send(message: Count) -> None:

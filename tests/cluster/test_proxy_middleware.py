@@ -16,7 +16,7 @@ from ray.serve import context
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl_server.ray import proxy_middleware
-from minisgl_server.ray.proxy_middleware import FinalErrorMiddleware
+from minisgl_server.ray.proxy_middleware import ProxyMiddleware
 
 CHUNK = {"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True}
 LAST = {"type": "http.response.body", "body": b"data: [DONE]\n\n"}
@@ -62,7 +62,7 @@ async def response_to(app: ASGIApp, path: str = "/v1/completions", root_path: st
         return {"type": "http.request", "body": b"", "more_body": False}
 
     scope = {"type": "http", "path": root_path + path, "root_path": root_path, "headers": []}
-    call = asyncio.create_task(FinalErrorMiddleware(app)(scope, receive, send))
+    call = asyncio.create_task(ProxyMiddleware(app)(scope, receive, send))
     complete = asyncio.create_task(is_complete.wait())
     await asyncio.wait([call, complete], return_when=asyncio.FIRST_COMPLETED, timeout=10)
     for each in (call, complete):

@@ -32,6 +32,7 @@ from minisgl_server.api.errors import (
     not_encodable,
     rejected,
     shutting_down,
+    slow_client,
 )
 
 logger = logging.getLogger(__name__)
@@ -114,8 +115,7 @@ class Generation:
         if self.is_sending and self._running:
             self._num_unsent_bytes += _num_bytes(text)
             if self._num_unsent_bytes > self._max_unsent_bytes:
-                why = "The client reads the stream too slowly: the output that it has not read takes too much memory."
-                self.fail(ApiError(408, why, code="slow_client"))
+                self.fail(slow_client())
 
     def reject(self, message: Rejected) -> None:
         """End all requests, as one of them was rejected."""

@@ -105,6 +105,12 @@ def body_too_large(what: str) -> ApiError:
     return ApiError(413, f"The body {what}.", code="body_too_large", headers={"Connection": "close"})
 
 
+def slow_client() -> ApiError:
+    """Return the error of a stream whose client reads more slowly than the output is generated."""
+    message = "The client reads the stream too slowly: the output that it has not read takes too much memory."
+    return ApiError(408, message, code="slow_client")
+
+
 def shutting_down() -> ApiError:
     """Return the error of a request that came during the shutdown."""
     return ApiError(503, "The server is shutting down.", code="shutting_down")

@@ -1,17 +1,19 @@
 """Replicas on a Ray cluster by Ray Serve. Needs the extra ``minisgl-server[ray]``; importing this package does not.
 
-    HTTP -> proxy of Serve -> API (FastAPI application, tokenizer workers) --- call per request ---> Engine (ranks)
-                                            ^-------------- ZeroMQ: output of each step -----------------'
+    HTTP <-> proxy of Serve --- call per request ---> API, tokenizer workers --- call per request ---> Engine: ranks
+                    ^---- ZeroMQ: events of streams ----'       ^------- ZeroMQ: output of each step -------'
 
 - `app` declares the Serve deployments API and Engine.
 - `api` runs the application of `minisgl_server.api`, and calls an engine for each request of the tokenizer workers.
 - `engine` runs the ranks of one engine, and sends its output to the callers.
 - `request_router` is Serve's request router for these calls, with the policies of ``--router``.
 - `proxy_middleware` is loaded by the proxy. It ends responses with an error if the replica of the API or the head is lost.
+- `direct_streams` sends the events of streams from the API to this middleware, over the `connections` that engines have, too.
 - `launch` is ``minisgl launch --executor ray --replicas``.
 
 A call lasts as long as its request. So Serve counts requests, scales by them, lets them end before it stops a replica, and tells
-when a replica is lost. Output tokens do not go through Serve, because its streaming costs too much per token: see docs/ray.md.
+when a replica is lost. Output tokens and events do not go through Serve, because its streaming costs too much per token: see
+docs/ray.md.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
-import ray
 from ray import serve
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.handle import DeploymentHandle
@@ -31,7 +30,6 @@ from minisgl_core.protocol.messages import (
     Submit,
     encode,
 )
-from minisgl_core.runtime.curve import new_key, tcp_address
 from minisgl_core.runtime.ipc import AsyncReceiver, IpcAddresses, Sender
 from minisgl_core.runtime.supervisor import Supervisor
 from minisgl_server.api.app import create_app
@@ -40,6 +38,8 @@ from minisgl_server.api.http.middleware import add_middleware
 from minisgl_server.metrics.endpoint import Families, merge
 from minisgl_server.options import ServerOptions
 from minisgl_server.ray import request_router
+from minisgl_server.ray.connections import Connections, open_receiver
+from minisgl_server.ray.direct_streams import DirectStreams
 from minisgl_server.ray.engine import prepare_process
 from minisgl_server.ray.request_router import HEARTBEAT_TIMEOUT_TICKS, RoutingTable
 from minisgl_server.router.load import make_router
@@ -97,10 +97,8 @@ class API:
         self._calls: dict[str, asyncio.Task[None]] = {}
         self._ended: dict[str, asyncio.Event] = {}
         self._attempts: dict[str, int] = {}
-        address = tcp_address(ray.util.get_node_ip_address(), 0, new_key())
-        self._outputs = AsyncReceiver[Any](address, CacheEvents)
-        port = self._outputs.socket.last_endpoint.decode().rpartition(":")[2]
-        self._address = f"{address.rpartition(':')[0]}:{port}"
+        self._outputs, self._address = open_receiver(CacheEvents)
+        self._proxies = Connections()
         self.client = EngineClient(self._addresses)
         names = [f"tokenizer {index}" for index in range(len(self._workers))]
         for index, name in enumerate(names):
@@ -121,14 +119,15 @@ class API:
         """Return the application."""
         counts = memoryview(bytearray(4)).cast("i")  # each replica of the API limits its own requests
         app = create_app(self.client, self._options, self._collect_metrics)
-        return add_middleware(app, self._options, self._digests, counts, 0)
+        return DirectStreams(add_middleware(app, self._options, self._digests, counts, 0), self._proxies)
 
     async def check_health(self) -> None:
-        """Raise the error of a tokenizer worker that has ended."""
+        """Raise the error of a tokenizer worker that has ended, and close idle connections."""
         self._supervisor.wait(timeout_s=0)
         for task in self._tasks:
             if task.done():
                 task.result()
+        self._proxies.close_idle()
 
     async def _collect_metrics(self) -> Families:
         """Return the metrics of all engines that answer in time."""

@@ -8,8 +8,6 @@ import os
 import signal
 import sys
 import threading
-import time
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,12 +35,11 @@ from minisgl_server.launch.replicas import Replicas
 from minisgl_server.metrics.endpoint import Families, collect_local
 from minisgl_server.metrics.engine_metrics import prepare_metrics
 from minisgl_server.options import ServerOptions
+from minisgl_server.ray.connections import Connections
 from minisgl_server.router.cache_events import VARIABLE as ROUTER_EVENTS_VARIABLE
 
 logger = logging.getLogger(__name__)
 
-IDLE_S = 60.0
-"""Time without requests after which the connection to a caller is closed."""
 HEARTBEAT_S = 2.0
 """Time between two heartbeats to each caller."""
 HEALTH_CHECK_S = 15.0
@@ -64,14 +61,6 @@ class _Running(NamedTuple):
     ended: asyncio.Future[None]
 
 
-@dataclass(slots=True)
-class _Caller:
-    """Connection to a caller."""
-
-    sender: Sender
-    last_used_s: float = field(default_factory=time.monotonic)
-
-
 class Engine:
     """Replica with one engine. A replica whose engine fails ends itself, and Serve starts another one."""
 
@@ -85,7 +74,7 @@ class Engine:
         self._supervisor = Supervisor(self._addresses.directory, options.log_level, options.log_format)
         self._engine = Replicas(config, registry, self._supervisor, self._addresses)
         self._running: dict[str, _Running] = {}
-        self._callers: dict[str, _Caller] = {}
+        self._callers = Connections()
         self._health: asyncio.Future[None] | None = None
         self._num_missed_checks = 0
         self._decode = Decoder(Submit)
@@ -138,21 +127,18 @@ class Engine:
             engine: the caller's number for this engine.
         """
         message: Submit = self._decode(submit)
-        caller = self._callers.get(address)
-        if caller is None:
-            caller = self._callers[address] = _Caller(Sender(address))
         ended = asyncio.get_running_loop().create_future()
         self._running[request_id] = _Running(Route(address, message.worker, engine), ended)
         message.worker = 0
-        self._scheduler.send(message)
-        try:
-            await ended
-        except asyncio.CancelledError:
-            self._scheduler.send(Abort(request_id))
-            raise
-        finally:
-            self._running.pop(request_id, None)
-            caller.last_used_s = time.monotonic()
+        with self._callers.use(address):
+            self._scheduler.send(message)
+            try:
+                await ended
+            except asyncio.CancelledError:
+                self._scheduler.send(Abort(request_id))
+                raise
+            finally:
+                self._running.pop(request_id, None)
 
     async def check_health(self) -> None:
         """Wait until the scheduler answers, and close idle connections. Serve calls this every few seconds.
@@ -176,10 +162,7 @@ class Engine:
                 os.kill(self._supervisor.pid("scheduler rank 0"), signal.SIGKILL)
             raise
         self._num_missed_checks = 0
-        in_use = {each.route.address for each in self._running.values()}
-        for address, caller in list(self._callers.items()):
-            if address not in in_use and time.monotonic() - caller.last_used_s > IDLE_S:
-                self._callers.pop(address).sender.drop()
+        self._callers.close_idle()
 
     async def _forward_output(self) -> None:
         """Send the output of each step to the callers of its requests."""
@@ -218,8 +201,7 @@ class Engine:
             self._end(running)
 
     def _send(self, route: Route, message: TokenBatch | Rejected) -> None:
-        sender = self._callers[route.address].sender
-        sender.socket.send_multipart([route.worker.to_bytes(1), encode(message)])
+        self._callers.sender(route.address).socket.send_multipart([route.worker.to_bytes(1), encode(message)])
 
     @staticmethod
     def _end(running: _Running) -> None:
@@ -240,8 +222,8 @@ class Engine:
 
     def _send_to_all(self, message: bytes) -> None:
         replica_id = serve.get_replica_context().replica_id.unique_id.encode()
-        for caller in self._callers.values():
-            caller.sender.socket.send_multipart([replica_id, message])
+        for sender in self._callers.senders():
+            sender.socket.send_multipart([replica_id, message])
 
 
 def prepare_process(name: str, options: ServerOptions) -> None:

@@ -1,7 +1,8 @@
-"""ASGI middleware of Serve's proxies, which ends each response of the API with an error where Serve would close the connection.
+"""ASGI middleware of Serve's proxies: it receives event streams, and ends responses with an error.
 
-A proxy is a process on each node, between the clients and the deployment API. It closes the connection if the replica of the API
-is lost. If the head of the cluster is lost, Ray ends the processes of all other nodes about a minute later.
+A proxy is a process on each node, between the clients and the deployment API. Events of streams arrive past Serve's calls, see
+`direct_streams`. Serve's proxy closes the connection if the replica of the API is lost. If the head of the cluster is lost, Ray
+ends the processes of all other nodes about a minute later. In both cases, the middleware first sends an error.
 
 Serve applies the middleware to all applications of the cluster; it changes only the responses of the one named `API_APP`.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from itertools import count
 
 import ray
 from ray.serve.context import _get_serve_request_context
@@ -18,23 +20,29 @@ from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from minisgl_server.api.errors import ANTHROPIC_PATH, ApiError, anthropic_body
+from minisgl_core.runtime.ipc import AsyncReceiver
+from minisgl_server.api.engine_client import MAX_UNSENT_BYTES
+from minisgl_server.api.errors import ANTHROPIC_PATH, ApiError, anthropic_body, slow_client
 from minisgl_server.api.openai.event_stream import event, typed_event
 from minisgl_server.ray import API_APP
+from minisgl_server.ray.connections import open_receiver
+from minisgl_server.ray.direct_streams import EXTENSION, Chunk, Chunks
 
 POLL_S = 2.0
 """Time between two calls to the head of the cluster."""
 HEAD_S = float(os.environ.get("RAY_gcs_rpc_server_reconnect_timeout_s", "60")) - 20.0  # noqa: SIM112  # Ray's name
 """Longest time that the head may take to answer, some seconds less than Ray's own limit, after which Ray ends this process."""
+LAST_CHUNK_S = 10.0
+"""Longest time from the end of Serve's call to the arrival of the stream's last chunk."""
 
 
 def middlewares() -> list[Middleware]:
     """Return the middlewares of a proxy; RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names this function."""
-    return [Middleware(FinalErrorMiddleware)]
+    return [Middleware(ProxyMiddleware)]
 
 
-class FinalErrorMiddleware:
-    """Ends the responses of lost replicas with an error, and all responses if the head of the cluster is lost.
+class ProxyMiddleware:
+    """Passes event streams of the API on, and ends responses with an error if their replica or the head of the cluster is lost.
 
     Args:
         app: Serve's proxy.
@@ -42,24 +50,40 @@ class FinalErrorMiddleware:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._responses: set[ProxiedResponse] = set()
-        self._watch: asyncio.Task[None] | None = None
+        self._responses: dict[int, ProxiedResponse] = {}
+        self._numbers = count()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._address = ""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, and complete its response."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if self._watch is None:
-            self._watch = asyncio.create_task(self._watch_head())
-        response = ProxiedResponse(scope, receive, send)
-        self._responses.add(response)
+        if not self._tasks:
+            receiver, self._address = open_receiver(Chunks)
+            self._tasks = [asyncio.create_task(each) for each in (self._watch_head(), self._take_chunks(receiver))]
+        number = next(self._numbers)
+        response = self._responses[number] = ProxiedResponse(scope, receive, send)
+        scope.setdefault("extensions", {})[EXTENSION] = (self._address, number)
         try:
             await self._app(scope, response.receive, response.send)
             response.find_application()
-            await response.fail(replica_lost())
+            await response.fail(response.error or replica_lost())
+        except asyncio.CancelledError:
+            if response.error is None:
+                raise
+            await response.fail(response.error)
         finally:
-            self._responses.discard(response)
+            del self._responses[number]
+            response.close()
+
+    async def _take_chunks(self, receiver: AsyncReceiver[Chunks]) -> None:
+        """Pass the chunks of the API on to the responses, if they are not over."""
+        while True:
+            for chunk in (await receiver.receive()).chunks:
+                if response := self._responses.get(chunk.stream):
+                    response.take(chunk)
 
     async def _watch_head(self) -> None:
         """Fail all responses while the head does not answer. Calls to a lost head take a minute."""
@@ -71,21 +95,52 @@ class FinalErrorMiddleware:
                     seen_s = time.monotonic()
                 call = asyncio.create_task(asyncio.to_thread(ray.nodes))
             if time.monotonic() - seen_s > HEAD_S:
-                for response in list(self._responses):
-                    await response.fail(head_lost())
+                await asyncio.gather(*(response.fail(head_lost()) for response in self._responses.values()))
 
 
 class ProxiedResponse:
-    """Response that passes through the proxy, until it is complete or has failed."""
+    """Response that passes through the proxy, until it is complete or has failed.
+
+    Attributes:
+        error: reason why the response cannot go on, if any; the request is being cancelled.
+    """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope, self._receive, self._send = scope, receive, send
         self._is_of_api = self._is_started = self._is_event_stream = self._is_over = False
+        self.error: ApiError | None = None
+        self._task = asyncio.current_task()
+        self._chunks: list[Chunk] = []
+        """Chunks that have arrived and were not sent."""
+        self._num_bytes = 0
+        self._num_chunks = 0
+        self._arrived, self._all_arrived = asyncio.Event(), asyncio.Event()
+        self._writer: asyncio.Task[None] | None = None
+        """Sends the chunks, if the body does not come by Serve's call."""
 
     async def receive(self) -> Message:
         """Return the next message of the client."""
         self.find_application()
         return await self._receive()
+
+    def take(self, chunk: Chunk) -> None:
+        """Take a chunk of the body. If one is missing, or too many wait for the client, the request is cancelled."""
+        if chunk.index != self._num_chunks:
+            self._cancel(replica_lost())
+            return
+        self._num_chunks += 1
+        self._num_bytes += len(chunk.body)
+        self._chunks.append(chunk)
+        self._arrived.set()
+        if chunk.is_last:
+            self._all_arrived.set()
+        elif self._num_bytes > MAX_UNSENT_BYTES:
+            self._cancel(slow_client())
+
+    def _cancel(self, error: ApiError) -> None:
+        if self.error is None and self._task is not None:
+            self.error = error
+            self._task.cancel()
 
     async def send(self, message: Message) -> None:
         """Pass a message on, or fail in place of Serve's own errors."""
@@ -100,9 +155,42 @@ class ProxiedResponse:
                 return
             self._is_started = True
             self._is_event_stream = content_type.startswith("text/event-stream")
-        elif not message.get("more_body", False):
+            is_direct = message.pop(EXTENSION, False)
+            await self._send(message)
+            if is_direct:
+                self._writer = asyncio.create_task(self._write())
+            return
+        if self._writer is not None:
+            try:
+                await asyncio.wait_for(self._all_arrived.wait(), LAST_CHUNK_S)
+                await self._writer
+            except TimeoutError:
+                await self.fail(replica_lost())
+            except asyncio.CancelledError:
+                if self.error is None:
+                    raise
+                await self.fail(self.error)  # Serve's call has ended already
+            return
+        if not message.get("more_body", False):
             self._is_over = True
         await self._send(message)
+
+    async def _write(self) -> None:
+        """Send the chunks. Those that arrive while the client is not ready are sent together."""
+        while not self._is_over:
+            await self._arrived.wait()
+            self._arrived.clear()
+            if self._is_over:
+                return
+            chunks, self._chunks, self._num_bytes = self._chunks, [], 0
+            self._is_over = chunks[-1].is_last
+            body = b"".join([each.body for each in chunks])
+            await self._send({"type": "http.response.body", "body": body, "more_body": not self._is_over})
+
+    def close(self) -> None:
+        """Send no more chunks."""
+        if self._writer is not None:
+            self._writer.cancel()
 
     async def fail(self, error: ApiError) -> None:
         """End the response with an error if it is not complete: by an event in a stream, and by a response before it."""
