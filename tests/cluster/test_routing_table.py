@@ -34,8 +34,8 @@ def submit(name: str, tokens: range = range(64), **fields: str) -> Submit:
     return Submit(request_id=name, token_ids=np.array(tokens, np.int32), sampling=SamplingParams(), **fields)
 
 
-def make(num_slots: int = 3) -> RoutingTable:
-    return RoutingTable(PrefixRouter(RouterSpec(num_slots, 1000)), INFO)
+def make(num_entries: int = 3) -> RoutingTable:
+    return RoutingTable(PrefixRouter(RouterSpec(num_entries, 1000)), INFO)
 
 
 def route(table: RoutingTable, request: Submit, replicas: str) -> str:
@@ -84,13 +84,13 @@ def test_a_lost_engine_gets_a_larger_number_and_its_requests_are_returned_once()
     table = make()
     for name in "123":
         assert route(table, submit(name), "a") == "a"
-    number, lost = table.lose("2")
+    engine_id, lost = table.lose("2")
     assert sorted(each.request_id for each in lost) == ["1", "2", "3"]
     assert table.lose("3") == (-1, [])
     chosen = table.choose("2", ["a"], ["a"])
     assert chosen is not None
-    assert chosen.number > number
-    assert chosen.number % 3 == number % 3
+    assert chosen.engine_id > engine_id
+    assert chosen.engine_id % 3 == engine_id % 3
 
 
 def test_an_engine_without_heartbeats_is_lost_until_the_next_one() -> None:
@@ -120,7 +120,7 @@ def test_an_engine_without_requests_needs_no_heartbeats() -> None:
     assert route(table, submit("2"), "a") == "a"
 
 
-def test_a_slot_is_free_after_the_last_request_of_a_replica_that_has_ended() -> None:
+def test_an_entry_is_free_after_the_last_request_of_a_replica_that_has_ended() -> None:
     table = make(1)
     assert route(table, submit("1"), "a") == "a"
     table.begin(submit("2"))
@@ -128,7 +128,7 @@ def test_a_slot_is_free_after_the_last_request_of_a_replica_that_has_ended() -> 
     table.end("1")
     chosen = table.choose("2", ["b"], ["b"])
     assert chosen is not None
-    assert (chosen.replica_id, chosen.number) == ("b", 1)
+    assert (chosen.replica_id, chosen.engine_id) == ("b", 1)
 
 
 def test_a_request_that_has_ended_is_not_routed() -> None:

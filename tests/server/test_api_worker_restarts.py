@@ -30,7 +30,7 @@ def test_failures_before_a_long_service_are_forgotten(monkeypatch: pytest.Monkey
     now_s = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
     supervisor: Any = Processes()
-    with IpcAddresses.create(num_tokenizers=2, num_apis=2) as endpoints, socket.socket() as listener:
+    with IpcAddresses.create(num_tokenizers=2, num_api_workers=2) as endpoints, socket.socket() as listener:
         workers = ApiWorkers(ServerOptions(api_workers=2), [], supervisor, endpoints, listener)
         workers.start()
         workers.tell(Stop())

@@ -107,15 +107,15 @@ def rig(engine_tokenizer: Any) -> Rig:
 def test_requests_of_a_lost_api_worker_are_aborted(engine_tokenizer: Any) -> None:
     """Also those that arrive after its end; the successor gets its own output only."""
     rig, connected = Rig(engine_tokenizer), list[int]()
-    rig.worker._api, rig.worker._connect_api = 1, connected.append
-    rig.submit("a", api=1)
-    rig.submit("b", api=1, sampling=SamplingParams(max_tokens=8, n=2), sibling_ids=["c"])
+    rig.worker._api_worker_id, rig.worker._connect_api = 1, connected.append
+    rig.submit("a", api_worker_id=1)
+    rig.submit("b", api_worker_id=1, sampling=SamplingParams(max_tokens=8, n=2), sibling_ids=["c"])
     rig.scheduler.clear()
-    rig.submit("new", api=3)
+    rig.submit("new", api_worker_id=3)
     rig.worker.handle(ApiRestarted(3))  # the successor's first request may overtake it
-    rig.submit("late", api=1)
+    rig.submit("late", api_worker_id=1)
     rig.worker.handle(ApiRestarted(5))
-    rig.submit("newest", api=5)
+    rig.submit("newest", api_worker_id=5)
     sent = [(type(each), each.request_id) for each in rig.scheduler]
     aborted = [(Abort, "a"), (Abort, "b"), (Abort, "c")]
     assert sent == [*aborted, (Submit, "new"), (Abort, "new"), (Submit, "newest")]
@@ -531,13 +531,13 @@ def test_requests_of_a_lost_engine_are_retried_or_fail(engine_tokenizer: Any) ->
     [error] = rig.take()
     assert (error.request_id, error.kind) == ("sent", "replica_lost")
     rig.output(" late", "waits")
-    rig.worker.handle(Rejected(request_id="waits", kind="queue_full", message="late", engine=0))
+    rig.worker.handle(Rejected(request_id="waits", kind="queue_full", message="late", engine_id=0))
     assert rig.take() == [], "the output of the lost engine"
     for name in ("waits", "half a character", "whole", "elsewhere"):
         for piece, reason in ((" new", None), (" text", "length")):
             ids = engine_tokenizer(piece)["input_ids"]
             out = TokenOut(request_id=name, token_ids=ids, finish_reason=reason, num_prompt_tokens=1)
-            rig.worker.handle(TokenBatch([out], engine=2))
+            rig.worker.handle(TokenBatch([out], engine_id=2))
     found: dict[str, list[Text]] = {}
     for each in rig.take():
         assert isinstance(each, Text)
@@ -557,9 +557,9 @@ def test_another_engine_may_reject_a_retried_request(engine_tokenizer: Any) -> N
     rig = Rig(engine_tokenizer, num_replicas=2)
     rig.submit("a")
     rig.worker.handle(ReplicaLost(1, ["a"]))
-    rig.worker.handle(Rejected(request_id="a", kind="queue_full", message="late", engine=1))
+    rig.worker.handle(Rejected(request_id="a", kind="queue_full", message="late", engine_id=1))
     assert rig.take() == []
-    rejected = Rejected(request_id="a", kind="queue_full", message="full", engine=2)
+    rejected = Rejected(request_id="a", kind="queue_full", message="full", engine_id=2)
     rig.worker.handle(rejected)
     assert rig.take() == [rejected]
     assert rig.scheduler[-1] == Ended(["a"])
@@ -572,10 +572,10 @@ def test_lost_engines_need_little_memory(engine_tokenizer: Any) -> None:
         rig.worker.handle(ReplicaLost(engine, [str(engine)]))
     assert len(rig.worker._lost) == 2
     for engine in (0, 38, 1, 3, -1):
-        rig.worker.handle(Rejected(request_id=str(engine), kind="internal", message="", engine=engine))
+        rig.worker.handle(Rejected(request_id=str(engine), kind="internal", message="", engine_id=engine))
     assert rig.take() == [], "the engines 0, 38 and 1 were lost, and the others have no such requests"
     for engine, name in ((40, "0"), (3, "1"), (-1, "2")):
-        rig.worker.handle(Rejected(request_id=name, kind="internal", message="", engine=engine))
+        rig.worker.handle(Rejected(request_id=name, kind="internal", message="", engine_id=engine))
     assert [each.request_id for each in rig.take()] == ["0", "1", "2"]
 
 

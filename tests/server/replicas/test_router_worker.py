@@ -311,7 +311,7 @@ def test_events_follow_a_real_cache() -> None:
     cache, rng = RadixPrefixCache(8), np.random.default_rng(0)
     with IpcAddresses.create() as endpoints, Receiver[CacheEvents](endpoints.router_events, CacheEvents) as inbox:
         hooks = CacheEventHooks(endpoints.router_events)
-        hooks.engine_started(info(engine=3))
+        hooks.engine_started(info(engine_id=3))
         free, prompts, held = list(range(1, 64)), [], set[int]()
         for step in range(60):
             tokens = np.repeat(rng.integers(0, 2, 4), 8 * rng.integers(1, 3)).astype(np.int32)
@@ -329,7 +329,7 @@ def test_events_follow_a_real_cache() -> None:
                 hooks.batch_finished()
                 event = inbox.receive(timeout_s=0.2)
                 if event is not None:
-                    assert event.engine == 3
+                    assert event.engine_id == 3
                     held = (held - set(event.evicted.tolist())) | set(event.inserted.tolist())
                 real = set[int]()
                 for each in prompts:

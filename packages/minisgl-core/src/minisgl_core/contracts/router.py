@@ -57,7 +57,7 @@ class ReplicaView(Protocol):
 
     @property
     def replica(self) -> int:
-        """Number of the replica, from 0."""
+        """Index of the replica, from 0."""
 
     @property
     def num_requests(self) -> int:
@@ -124,11 +124,11 @@ class Router(ABC):
 
     @abstractmethod
     def route(self, prompt: RoutedPrompt, replicas: Sequence[ReplicaView]) -> int:
-        """Return the number of the replica that runs a request.
+        """Return the index of the replica that runs a request.
 
         Args:
             prompt: prompt of the request.
-            replicas: replicas that are ready, at least one, by number. The result is the number of one of them.
+            replicas: replicas that are ready, at least one, ordered by index. The result is the index of one of them.
         """
 
     def inserted(self, replica: int, keys: BlockKeys) -> None:

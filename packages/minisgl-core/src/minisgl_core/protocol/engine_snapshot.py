@@ -37,7 +37,7 @@ class SnapshotRequest(msgspec.Struct, tag=True, kw_only=True):
     query: int = 0
     """Number that the answer repeats."""
     replica: int = 0
-    """Number of the replica; if that is not ready, another one answers."""
+    """Index of the replica; if that is not ready, another one answers."""
     replicas: list[ReplicaState] = []
     """All replicas, as the router adds them; empty if there is only one."""
 

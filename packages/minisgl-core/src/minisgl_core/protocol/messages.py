@@ -100,8 +100,8 @@ class Tokenize(msgspec.Struct, tag=True, kw_only=True):
 
     request_id: str
     sampling: SamplingParams
-    api: int = 0
-    """Number of the API worker; see `ApiRestarted`."""
+    api_worker_id: int = 0
+    """Id of the API worker; see `ApiRestarted`."""
     sibling_ids: list[str] = msgspec.field(default_factory=list)
     """Ids of the further outputs if `sampling.n` is more than 1; `SamplingParams.split` makes their parameters."""
     text: str | None = None
@@ -268,8 +268,8 @@ class Rejected(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
     kind: str
     message: str
     param: str | None = None
-    engine: int = 0
-    """See `EngineInfo.engine`. A rejection by a lost engine must not end a request that was submitted to another one."""
+    engine_id: int = 0
+    """See `EngineInfo.engine_id`. A rejection by a lost engine must not end a request that was submitted to another one."""
 
 
 class TokenOut(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -298,8 +298,8 @@ class TokenBatch(msgspec.Struct, tag=True, omit_defaults=True):
     """
 
     outputs: list[TokenOut]
-    engine: int = 0
-    """See `EngineInfo.engine`."""
+    engine_id: int = 0
+    """See `EngineInfo.engine_id`."""
     request_ids: list[str] = []
     token_ids: np.ndarray = _NO_TOKENS
     """Token of each request in `request_ids`, int32."""
@@ -368,17 +368,17 @@ class EngineInfo(msgspec.Struct, tag=True, kw_only=True):
     """Seconds of each phase of rank 0's start, by name, such as ``loaded the weights``."""
     uncompiled: list[str] = msgspec.field(default_factory=list)
     """Attention backends that ``auto`` would have selected, had they been compiled."""
-    engine: int = 0
-    """Number of the engine in the launch. A replica that is restarted is a new engine."""
+    engine_id: int = 0
+    """Id of the engine: index of its replica plus the number of replicas per restart. A restarted replica is a new engine."""
     replica: int = 0
-    """Number of the replica that the engine is."""
+    """Index of the replica that the engine is."""
 
 
 class Ready(msgspec.Struct, tag=True, kw_only=True):
-    """Child process to launcher: it has started. The scheduler of rank 0 sets `engine`, tokenizer workers the rest."""
+    """Child process to launcher: it has started. The scheduler of rank 0 sets `engine_info`, tokenizer workers the rest."""
 
     process: str
-    engine: EngineInfo | None = None
+    engine_info: EngineInfo | None = None
     has_chat_template: bool = False
     max_token_bytes: int = 0
     """See `EngineInfo.max_token_bytes`."""
@@ -396,8 +396,8 @@ class Count(msgspec.Struct, tag=True, kw_only=True):
     """Counts by process or state: ``tokenizer 0``, ``waiting``, ``running``, and also ``locked pages``."""
     query: int = 0
     """Number by which a router recognises the answer of a replica."""
-    api: int = 0
-    """Number of the API worker; see `ApiRestarted`."""
+    api_worker_id: int = 0
+    """Id of the API worker; see `ApiRestarted`."""
 
 
 class Ended(msgspec.Struct, tag=True):
@@ -410,14 +410,14 @@ class ReplicaReady(msgspec.Struct, tag=True):
     """Launcher to router: the engine of a replica is ready for requests."""
 
     replica: int
-    engine: int
+    engine_id: int
 
 
 class ReplicaDied(msgspec.Struct, tag=True):
     """Launcher to router: all processes of an engine have ended."""
 
     replica: int
-    engine: int
+    engine_id: int
 
 
 class NoReplica(msgspec.Struct, tag=True):
@@ -432,14 +432,17 @@ class NoReplica(msgspec.Struct, tag=True):
 class ReplicaLost(msgspec.Struct, tag=True):
     """Router to tokenizer worker: an engine has ended, and with it these requests. Discard output of it that arrives later."""
 
-    engine: int
+    engine_id: int
     request_ids: list[str]
 
 
 class ApiRestarted(msgspec.Struct, tag=True):
-    """Launcher to tokenizer worker: its API worker has ended, and with it all requests. `api` is the number of the new worker."""
+    """Launcher to tokenizer worker: its API worker has ended, and with it all requests.
 
-    api: int
+    `api_worker_id` is the id of its successor: index of the worker plus the number of API workers per restart.
+    """
+
+    api_worker_id: int
 
 
 class NoSnapshot(msgspec.Struct, tag=True):
@@ -451,7 +454,7 @@ class NoSnapshot(msgspec.Struct, tag=True):
 class CacheEvents(msgspec.Struct, tag=True):
     """Scheduler to router: blocks inserted into and evicted from an engine's prefix cache. A block is in one of the two only."""
 
-    engine: int
+    engine_id: int
     inserted: np.ndarray
     """Keys of the blocks, uint64; see `minisgl_core.contracts.router.block_keys`."""
     evicted: np.ndarray

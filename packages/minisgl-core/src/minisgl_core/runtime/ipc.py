@@ -53,21 +53,21 @@ class IpcAddresses:
         directory: directory of the sockets.
         num_tokenizers: number of tokenizer workers.
         num_replicas: number of replicas; if there are several, they are behind a router.
-        engine: number of the engine that this is for; a restarted replica is a new engine, so no message to the old one
-            reaches it.
-        num_apis: number of API workers, the processes of the API server.
-        api: number of the API worker that this is for; one that is restarted has a new number, as an engine has.
+        engine_id: id of the engine that this is for (`EngineInfo.engine_id`); a restarted replica is a new engine, so no message
+            to the old one reaches it.
+        num_api_workers: number of API workers, the processes of the API server.
+        api_worker_id: id of the API worker that this is for (`ApiRestarted.api_worker_id`); one that is restarted has a new id.
     """
 
     directory: str
     num_tokenizers: int = 1
     num_replicas: int = 1
-    engine: int = 0
-    num_apis: int = 1
-    api: int = 0
+    engine_id: int = 0
+    num_api_workers: int = 1
+    api_worker_id: int = 0
 
     @classmethod
-    def create(cls, num_tokenizers: int = 1, num_replicas: int = 1, num_apis: int = 1) -> IpcAddresses:
+    def create(cls, num_tokenizers: int = 1, num_replicas: int = 1, num_api_workers: int = 1) -> IpcAddresses:
         """Make a new directory with mode 0700 in the system's temporary directory. Call `remove` at the end.
 
         Raises:
@@ -82,24 +82,24 @@ class IpcAddresses:
                 "a shorter path, because Unix sockets are made there",
                 "Try TMPDIR=/tmp.",
             )
-        return cls(directory, num_tokenizers, num_replicas, num_apis=num_apis)
+        return cls(directory, num_tokenizers, num_replicas, num_api_workers=num_api_workers)
 
     def remove(self) -> None:
         """Delete the directory. May be called twice."""
         shutil.rmtree(self.directory, ignore_errors=True)
 
-    def of_engine(self, engine: int) -> IpcAddresses:
+    def of_engine(self, engine_id: int) -> IpcAddresses:
         """Return the addresses for another engine of the launch."""
-        return replace(self, engine=engine)
+        return replace(self, engine_id=engine_id)
 
-    def of_api(self, api: int) -> IpcAddresses:
+    def of_api_worker(self, api_worker_id: int) -> IpcAddresses:
         """Return the addresses for another API worker of the launch."""
-        return replace(self, api=api)
+        return replace(self, api_worker_id=api_worker_id)
 
     @property
     def api_in(self) -> str:
         """Address of the API worker."""
-        return f"ipc://{self.directory}/api" + (f"-{self.api}" if self.num_apis > 1 else "")
+        return f"ipc://{self.directory}/api" + (f"-{self.api_worker_id}" if self.num_api_workers > 1 else "")
 
     @property
     def request_counts(self) -> str:
@@ -108,13 +108,13 @@ class IpcAddresses:
 
     @property
     def replica(self) -> int:
-        """Number of the replica that the engine is."""
-        return self.engine % self.num_replicas
+        """Index of the replica that the engine is."""
+        return self.engine_id % self.num_replicas
 
     @property
     def scheduler_in(self) -> str:
         """Address of the scheduler of rank 0."""
-        return f"ipc://{self.directory}/scheduler" + (f"-{self.engine}" if self.num_replicas > 1 else "")
+        return f"ipc://{self.directory}/scheduler" + (f"-{self.engine_id}" if self.num_replicas > 1 else "")
 
     @property
     def router_in(self) -> str:
@@ -139,7 +139,9 @@ class IpcAddresses:
     @property
     def own_tokenizer_in(self) -> dict[int, str]:
         """Addresses of the tokenizer workers of the API worker, by index."""
-        return dict(list(enumerate(self.tokenizer_in))[self.api % self.num_apis :: self.num_apis])
+        return dict(
+            list(enumerate(self.tokenizer_in))[self.api_worker_id % self.num_api_workers :: self.num_api_workers]
+        )
 
     def __enter__(self) -> Self:
         return self

@@ -91,7 +91,7 @@ def _run_rank0(
         built = build_engine(config, registry, hooks, placement)
         phases = StartupTimer()
         followers = [Sender(each.address) for each in placements[1:]]
-        info = msgspec.structs.replace(built.info, engine=addresses.engine, replica=addresses.replica)
+        info = msgspec.structs.replace(built.info, engine_id=addresses.engine_id, replica=addresses.replica)
         loop = make_loop(built, registry, hooks, followers, results)
         if loop.scheduler.grammars is not None:
             loop.scheduler.grammars.warm_up()
@@ -100,11 +100,11 @@ def _run_rank0(
         if hooks.engine_stopped is not None:
             stack.callback(hooks.engine_stopped)
         phases.done("made the scheduler")
-        report(Ready(process="scheduler rank 0", engine=info))
+        report(Ready(process="scheduler rank 0", engine_info=info))
         workers = [Sender(address) for address in addresses.scheduler_out]
         with closing(built.engine):
             try:
-                _serve(loop, requests, workers, addresses.engine, addresses.replica)
+                _serve(loop, requests, workers, addresses.engine_id, addresses.replica)
             finally:
                 if loop.scheduler.grammars is not None:
                     loop.scheduler.grammars.close()
@@ -237,7 +237,7 @@ def _launch_next(engine: Engine, from_rank0: Receiver[FromRank0]) -> PendingStep
 
 
 def _serve(
-    loop: EngineLoop, requests: Receiver[Incoming], workers: list[Sender], engine: int = 0, replica: int = 0
+    loop: EngineLoop, requests: Receiver[Incoming], workers: list[Sender], engine_id: int = 0, replica: int = 0
 ) -> None:
     """Handle messages and run steps until a `Stop` arrives.
 
@@ -245,14 +245,14 @@ def _serve(
         loop: loop of rank 0.
         requests: receiver of all messages to the scheduler.
         workers: senders to the tokenizer workers and the router, by `Submit.worker`.
-        engine: number of the engine, for its messages.
-        replica: number of the replica, for snapshots.
+        engine_id: id of the engine, for its messages.
+        replica: index of the replica, for snapshots.
     """
     monitor = Monitor(loop.scheduler, replica)
     while True:
         for message in _arrivals(requests, loop):
             if isinstance(message, Submit):
-                _submit(loop.scheduler, message, workers, engine)
+                _submit(loop.scheduler, message, workers, engine_id)
             elif isinstance(message, Abort):
                 loop.scheduler.abort(message.request_id, message.reason)
             elif isinstance(message, Count):
@@ -262,7 +262,7 @@ def _serve(
                 workers[message.worker].send(monitor.snapshot(message))
             elif isinstance(message, Stop):
                 return
-        _deliver(loop.step(), workers, engine)
+        _deliver(loop.step(), workers, engine_id)
 
 
 def _arrivals(requests: Receiver[Incoming], loop: EngineLoop) -> Iterator[Incoming | None]:
@@ -279,7 +279,7 @@ def _arrivals(requests: Receiver[Incoming], loop: EngineLoop) -> Iterator[Incomi
             yield message
 
 
-def _submit(scheduler: Scheduler, submit: Submit, workers: list[Sender], engine: int) -> None:
+def _submit(scheduler: Scheduler, submit: Submit, workers: list[Sender], engine_id: int) -> None:
     """Submit a request, or send its worker the reason why it is refused. An invalid request must not end the scheduler."""
     details = {"request_id": submit.request_id}
     logger.debug("%d requests run and %d wait", scheduler.num_running, scheduler.num_waiting, extra=details)
@@ -291,7 +291,7 @@ def _submit(scheduler: Scheduler, submit: Submit, workers: list[Sender], engine:
         reply = Rejected(request_id=submit.request_id, kind="queue_full", message=str(error))
     else:
         return
-    reply.engine = engine
+    reply.engine_id = engine_id
     workers[submit.worker].send(reply)
 
 
@@ -303,15 +303,15 @@ def _counts(scheduler: Scheduler) -> dict[str, int]:
     }
 
 
-def _deliver(outputs: Outputs, workers: list[Sender], engine: int) -> None:
+def _deliver(outputs: Outputs, workers: list[Sender], engine_id: int) -> None:
     for worker, batch in outputs:
-        batch.engine = engine
+        batch.engine_id = engine_id
         kept = []
         for output in batch.outputs:
             if output.rejected is None:
                 kept.append(output)
             else:
-                output.rejected.engine = engine
+                output.rejected.engine_id = engine_id
                 workers[worker].send(output.rejected)
         batch.outputs = kept
         if kept or batch.request_ids:

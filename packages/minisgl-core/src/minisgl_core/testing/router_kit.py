@@ -54,7 +54,7 @@ class RouterTests:
             replicas = [Replica(number, draw.choice((0, 1, 50)), draw.choice((0, 4000))) for number in numbers]
             asked = prompt(draw.randrange(20), draw.choice((0, 1, 15, 16, 300)), draw.choice(("", "salt")))
             chosen = router.route(asked, replicas)
-            assert type(chosen) is int, f"the number of the replica is a {type(chosen)}"
+            assert type(chosen) is int, f"the index of the replica is a {type(chosen)}"
             assert chosen in numbers, f"replica {chosen} is not one of {numbers}"
             replica = draw.randrange(num_replicas)
             note = draw.choice((router.inserted, router.evicted))

@@ -162,8 +162,10 @@ class EngineClient:
         self.is_draining = False
         self.no_replica: NoReplica | None = None
         self._receiver = AsyncReceiver[Any](addresses.api_in, Incoming)
-        self._api = addresses.api
-        self._name = f"api {addresses.api % addresses.num_apis}" if addresses.num_apis > 1 else "api"
+        self._api_worker_id = addresses.api_worker_id
+        self._name = (
+            f"api {addresses.api_worker_id % addresses.num_api_workers}" if addresses.num_api_workers > 1 else "api"
+        )
         self._workers = {index: Sender(address) for index, address in addresses.own_tokenizer_in.items()}
         self._next_worker = itertools.cycle(self._workers)
         self._routes: dict[str, tuple[Generation, int]] = {}
@@ -213,7 +215,7 @@ class EngineClient:
         try:
             for request in requests:
                 worker = next(self._next_worker)
-                request.api = self._api
+                request.api_worker_id = self._api_worker_id
                 self._routes |= dict.fromkeys(request.output_ids, (generation, worker))
                 self._workers[worker].send(request)
         except (OverflowError, RecursionError, UnicodeError):
@@ -252,7 +254,7 @@ class EngineClient:
         for worker, sender in self._workers.items():
             answers.append(loop.create_future())
             self._pending_counts[worker].append(answers[-1])
-            sender.send(Count(worker=worker, api=self._api))
+            sender.send(Count(worker=worker, api_worker_id=self._api_worker_id))
         counts = {self._name: len(self._routes)}
         for answer in answers:
             counts |= await answer
@@ -317,7 +319,7 @@ class EngineClient:
                     self._answer(message.request_id, rejected(message))
                     if route := self._routes.pop(message.request_id, None):
                         route[0].reject(message)
-                case Count(worker=worker, counts=counts, api=api) if api == self._api:
+                case Count(worker=worker, counts=counts, api_worker_id=asker) if asker == self._api_worker_id:
                     answer = self._pending_counts[worker].popleft()
                     if not answer.done():
                         answer.set_result(counts)

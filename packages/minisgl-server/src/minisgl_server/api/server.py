@@ -1,4 +1,4 @@
-"""Process of the API server."""
+"""Main function of an API worker, a process of the API server."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ async def _serve(
     listener: socket.socket,
     report: Report,
 ) -> None:
-    start_numbers(addresses.api)
-    client, index = EngineClient(addresses), addresses.api % addresses.num_apis
+    start_numbers(addresses.api_worker_id)
+    client, index = EngineClient(addresses), addresses.api_worker_id % addresses.num_api_workers
     with open(addresses.request_counts, "r+b") as file:
         counts = memoryview(mmap.mmap(file.fileno(), 0)).cast("i")
     connections = ConnectionLimits(max_open_files() * 7 // 8, options.max_connections_per_address)

@@ -37,7 +37,7 @@ class ApiWorkers(Restarts):
     """Processes of the API server, which accept connections from one listening socket.
 
     Each has tokenizer workers of its own, so that output returns to the process with the client's connection. A restarted worker
-    has a new number and address, so it gets no output of its predecessor's requests. Its tokenizer workers abort these.
+    has a new id and address, so it gets no output of its predecessor's requests. Its tokenizer workers abort these.
 
     Args:
         options: options of the server.
@@ -58,9 +58,9 @@ class ApiWorkers(Restarts):
         super().__init__()
         self._options, self._digests, self._listener = options, digests, listener
         self._supervisor, self._addresses = supervisor, addresses
-        self._num = addresses.num_apis
+        self._num = addresses.num_api_workers
         self.names = [f"api {index}" for index in range(self._num)] if self._num > 1 else ["api"]
-        self._numbers = list(range(self._num))
+        self._ids = list(range(self._num))
         self._started_s = [0.0] * self._num
         self._senders: dict[int, Sender] = {}
         self._told: EngineInfo | NoReplica | Stop | None = None
@@ -101,14 +101,14 @@ class ApiWorkers(Restarts):
         has_served = index not in self.due_s and time.monotonic() - self._started_s[index] >= SERVED_S
         return self.backoffs[index].num_failures >= MAX_FAILURES and not has_served
 
-    def start_one(self, number: int) -> None:
-        """Start a worker by its index."""
-        addresses = self._addresses.of_api(self._numbers[number])
-        self._started_s[number] = time.monotonic()
-        self._supervisor.start(self.names[number], RUN_API, self._options, self._digests, addresses, self._listener)
-        self._senders[number] = Sender(addresses.api_in)
+    def start_one(self, index: int) -> None:
+        """Start the worker with this index."""
+        addresses = self._addresses.of_api_worker(self._ids[index])
+        self._started_s[index] = time.monotonic()
+        self._supervisor.start(self.names[index], RUN_API, self._options, self._digests, addresses, self._listener)
+        self._senders[index] = Sender(addresses.api_in)
         if self._told is not None:
-            self._senders[number].send(self._told)
+            self._senders[index].send(self._told)
 
     def replace(self, error: WorkerDiedError) -> bool:
         """Schedule a restart, unless the worker is the only one, the launch is not ready, or all workers fail repeatedly."""
@@ -123,9 +123,9 @@ class ApiWorkers(Restarts):
         self._senders.pop(index).drop()
         with open(self._addresses.request_counts, "r+b") as counts:
             os.pwrite(counts.fileno(), bytes(4), 4 * index)
-        self._numbers[index] += self._num
-        for address in self._addresses.of_api(index).own_tokenizer_in.values():
+        self._ids[index] += self._num
+        for address in self._addresses.of_api_worker(index).own_tokenizer_in.values():
             with Sender(address) as tokenizer:
-                tokenizer.send(ApiRestarted(self._numbers[index]))
+                tokenizer.send(ApiRestarted(self._ids[index]))
         self.restart_later(index, f"API worker {index}", time.monotonic() - self._started_s[index], error)
         return True

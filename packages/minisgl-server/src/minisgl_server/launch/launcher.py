@@ -149,7 +149,7 @@ def compile_only(config: EngineConfig, options: ServerOptions, registry: Registr
 
 def _engine_info(supervisor: Supervisor) -> EngineInfo:
     """Return the description of the first engine that is ready; those of all replicas are alike."""
-    return next(ready.engine for ready in supervisor.ready.values() if ready.engine is not None)
+    return next(ready.engine_info for ready in supervisor.ready.values() if ready.engine_info is not None)
 
 
 def _uncompiled(supervisor: Supervisor) -> str:

@@ -59,13 +59,13 @@ class Replicas(Restarts):
         if self._num > 1:
             config = self._divide_host(config, registry)
         self._config = config
-        self._engines = dict.fromkeys(range(self._num), -1)
-        """Number of the engine by replica; replicas that stay down are missing.
+        self._engine_ids = dict.fromkeys(range(self._num), -1)
+        """Id of the engine by index of the replica; replicas that stay down are missing.
 
-        An engine is one incarnation of a replica. After k restarts, its number is ``replica + k * num_replicas``.
+        An engine is one incarnation of a replica. After k restarts, its id is ``replica + k * num_replicas``.
         """
         self._ready_s: dict[int, float] = {}
-        """Time of readiness, by number of the engine; only of engines that the router knows."""
+        """Time of readiness, by id of the engine; only of engines that the router knows."""
         self.info: EngineInfo | None = None
         """Description of the engines, once all have started."""
         self._is_draining = self._no_replica = False
@@ -84,14 +84,14 @@ class Replicas(Restarts):
 
     def are_ready(self) -> bool:
         """Return True if the ranks of all replicas are ready."""
-        return self._supervisor.ready.keys() >= {name for replica in self._engines for name in self._names(replica)}
+        return self._supervisor.ready.keys() >= {name for replica in self._engine_ids for name in self._names(replica)}
 
     def describe(self) -> EngineInfo:
         """Return the description of the first engine, with the sum of all engines' request limits.
 
         From now on, a replica that fails is always restarted; see `replace`.
         """
-        info = self._supervisor.ready[self._names(0)[0]].engine
+        info = self._supervisor.ready[self._names(0)[0]].engine_info
         assert info is not None, "rank 0 describes the engine"
         self.info = msgspec.structs.replace(info, max_requests=info.max_requests * self._num)
         return self.info
@@ -100,17 +100,17 @@ class Replicas(Restarts):
         """Restart no replica from now on."""
         self._is_draining = True
         for replica in self.due_s:
-            del self._engines[replica]
+            del self._engine_ids[replica]
         self.due_s.clear()
 
     def check(self) -> None:
         """Tell the router, once it is ready, which engines have become ready since the last call."""
         if ROUTER not in self._supervisor.ready:
             return
-        for replica, engine in self._engines.items():
-            if engine not in self._ready_s and self._supervisor.ready.keys() >= set(self._names(replica)):
-                self._ready_s[engine] = time.monotonic()
-                self._tell_router(ReplicaReady(replica, engine))
+        for replica, engine_id in self._engine_ids.items():
+            if engine_id not in self._ready_s and self._supervisor.ready.keys() >= set(self._names(replica)):
+                self._ready_s[engine_id] = time.monotonic()
+                self._tell_router(ReplicaReady(replica, engine_id))
                 if self._no_replica and self.info is not None:
                     self._no_replica = False
                     self._tell_api(self.info)
@@ -121,27 +121,27 @@ class Replicas(Restarts):
         Nothing is restarted while the server stops. Before the launch is ready, an error that the user can correct ends the
         launch, as do `MAX_FAILURES` failures in a row.
         """
-        replica = next((each for each in self._engines if error.process in self._names(each)), -1)
+        replica = next((each for each in self._engine_ids if error.process in self._names(each)), -1)
         if self._num == 1 or replica < 0:
             return False
-        engine, now_s = self._engines[replica], time.monotonic()
+        engine_id, now_s = self._engine_ids[replica], time.monotonic()
         self._supervisor.discard(*self._names(replica))
-        if engine in self._ready_s:
-            self._tell_router(ReplicaDied(replica, engine))
+        if engine_id in self._ready_s:
+            self._tell_router(ReplicaDied(replica, engine_id))
         if self._is_draining:
             logger.error("%s Replica %d stays down, because the server is stopping.", error, replica)
-            del self._engines[replica]
-            return bool(self._engines)
+            del self._engine_ids[replica]
+            return bool(self._engine_ids)
         if self.info is None and (
             isinstance(error, WorkerRefusedError) or self.backoffs[replica].num_failures == MAX_FAILURES - 1
         ):
             return False
-        self.restart_later(replica, f"Replica {replica}", now_s - self._ready_s.pop(engine, now_s), error)
-        is_any_ready = any(engine in self._ready_s for engine in self._engines.values())
+        self.restart_later(replica, f"Replica {replica}", now_s - self._ready_s.pop(engine_id, now_s), error)
+        is_any_ready = any(engine_id in self._ready_s for engine_id in self._engine_ids.values())
         if (
             self.info is not None
             and not is_any_ready
-            and all(self.backoffs[each].num_failures > 1 for each in self._engines)
+            and all(self.backoffs[each].num_failures > 1 for each in self._engine_ids)
         ):
             self._no_replica = True
             no_replica = NoReplica(max(1.0, min(self.due_s.values()) - now_s))
@@ -149,15 +149,15 @@ class Replicas(Restarts):
             self._tell_api(no_replica)
         return True
 
-    def start_one(self, number: int) -> None:
-        """Start an engine with a new number, and a directory of its own if there are several replicas."""
-        replica, engine = number, self._engines[number]
-        engine = replica if engine < 0 else engine + self._num
-        self._engines[replica] = engine
-        addresses = self._addresses.of_engine(engine)
+    def start_one(self, index: int) -> None:
+        """Start an engine with a new id, and a directory of its own if there are several replicas."""
+        replica, engine_id = index, self._engine_ids[index]
+        engine_id = replica if engine_id < 0 else engine_id + self._num
+        self._engine_ids[replica] = engine_id
+        addresses = self._addresses.of_engine(engine_id)
         directory = addresses.directory
         if self._num > 1:
-            directory = f"{directory}/engine-{engine}"
+            directory = f"{directory}/engine-{engine_id}"
             Path(directory).mkdir(mode=0o700)
         size = self._config.parallel.size
         placements = [

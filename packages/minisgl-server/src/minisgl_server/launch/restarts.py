@@ -40,16 +40,16 @@ class Backoff:
 
 
 class Restarts(ABC):
-    """Base class of `ApiWorkers` and `Replicas`: numbered processes or groups of processes, restarted if they fail."""
+    """Base class of `ApiWorkers` and `Replicas`: processes, or groups of processes, by index. Failed ones are restarted."""
 
     def __init__(self) -> None:
         self.backoffs: defaultdict[int, Backoff] = defaultdict(Backoff)
         self.due_s: dict[int, float] = {}
-        """Time of the scheduled restart, by number; processes that run have none."""
+        """Time of the scheduled restart, by index; processes that run have none."""
 
     @abstractmethod
-    def start_one(self, number: int) -> None:
-        """Start the process or group with this number, also for the first time."""
+    def start_one(self, index: int) -> None:
+        """Start the process or group with this index, also for the first time."""
 
     @abstractmethod
     def replace(self, error: WorkerDiedError) -> bool:
@@ -58,20 +58,20 @@ class Restarts(ABC):
     def check(self) -> None:
         """Note which processes are ready; called after each event of a process."""
 
-    def restart_later(self, number: int, name: str, served_s: float, error: WorkerDiedError) -> None:
+    def restart_later(self, index: int, name: str, served_s: float, error: WorkerDiedError) -> None:
         """Schedule a restart after the backoff."""
-        delay_s = self.backoffs[number].delay_s(served_s)
-        failures = self.backoffs[number].num_failures
+        delay_s = self.backoffs[index].delay_s(served_s)
+        failures = self.backoffs[index].num_failures
         when = f" in {delay_s:g} s, since it has failed {failures} times in a row" if delay_s else ""
         logger.error("%s %s is restarted%s.", error, name, when)
-        self.due_s[number] = time.monotonic() + delay_s
+        self.due_s[index] = time.monotonic() + delay_s
 
     def start_due(self) -> float:
         """Run the restarts that are due. Return the time of the next one, or infinity if none is scheduled."""
         now_s = time.monotonic()
-        for number in [each for each, due_s in self.due_s.items() if due_s <= now_s]:
-            del self.due_s[number]
-            self.start_one(number)
+        for index in [each for each, due_s in self.due_s.items() if due_s <= now_s]:
+            del self.due_s[index]
+            self.start_one(index)
         return min(self.due_s.values(), default=math.inf)
 
 

@@ -1,4 +1,4 @@
-"""Metric families: vLLM's names with the prefix ``minisgl_``, labelled with the served model's name and the replica's number."""
+"""Metric families: vLLM's names with the prefix ``minisgl_``, labelled with the served model's name and the replica's index."""
 
 from __future__ import annotations
 

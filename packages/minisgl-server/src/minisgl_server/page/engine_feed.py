@@ -25,7 +25,7 @@ class EngineFeed:
 
     Args:
         with_text: include text of prompts and outputs.
-        replica: number of the replica; another one answers while it is not ready.
+        replica: index of the replica; another one answers while it is not ready.
     """
 
     def __init__(self, client: EngineClient, with_text: bool = False, replica: int = 0) -> None:

@@ -30,7 +30,7 @@ SINCE = {**_NUMBER, "name": "since", "description": "Number of a step; only late
 REPLICA = {
     **_NUMBER,
     "name": "replica",
-    "description": "Number of a replica; while it is not ready, another one answers.",
+    "description": "Index of a replica; while it is not ready, another one answers.",
 }
 
 

@@ -53,8 +53,8 @@ METRICS_S = 5.0
 """Longest time that an engine may take to return its metrics."""
 MAX_ATTEMPTS = 3
 """Replicas that are tried for a request, which fails when the last of them is lost."""
-SPARE_SLOTS = 8
-"""Slots of the routing policy for replicas that are stopping. A slot is free once the requests of its last replica have ended."""
+SPARE_ENTRIES = 8
+"""Entries of the routing table for stopping replicas. An entry is free once the requests of its last replica have ended."""
 TICK_S = 1.0
 """Time between two calls of `RoutingTable.tick`."""
 
@@ -87,11 +87,11 @@ class API:
             engines = serve.get_deployment_handle("Engine", engines)
         self._engines, self._config, self._options, self._digests = engines, config, options, api_key_digests
         info: EngineInfo = Decoder(EngineInfo)(await engines.describe.remote())
-        slots = replace(options, replicas=options.replicas + SPARE_SLOTS)
-        self._table = RoutingTable(make_router(slots, info, Registry.from_environment()), info)
+        entries = replace(options, replicas=options.replicas + SPARE_ENTRIES)
+        self._table = RoutingTable(make_router(entries, info, Registry.from_environment()), info)
         request_router.table = self._table
         info = msgspec.structs.replace(info, max_requests=self._max_requests(options.replicas))
-        self._addresses = IpcAddresses.create(options.num_tokenizers or 1, slots.replicas)
+        self._addresses = IpcAddresses.create(options.num_tokenizers or 1, entries.replicas)
         self._supervisor = Supervisor(self._addresses.directory, options.log_level, options.log_format)
         self._workers = [Sender(address) for address in self._addresses.tokenizer_in]
         self._calls: dict[str, asyncio.Task[None]] = {}
@@ -228,11 +228,11 @@ class API:
 
     def _lose(self, submit: Submit) -> None:
         """Tell the tokenizer workers which requests were lost with the engine of this one; they submit some of them again."""
-        number, lost = self._table.lose(submit.request_id)
+        engine_id, lost = self._table.lose(submit.request_id)
         by_worker: dict[int, list[str]] = {index: [] for index in range(len(self._workers))}
         for each in lost:
             attempts = self._attempts[each.request_id] = self._attempts.get(each.request_id, 0) + 1
-            if number < 0:
+            if engine_id < 0:
                 self._reject(each, "replica_lost", "No replica can take the request. Please send it again.")
             elif attempts < MAX_ATTEMPTS:
                 by_worker[each.worker].append(each.request_id)
@@ -240,9 +240,9 @@ class API:
                 self._reject(each, "replica_lost", f"{attempts} replicas have ended while they ran the request.")
             if (call := self._calls[each.request_id]) is not asyncio.current_task():
                 call.cancel()
-        for worker, request_ids in by_worker.items() if number >= 0 else ():
-            self._workers[worker].send(ReplicaLost(number, request_ids))
+        for worker, request_ids in by_worker.items() if engine_id >= 0 else ():
+            self._workers[worker].send(ReplicaLost(engine_id, request_ids))
 
     def _reject(self, submit: Submit, kind: str, message: str) -> None:
-        reply = Rejected(request_id=submit.request_id, kind=kind, message=message, engine=-1)
+        reply = Rejected(request_id=submit.request_id, kind=kind, message=message, engine_id=-1)
         self._workers[submit.worker].send(reply)

@@ -49,11 +49,11 @@ MAX_MISSED_CHECKS = 3
 
 
 class Route(NamedTuple):
-    """Destination of a request's output: address of the caller, its tokenizer worker, and its number for this engine."""
+    """Destination of a request's output: address of the caller, its tokenizer worker, and its id for this engine."""
 
     address: str
     worker: int
-    engine: int
+    engine_id: int
 
 
 class _Running(NamedTuple):
@@ -117,18 +117,18 @@ class Engine:
         """Return the id of this replica and its metrics. The callers' router sends the call to `replica_id`."""
         return serve.get_replica_context().replica_id.unique_id, await collect_local()
 
-    async def generate(self, *, request_id: str, submit: bytes, address: str, engine: int = -1) -> None:
+    async def generate(self, *, request_id: str, submit: bytes, address: str, engine_id: int = -1) -> None:
         """Run a request, and return once all its output has been sent. Cancelling the call aborts the request.
 
         Args:
             request_id: id of the request.
             submit: the encoded `Submit`.
             address: address of the caller, to which the output goes.
-            engine: the caller's number for this engine.
+            engine_id: the caller's id for this engine.
         """
         message: Submit = self._decode(submit)
         ended = asyncio.get_running_loop().create_future()
-        self._running[request_id] = _Running(Route(address, message.worker, engine), ended)
+        self._running[request_id] = _Running(Route(address, message.worker, engine_id), ended)
         message.worker = 0
         with self._callers.use(address):
             self._scheduler.send(message)
@@ -173,7 +173,7 @@ class Engine:
                     self._split(batch)
                 case Rejected(request_id=request_id) as message:
                     if running := self._running.get(request_id):
-                        message.engine = running.route.engine
+                        message.engine_id = running.route.engine_id
                         self._send(running.route, message)
                         self._end(running)
                 case Count() if self._health is not None and not self._health.done():
@@ -195,7 +195,7 @@ class Engine:
                     ended.append(running)
         for route in outputs.keys() | tokens.keys():
             request_ids, token_ids = tokens.get(route, ([], []))
-            part = TokenBatch(outputs.get(route, []), route.engine, request_ids, np.array(token_ids, np.int32))
+            part = TokenBatch(outputs.get(route, []), route.engine_id, request_ids, np.array(token_ids, np.int32))
             self._send(route, part)
         for running in ended:
             self._end(running)

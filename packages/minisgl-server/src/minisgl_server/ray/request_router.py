@@ -54,26 +54,27 @@ class PolicyRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray has no ty
         chosen = table.choose(pending_request.kwargs["request_id"], list(available), running)
         if chosen is None:
             return [candidate_replicas]  # full replicas are asked for their load, and this is called again
-        # The engine puts this number into its output, so that output of a lost engine is recognised.
-        pending_request.kwargs["engine"] = chosen.number
+        # The engine puts this id into its output, so that output of a lost engine is recognised.
+        pending_request.kwargs["engine_id"] = chosen.engine_id
         return [[available[chosen.replica_id]]]
 
 
 @dataclass(slots=True)
-class EngineSlot:
-    """Engine and its load; a `minisgl_core.contracts.router.ReplicaView`.
+class RoutingEntry:
+    """Entry of the routing table: an engine and its load; a `minisgl_core.contracts.router.ReplicaView`.
 
     Attributes:
-        replica: its slot in the policy.
-        number: number of the engine for tokenizer workers: slot plus a multiple of the number of slots, larger after each loss.
-        replica_id: id of the replica in Serve; empty for a free slot.
+        replica: its index in the policy.
+        engine_id: id of the engine for tokenizer workers: index plus a multiple of the number of entries, larger after each
+            loss.
+        replica_id: id of the replica in Serve; empty for a free entry.
         num_requests: requests that were routed to it by this process.
         num_prompt_tokens: prompt tokens of these.
         ticks_since_heartbeat: `HEARTBEAT_TIMEOUT_TICKS` or more if it is lost until its next heartbeat.
     """
 
     replica: int
-    number: int
+    engine_id: int
     replica_id: str = ""
     num_requests: int = 0
     num_prompt_tokens: int = 0
@@ -84,16 +85,16 @@ class RoutingTable:
     """Engines and the requests of this process. Methods may be called by any thread.
 
     Args:
-        router: the policy, with a slot for each replica that may run, and more for those that are stopping.
+        router: the policy, with an index for each replica that may run, and more for those that are stopping.
         info: description of an engine.
     """
 
     def __init__(self, router: Router, info: EngineInfo) -> None:
         self._router, self._block_size = router, block_size_for(info.page_size)
-        self._engines = [EngineSlot(slot, slot) for slot in range(router.spec.num_replicas)]
+        self._engines = [RoutingEntry(index, index) for index in range(router.spec.num_replicas)]
         self._submits: dict[str, Submit] = {}
-        self._routed: dict[str, tuple[EngineSlot, int]] = {}
-        """Engine of each request, and the number that the engine had then."""
+        self._routed: dict[str, tuple[RoutingEntry, int]] = {}
+        """Engine of each request, and the id that the engine had then."""
         self._lock = threading.Lock()
 
     def begin(self, submit: Submit) -> None:
@@ -108,7 +109,7 @@ class RoutingTable:
             self._unroute(request_id)
             self._submits.pop(request_id, None)
 
-    def choose(self, request_id: str, available: Sequence[str], running: Sequence[str]) -> EngineSlot | None:
+    def choose(self, request_id: str, available: Sequence[str], running: Sequence[str]) -> RoutingEntry | None:
         """Select an engine for a request and count the request as its load; None if none has room or the request has ended.
 
         Args:
@@ -120,7 +121,7 @@ class RoutingTable:
             self._unroute(request_id)
             submit = self._submits.get(request_id)
             engines = {each.replica_id: each for each in self._engines}
-            found = [engines.get(each) or self._assign_slot(each, running) for each in available]
+            found = [engines.get(each) or self._assign_entry(each, running) for each in available]
             views = [
                 engine
                 for engine in found
@@ -135,23 +136,23 @@ class RoutingTable:
             chosen = self._engines[self._router.route(prompt, sorted(views, key=lambda each: each.replica))]
             chosen.num_requests += 1
             chosen.num_prompt_tokens += len(submit.token_ids)
-            self._routed[request_id] = chosen, chosen.number
+            self._routed[request_id] = chosen, chosen.engine_id
             return chosen
 
     def lose(self, request_id: str) -> tuple[int, list[Submit]]:
-        """Note that the engine of a request is lost, and return its number and its requests.
+        """Note that the engine of a request is lost, and return its id and its requests.
 
-        The number is -1 if no engine was chosen for the request, which is returned alone, or if the loss was noted before.
+        The id is -1 if no engine was chosen for the request, which is returned alone, or if the loss was noted before.
         """
         with self._lock:
-            engine, number = self._routed.get(request_id, (None, -1))
+            engine, engine_id = self._routed.get(request_id, (None, -1))
             if engine is None:
                 return -1, [self._submits[request_id]]
-            if engine.number != number:
+            if engine.engine_id != engine_id:
                 return -1, []
-            lost = [self._submits[name] for name, routed in self._routed.items() if routed == (engine, number)]
+            lost = [self._submits[name] for name, routed in self._routed.items() if routed == (engine, engine_id)]
             self._renew(engine)
-            return number, lost
+            return engine_id, lost
 
     def tick(self) -> list[Submit]:
         """Count a second without heartbeat for engines with requests. Return a request of each engine that is lost as of now."""
@@ -183,8 +184,8 @@ class RoutingTable:
                     self._router.evicted(engine.replica, events.evicted)
                     self._router.inserted(engine.replica, events.inserted)
 
-    def _assign_slot(self, replica_id: str, running: Sequence[str]) -> EngineSlot | None:
-        """Assign a new replica a free slot, or that of an ended replica; return None if all slots are in use."""
+    def _assign_entry(self, replica_id: str, running: Sequence[str]) -> RoutingEntry | None:
+        """Assign a new replica a free entry, or that of an ended replica; return None if all entries are in use."""
         free = (each for each in self._engines if each.replica_id not in running and not each.num_requests)
         engine = next(free, None)
         if engine is not None:
@@ -193,9 +194,9 @@ class RoutingTable:
             engine.replica_id, engine.ticks_since_heartbeat = replica_id, 0
         return engine
 
-    def _renew(self, engine: EngineSlot) -> None:
-        """Give a slot a new number, for a replica whose prefix cache is unknown."""
-        engine.number += len(self._engines)
+    def _renew(self, engine: RoutingEntry) -> None:
+        """Give an entry a new engine id, for a replica whose prefix cache is unknown."""
+        engine.engine_id += len(self._engines)
         self._router.lost(engine.replica)
 
     def _unroute(self, request_id: str) -> None:

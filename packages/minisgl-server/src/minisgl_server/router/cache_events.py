@@ -78,7 +78,7 @@ class CacheChanges:
     """
 
     def __init__(self, info: EngineInfo) -> None:
-        self._engine = info.engine
+        self._engine_id = info.engine_id
         self._block_size = block_size_for(info.page_size)
         self._pages_per_block = self._block_size // info.page_size
         self._page_keys: BlockKeys = np.zeros(info.num_pages, np.uint64)
@@ -102,12 +102,12 @@ class CacheChanges:
         """Return the changes; None if there are none."""
         if not self._changes:
             return None
-        events = cache_events(self._engine, self._changes)
+        events = cache_events(self._engine_id, self._changes)
         self._changes.clear()
         return events
 
 
-def cache_events(engine: int, changes: Mapping[int, bool]) -> CacheEvents:
+def cache_events(engine_id: int, changes: Mapping[int, bool]) -> CacheEvents:
     """Return the message about `changes`: keys of blocks, with True for inserted and False for evicted ones."""
     keys, is_cached = np.array(list(changes), np.uint64), np.array(list(changes.values()), bool)
-    return CacheEvents(engine, keys[is_cached], keys[~is_cached])
+    return CacheEvents(engine_id, keys[is_cached], keys[~is_cached])

@@ -15,9 +15,9 @@ class RoundRobinRouter(Router):
         self._last = -1
 
     def route(self, prompt: RoutedPrompt, replicas: Sequence[ReplicaView]) -> int:
-        """Return the replica that comes after the last one, by number."""
-        numbers = [each.replica for each in replicas]
-        self._last = next((number for number in numbers if number > self._last), numbers[0])
+        """Return the replica that comes after the last one, by index."""
+        indices = [each.replica for each in replicas]
+        self._last = next((index for index in indices if index > self._last), indices[0])
         return self._last
 
 

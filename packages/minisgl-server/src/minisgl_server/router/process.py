@@ -31,9 +31,9 @@ def run_router(options: ServerOptions, addresses: IpcAddresses, report: Report) 
         router = make_router(options, info, Registry.from_environment())
         senders: dict[int, Sender] = {}
 
-        def connect(engine: int) -> Send:
+        def connect(engine_id: int) -> Send:
             """Connect to a new engine, and drop what could not be delivered to its predecessor."""
-            of_engine = addresses.of_engine(engine)
+            of_engine = addresses.of_engine(engine_id)
             if of_engine.replica in senders:
                 senders[of_engine.replica].drop()
             sender = senders[of_engine.replica] = Sender(of_engine.scheduler_in)

@@ -38,8 +38,8 @@ class Replica:
     """A replica and its load; a `minisgl_core.contracts.router.ReplicaView`.
 
     Attributes:
-        replica: its number.
-        engine: number of its engine; meaningless if `send` is None.
+        replica: its index.
+        engine_id: id of its engine; meaningless if `send` is None.
         send: sends to the scheduler of its engine; None if that is not ready.
         num_starts: number of engines that it has had, each ready once.
         num_requests: running and waiting requests.
@@ -48,7 +48,7 @@ class Replica:
     """
 
     replica: int
-    engine: int = 0
+    engine_id: int = 0
     send: Send | None = None
     num_starts: int = 0
     num_requests: int = 0
@@ -106,7 +106,7 @@ class RouterWorker:
         self._block_size = block_size_for(info.page_size)
         self._max_requests = info.max_requests
         self._max_per_replica = info.max_requests // router.spec.num_replicas
-        self.replicas = [Replica(number) for number in range(router.spec.num_replicas)]
+        self.replicas = [Replica(index) for index in range(router.spec.num_replicas)]
         self._requests: dict[str, _Routed] = {}
         self._waiting: dict[str, Submit] = {}
         """Requests that wait for a replica, in order."""
@@ -133,10 +133,10 @@ class RouterWorker:
                     self._release(request_id)
             case CacheEvents():
                 self._apply(message)
-            case ReplicaReady(number, engine):
-                self._connect_replica(self.replicas[number], engine)
-            case ReplicaDied(number, engine):
-                self._lose(self.replicas[number], engine)
+            case ReplicaReady(index, engine_id):
+                self._connect_replica(self.replicas[index], engine_id)
+            case ReplicaDied(index, engine_id):
+                self._lose(self.replicas[index], engine_id)
             case NoReplica():
                 self._has_failed, waiting, self._waiting = True, self._waiting, {}
                 for submit in waiting.values():
@@ -196,7 +196,9 @@ class RouterWorker:
             kind = "queue_full"
             message = f"no replica has room, and {len(self._waiting)} requests are waiting already; try again later"
         # No engine sent this, so the loss of an engine does not discard it.
-        self._to_workers[submit.worker](Rejected(request_id=submit.request_id, kind=kind, message=message, engine=-1))
+        self._to_workers[submit.worker](
+            Rejected(request_id=submit.request_id, kind=kind, message=message, engine_id=-1)
+        )
 
     def _release(self, request_id: str) -> _Routed | None:
         """Remove a request that has ended, and route a waiting one."""
@@ -211,23 +213,23 @@ class RouterWorker:
         return routed
 
     def _apply(self, events: CacheEvents) -> None:
-        replica = self.replicas[events.engine % len(self.replicas)]
-        if replica.send is None or replica.engine != events.engine:
+        replica = self.replicas[events.engine_id % len(self.replicas)]
+        if replica.send is None or replica.engine_id != events.engine_id:
             return  # the events of an engine that has ended
         if len(events.evicted):
             self._router.evicted(replica.replica, events.evicted)
         if len(events.inserted):
             self._router.inserted(replica.replica, events.inserted)
 
-    def _connect_replica(self, replica: Replica, engine: int) -> None:
-        replica.engine, replica.send = engine, self._connect(engine)
+    def _connect_replica(self, replica: Replica, engine_id: int) -> None:
+        replica.engine_id, replica.send = engine_id, self._connect(engine_id)
         replica.num_starts += 1
         self._has_failed = False
         waiting, self._waiting = self._waiting, {}
         for submit in waiting.values():
             self._submit(submit)
 
-    def _lose(self, replica: Replica, engine: int) -> None:
+    def _lose(self, replica: Replica, engine_id: int) -> None:
         """Tell the tokenizer workers which requests were lost with an engine; they submit some of them again."""
         replica.send = None
         lost: list[list[str]] = [[] for _ in self._to_workers]
@@ -237,7 +239,7 @@ class RouterWorker:
             lost[routed.worker].append(request_id)
         self._router.lost(replica.replica)
         for to_worker, request_ids in zip(self._to_workers, lost, strict=True):
-            to_worker(ReplicaLost(engine, request_ids))
+            to_worker(ReplicaLost(engine_id, request_ids))
         logger.warning("replica %d was lost with %d requests", replica.replica, sum(map(len, lost)))
         for query in list(self._counting):
             self._answered(query, replica.replica)
@@ -248,12 +250,12 @@ class RouterWorker:
     def _count(self, message: Count) -> None:
         """Begin a count by asking all replicas, or add the answer of one."""
         if message.query:
-            query, number = divmod(message.query, len(self.replicas))
+            query, index = divmod(message.query, len(self.replicas))
             if query in self._counting:
                 counts = self._counting[query].message.counts
                 for name, value in message.counts.items():
                     counts[name] = counts.get(name, 0) + value
-            self._answered(query, number)
+            self._answered(query, index)
             return
         self._last_count += 1
         message.counts["router"] = len(self._requests) + len(self._waiting)

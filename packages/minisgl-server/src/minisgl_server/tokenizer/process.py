@@ -29,7 +29,7 @@ def run_tokenizer_worker(
     with (
         Receiver[Any](addresses.tokenizer_in[index], EngineInfo | Message | Stop) as receiver,
         Sender(addresses.router_in) as to_scheduler,
-        ApiConnection(addresses.of_api(index % addresses.num_apis)) as to_api,
+        ApiConnection(addresses.of_api_worker(index % addresses.num_api_workers)) as to_api,
     ):
         # The engine loads meanwhile. Its error comes first, if it has one: it says more about a checkpoint than the tokenizer's.
         phases = StartupTimer(process_age_s())
@@ -57,7 +57,7 @@ def run_tokenizer_worker(
             chat_format,
             registry,
             addresses.num_replicas,
-            to_api.api,
+            to_api.api_worker_id,
             to_api.connect,
         )
         report(
@@ -74,16 +74,16 @@ class ApiConnection:
     """Connection to the API worker of a tokenizer worker, or to its successor."""
 
     def __init__(self, addresses: IpcAddresses) -> None:
-        self._addresses, self.api = addresses, addresses.api
+        self._addresses, self.api_worker_id = addresses, addresses.api_worker_id
         self._sender = Sender(addresses.api_in)
 
     def send(self, message: msgspec.Struct) -> None:
         self._sender.send(message)
 
-    def connect(self, api: int) -> None:
+    def connect(self, api_worker_id: int) -> None:
         """Connect to another API worker, and drop what could not be delivered to the one before it."""
         self._sender.drop()
-        self._sender = Sender(self._addresses.of_api(api).api_in)
+        self._sender = Sender(self._addresses.of_api_worker(api_worker_id).api_in)
 
     def __enter__(self) -> Self:
         return self

@@ -80,7 +80,7 @@ class TokenizerWorker:
         registry: has the grammar backend.
         num_replicas: number of replicas. If there are several, a router is told when requests end. Requests of a replica that
             died are submitted again if they have sent nothing.
-        api: number of the API worker.
+        api_worker_id: id of the API worker.
         connect_api: connects `to_api` to the API worker that has succeeded it.
     """
 
@@ -94,22 +94,22 @@ class TokenizerWorker:
         chat_format: ChatFormat | None = None,
         registry: Registry | None = None,
         num_replicas: int = 1,
-        api: int = 0,
-        connect_api: Callable[[int], None] = lambda api: None,
+        api_worker_id: int = 0,
+        connect_api: Callable[[int], None] = lambda api_worker_id: None,
     ) -> None:
         self._tokenizer = tokenizer
         self._chat_format = chat_format or ChatFormat(tokenizer, AUTO, None)
         self._encoder = PromptEncoder(tokenizer, info, self._chat_format, registry or Registry.from_environment())
         self._index = index
         self._to_scheduler = to_scheduler
-        self._to_api, self._api, self._connect_api = to_api, api, connect_api
+        self._to_api, self._api_worker_id, self._connect_api = to_api, api_worker_id, connect_api
         self._token_bytes = TokenBytes(tokenizer)
         self._requests: dict[str, RequestOutput] = {}
         self._num_replicas, self._has_router = num_replicas, num_replicas > 1
         self._retries: dict[str, tuple[Submit, Callable[[str], RequestOutput]]] = {}
         """`Submit` and factory of the output state, of each request that has sent no text. Empty without a router."""
         self._lost: dict[int, int] = {}
-        """By replica: number of its newest lost engine. All older engines of the replica were lost too."""
+        """By replica: id of its newest lost engine. All older engines of the replica were lost too."""
 
     @property
     def num_requests(self) -> int:
@@ -122,29 +122,29 @@ class TokenizerWorker:
             case Tokenize(only_tokens=True) | Detokenize():
                 self._send_tokens(message, encoded)
             case Tokenize():
-                self._serve(message.api)
-                if message.api == self._api:  # otherwise it has ended
+                self._serve(message.api_worker_id)
+                if message.api_worker_id == self._api_worker_id:  # otherwise it has ended
                     self._submit(message, encoded)
             case Abort(request_id):
                 if self._forget(request_id):
                     self._to_scheduler(message)
-            case TokenBatch(outputs, engine, request_ids, token_ids):
-                if not self._was_lost(engine):
+            case TokenBatch(outputs, engine_id, request_ids, token_ids):
+                if not self._was_lost(engine_id):
                     new_outputs: Iterator[tuple[str, TokenOut | int]] = chain(
                         ((out.request_id, out) for out in outputs), zip(request_ids, token_ids.tolist(), strict=True)
                     )
                     self._send([text for name, new in new_outputs for text in self._push(name, new)])
                     self._report_ended([out.request_id for out in outputs if out.finish_reason is not None])
             case Rejected():
-                if not self._was_lost(message.engine) and self._forget(message.request_id):
+                if not self._was_lost(message.engine_id) and self._forget(message.request_id):
                     self._to_api(message)
                     self._report_ended([message.request_id])
-            case ReplicaLost(engine, request_ids):
-                self._lost[engine % self._num_replicas] = engine
+            case ReplicaLost(engine_id, request_ids):
+                self._lost[engine_id % self._num_replicas] = engine_id
                 for request_id in request_ids:
                     self._retry(request_id)
-            case ApiRestarted(api):
-                self._serve(api)
+            case ApiRestarted(api_worker_id):
+                self._serve(api_worker_id)
             case Count(counts=counts):
                 from_scheduler = bool(counts)
                 counts[f"tokenizer {self._index}"] = len(self._requests)
@@ -157,13 +157,13 @@ class TokenizerWorker:
             case NoSnapshot():
                 self._to_api(message)
 
-    def _serve(self, api: int) -> None:
+    def _serve(self, api_worker_id: int) -> None:
         """Connect to an API worker that has replaced the previous one, whose requests are aborted."""
-        if api > self._api:
+        if api_worker_id > self._api_worker_id:
             for request_id in list(self._requests):
                 self.handle(Abort(request_id))
-            self._api = api
-            self._connect_api(api)
+            self._api_worker_id = api_worker_id
+            self._connect_api(api_worker_id)
 
     def encode(self, message: Tokenize) -> EncodedPrompt:
         """See `PromptEncoder.encode`; may be called on another thread."""
@@ -276,9 +276,9 @@ class TokenizerWorker:
         if self._has_router and request_ids:
             self._to_scheduler(Ended(request_ids))
 
-    def _was_lost(self, engine: int) -> bool:
+    def _was_lost(self, engine_id: int) -> bool:
         """Return True if an engine has ended; False for -1, which is none."""
-        return 0 <= engine <= self._lost.get(engine % self._num_replicas, -1)
+        return 0 <= engine_id <= self._lost.get(engine_id % self._num_replicas, -1)
 
     def _retry(self, request_id: str) -> None:
         """Submit a request of a lost engine again, or end it with an error if the client may have some of its output."""

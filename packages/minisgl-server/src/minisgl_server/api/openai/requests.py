@@ -24,10 +24,10 @@ _MAX_INLINE_BYTES = 2**16
 _numbers = itertools.count(1)
 
 
-def start_numbers(api: int) -> None:
+def start_numbers(api_worker_id: int) -> None:
     """Have `next_number` return numbers that no other API worker of the launch returns."""
     global _numbers
-    _numbers = itertools.count(api << 32 | 1)
+    _numbers = itertools.count(api_worker_id << 32 | 1)
 
 
 def next_number() -> int:

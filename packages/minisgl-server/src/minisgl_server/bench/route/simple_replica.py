@@ -51,9 +51,9 @@ class SimpleReplica:
         num_prompt_tokens, num_cached_tokens: totals of the admitted requests, as in `SchedulerReplica`.
     """
 
-    def __init__(self, shape: Shape, step_time: StepTime, requests: Requests, engine: int | None = None) -> None:
-        """Start without requests. `engine` is the number in the events; None for no events."""
-        self._shape, self._time, self._requests, self._engine = shape, step_time, requests, engine
+    def __init__(self, shape: Shape, step_time: StepTime, requests: Requests, engine_id: int | None = None) -> None:
+        """Start without requests. `engine_id` is the id in the events; None for no events."""
+        self._shape, self._time, self._requests, self._engine_id = shape, step_time, requests, engine_id
         self._waiting: deque[str] = deque()
         self._prefilling: list[_Running] = []
         self._decoding: list[tuple[int, int, _Running]] = []
@@ -96,8 +96,8 @@ class SimpleReplica:
                 self._end(running, progress)
                 continue
             heapq.heappush(self._decoding, (self._last_step + len(request.output) - 1, request.number, running))
-        if self._engine is not None and self._changes:
-            progress.events = cache_events(self._engine, self._changes)
+        if self._engine_id is not None and self._changes:
+            progress.events = cache_events(self._engine_id, self._changes)
             self._changes.clear()
         self._start(self.next_s)
         return progress

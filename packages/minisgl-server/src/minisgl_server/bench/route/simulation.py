@@ -102,8 +102,8 @@ class _Simulation:
 
     def run(self, requests: Iterable[SimulatedRequest]) -> Outcome:
         begin = time.perf_counter()
-        for number in range(len(self._replicas)):
-            self._worker.handle(ReplicaReady(number, number))
+        for index in range(len(self._replicas)):
+            self._worker.handle(ReplicaReady(index, index))
         for request in requests:
             self._run_until(request.arrival_s)
             self._arrive(request)
@@ -123,9 +123,9 @@ class _Simulation:
             stats=self._router.stats(),
         )
 
-    def _connect(self, number: int) -> Send:
+    def _connect(self, index: int) -> Send:
         def send(message: Any) -> None:
-            self._chosen = number
+            self._chosen = index
 
         return send
 
@@ -144,14 +144,14 @@ class _Simulation:
 
     def _run_until(self, until_s: float) -> None:
         while self._due and self._due[0][0] <= until_s:
-            time_s, number = heapq.heappop(self._due)
-            replica = self._replicas[number]
+            time_s, index = heapq.heappop(self._due)
+            replica = self._replicas[index]
             if time_s != replica.next_s or time_s == math.inf:
                 continue
             self._now_s = time_s
             progress = replica.advance()
             if replica.next_s < math.inf:
-                heapq.heappush(self._due, (replica.next_s, number))
+                heapq.heappush(self._due, (replica.next_s, index))
             self._report(progress)
 
     def _report(self, progress: Progress) -> None:
@@ -175,16 +175,16 @@ class _Simulation:
 def _replicas(setup: Setup, running: Requests) -> list[SchedulerReplica | SimpleReplica]:
     shape, step_time, has_events = setup.shape, setup.step_time, setup.router.uses_events
     replicas: list[SchedulerReplica | SimpleReplica] = []
-    for number in range(setup.num_replicas):
+    for index in range(setup.num_replicas):
         if setup.cache is None:
-            replicas.append(SimpleReplica(shape, step_time, running, number if has_events else None))
+            replicas.append(SimpleReplica(shape, step_time, running, index if has_events else None))
         else:
-            changes = CacheChanges(_info(setup, number)) if has_events else None
+            changes = CacheChanges(_info(setup, index)) if has_events else None
             replicas.append(SchedulerReplica(shape, step_time, running, setup.cache(shape.page_size), changes))
     return replicas
 
 
-def _info(setup: Setup, engine: int = 0) -> EngineInfo:
+def _info(setup: Setup, engine_id: int = 0) -> EngineInfo:
     return EngineInfo(
         model="",
         architecture="",
@@ -199,7 +199,7 @@ def _info(setup: Setup, engine: int = 0) -> EngineInfo:
         default_sampling={},
         choices=[],
         max_requests=2**31,
-        engine=engine,
+        engine_id=engine_id,
     )
 
 
