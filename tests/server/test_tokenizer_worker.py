@@ -104,6 +104,14 @@ def rig(engine_tokenizer: Any) -> Rig:
     return Rig(engine_tokenizer)
 
 
+def test_a_chat_template_may_raise_what_cannot_be_encoded(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rig.tokenizer, "chat_template", r"{{ raise_exception('\ud800') }}")
+    rig.submit(text=None, messages=[{"role": "user", "content": "x"}])
+    [rejected] = rig.take()
+    assert isinstance(rejected, Rejected)
+    assert rejected.message.endswith(r"It says: \ud800")
+
+
 def test_requests_of_a_lost_api_worker_are_aborted(engine_tokenizer: Any) -> None:
     """Also those that arrive after its end; the successor gets its own output only."""
     rig, connected = Rig(engine_tokenizer), list[int]()

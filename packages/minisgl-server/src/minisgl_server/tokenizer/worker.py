@@ -327,7 +327,8 @@ class TokenizerWorker:
 
     def _reject(self, request_id: str, error: InvalidValueError) -> None:
         kind = "too_long" if isinstance(error, ContextLengthError) else "invalid"
-        self._to_api(Rejected(request_id=request_id, kind=kind, message=str(error), param=error.name))
+        message = str(error).encode(errors="backslashreplace").decode()  # a chat template may raise a lone surrogate
+        self._to_api(Rejected(request_id=request_id, kind=kind, message=message, param=error.name))
 
     def _drop(self, request_id: str) -> None:
         """End a request whose output cannot be turned into text. Called while an exception is handled."""
