@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import threading
+
+import numpy as np
 import pytest
 import torch
 
@@ -25,3 +28,25 @@ class TestNativeAttentionInBfloat16(AttentionBackendTests):
     dtypes = (torch.bfloat16,)
     tolerances = TOLERANCES | {torch.bfloat16: 8e-2}
     test_scales = None  # type: ignore[assignment]
+
+
+def test_softmax_of_a_long_row_fits_the_stack() -> None:
+    """A row of 2^19 floats takes 2 MiB, and this thread's stack has 1 MiB."""
+    kernels, num_keys = library.load(torch.float32), 2**19
+    scores = torch.randn(1, 2, num_keys)
+    expected = (scores[0, 1] * 0.5).softmax(-1)
+    first = np.array([num_keys - 2], np.int64)
+
+    def run() -> None:
+        kernels.causal_softmax(scores.data_ptr(), first.ctypes.data, 1, 1, 1, 2, num_keys, 0.5, 0, 0.0, None)
+
+    before = threading.stack_size(2**20)
+    try:
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    finally:
+        threading.stack_size(before)
+    torch.testing.assert_close(scores[0, 1], expected)
+    assert scores[0, 0, -1] == 0
+    torch.testing.assert_close(scores[0, 0].sum(), torch.tensor(1.0))

@@ -32,6 +32,8 @@ static inline T from_float(float value) { return value; }
 
 /* Elements from which on a loop is parallel: starting a parallel loop costs some microseconds. */
 #define PARALLEL_MIN 32768
+/* Floats that a function may have on its stack. The stacks of OpenMP's threads have 2 MiB or more. */
+#define MAX_STACK_FLOATS 131072
 
 /* e^x for x <= 0 with a relative error of about 1e-7; 0 below -87. */
 INLINE float exp_of_negative(float x) {

@@ -197,15 +197,25 @@ void causal_softmax(T *scores, const int64_t *first, int64_t requests, int64_t h
             if (sink > largest * unit) largest = sink / unit;
             sum = exp_of_negative(sink - largest * unit);
         }
-        float e[stop - start];
+        int64_t num = stop - start;
+        if (num <= MAX_STACK_FLOATS) {
+            float e[num];
 #pragma omp simd reduction(+ : sum)
-        for (int64_t i = 0; i < stop - start; i++) {
-            e[i] = exp_of_negative((to_float(x[start + i]) - largest) * unit);
-            sum += e[i];
-        }
-        float factor = 1 / sum;
+            for (int64_t i = 0; i < num; i++) {
+                e[i] = exp_of_negative((to_float(x[start + i]) - largest) * unit);
+                sum += e[i];
+            }
+            float factor = 1 / sum;
 #pragma omp simd
-        for (int64_t i = 0; i < stop - start; i++) x[start + i] = from_float(e[i] * factor);
+            for (int64_t i = 0; i < num; i++) x[start + i] = from_float(e[i] * factor);
+        } else {
+#pragma omp simd reduction(+ : sum)
+            for (int64_t i = start; i < stop; i++) sum += exp_of_negative((to_float(x[i]) - largest) * unit);
+            float factor = 1 / sum;
+#pragma omp simd
+            for (int64_t i = start; i < stop; i++)
+                x[i] = from_float(exp_of_negative((to_float(x[i]) - largest) * unit) * factor);
+        }
         memset(x, 0, start * sizeof(T));
         memset(x + stop, 0, (keys - stop) * sizeof(T));
     }
