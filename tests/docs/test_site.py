@@ -24,8 +24,10 @@ from pydantic import BaseModel, ValidationError
 
 import api_reference
 import cli_reference
+import public_api
 from minisgl_core.cli.main import main
 from minisgl_core.cli.new_plugin import SCAFFOLDS
+from minisgl_core.config.provider_picker import PREFERENCES
 from minisgl_core.plugins import hookspecs
 from minisgl_core.plugins.kinds import KINDS
 from minisgl_core.plugins.registry import Registry
@@ -283,6 +285,19 @@ def test_extension_points() -> None:
         for name in re.findall(r"^class (\w+Tests)\b", path.read_text(), re.M)
     }
     assert kits == real
+
+
+def test_auto_tries_the_listed_providers() -> None:
+    found = {}
+    for [kind], cuda, cpu in (
+        (names(row[0]), names(row[1]), names(row[2])) for row in rows("extension_points.md", "preferences")
+    ):
+        found |= {(kind, "cuda"): tuple(cuda), (kind, "cpu"): tuple(cpu)}
+    assert found == PREFERENCES
+
+
+def test_public_modules() -> None:
+    assert tuple(names(marked("extension_points.md", "public modules"))) == public_api.PUBLIC
 
 
 def test_hooks() -> None:

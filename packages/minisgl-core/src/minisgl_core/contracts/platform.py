@@ -61,7 +61,7 @@ class Platform(ABC):
     """True if graphs repeat calls on the host, as on a CPU. The engine then captures a batch size when it first occurs, checks
     its replay, and captures neither collectives nor experts."""
     is_async: ClassVar[bool] = False
-    """True if the device executes asynchronously, which overlap scheduling needs to gain anything."""
+    """True if calls return before the device has executed them. Sampling then reads no values of tensors on the host."""
 
     @classmethod
     @abstractmethod
