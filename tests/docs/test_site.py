@@ -25,6 +25,14 @@ from pydantic import BaseModel, ValidationError
 import api_reference
 import cli_reference
 import public_api
+from minisgl_backends.attention import (
+    flash_backend,
+    flash_versions,
+    flashinfer_backend,
+    triton_backend,
+    trtllm_backend,
+)
+from minisgl_backends.cuda import decode
 from minisgl_core.cli.main import main
 from minisgl_core.cli.new_plugin import SCAFFOLDS
 from minisgl_core.config.provider_picker import PREFERENCES
@@ -294,6 +302,34 @@ def test_auto_tries_the_listed_providers() -> None:
     ):
         found |= {(kind, "cuda"): tuple(cuda), (kind, "cpu"): tuple(cpu)}
     assert found == PREFERENCES
+
+
+def test_attention_backends() -> None:
+    """Head dimensions, page sizes and capabilities of the shipped backends."""
+    heads = {
+        "fa": flash_backend._HEAD_DIMS,
+        "fi": flashinfer_backend._HEAD_DIMS,
+        "hopper": decode.HEAD_DIMS,
+        "triton": triton_backend._HEAD_DIMS,
+        "trtllm": trtllm_backend._HEAD_DIMS,
+    }
+    registry = Registry.from_environment({})
+    shown = set()
+    for row in rows("models.md", "attention backends"):
+        [name] = names(row[0])
+        shown.add(name)
+        assert row[3] == (", ".join(map(str, heads[name])) if name in heads else "any"), name
+        capabilities = registry.load("attention", name).capabilities
+        real = capabilities.sliding_windows, capabilities.soft_cap, capabilities.sinks
+        assert row[5:] == ["yes" if each else "no" for each in real], name
+    assert shown == {"fa", "fi", "hopper", "native", "torch", "triton", "trtllm"}
+    for version in flash_versions.VERSIONS:
+        [row] = [
+            row
+            for row in rows("models.md", "attention backends")
+            if row[0].endswith(f"FlashAttention {version.number}")
+        ]
+        assert row[2] == ("any" if version.page_multiple == 1 else f"multiples of {version.page_multiple}")
 
 
 def test_public_modules() -> None:
