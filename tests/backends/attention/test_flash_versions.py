@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from minisgl_backends.attention.batch_page_table import AttentionMetadata
 from minisgl_backends.attention.flash_versions import VERSIONS
-from minisgl_backends.attention.gather_attention import AttentionMetadata
 
 METADATA = AttentionMetadata(*(torch.tensor(i) for i in range(1, 5)), 5, 6)
 NAMES = {

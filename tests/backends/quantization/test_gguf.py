@@ -102,7 +102,7 @@ def test_every_type_on_older_processors(flag: str, tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("CC", f"{os.environ.get('CC') or 'gcc'} {flag}")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     older = library.load.__wrapped__(torch.float32)
-    assert not older.has_tiles
+    assert not older.has_avx512_bf16
     monkeypatch.setattr(library, "load", lambda dtype: older)
     for kind in TYPES:
         check_type(kind)

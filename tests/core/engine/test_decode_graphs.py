@@ -269,7 +269,7 @@ def test_every_size_runs_with_new_pages_and_without(
 
     def noted(recorded: DecodeGraphs, plan: BatchPlan) -> DecodeResult:
         sizes.add(plan.num_tokens)
-        has_pages.add(len(plan.new_pages) > 0)
+        has_pages.add(len(plan.page_table_writes) > 0)
         return run(recorded, plan)
 
     monkeypatch.setattr(DecodeGraphs, "run", noted)
@@ -286,18 +286,18 @@ def test_pages_of_other_tokens_are_written_before(
     if not engine.attention.capabilities.graph_reads_page_table:
         pytest.skip("all pages are written before")
     wanted = outputs(("greedy",) * 6, options, overlap=False)
-    own_pages, size = graphs.own_pages, options["page_size"]
+    decode_new_pages, size = graphs.decode_new_pages, options["page_size"]
 
     def with_others(plan: BatchPlan, page_size: int) -> np.ndarray | None:
-        found = own_pages(plan, page_size)
+        found = decode_new_pages(plan, page_size)
         assert found is not None
-        written = plan.new_pages.reshape(3, -1)
+        written = plan.page_table_writes.reshape(3, -1)
         again = np.concatenate((written, [plan.rows[:1], [0], table[plan.rows[:1], 0]]), axis=1, dtype=np.int32)
         if plan.starts[0] >= size:
-            assert own_pages(msgspec.structs.replace(plan, new_pages=again.ravel()), page_size) is None
+            assert decode_new_pages(msgspec.structs.replace(plan, page_table_writes=again.ravel()), page_size) is None
         return None
 
     table = engine._table.data.numpy()
-    monkeypatch.setattr(graphs, "own_pages", with_others)
+    monkeypatch.setattr(graphs, "decode_new_pages", with_others)
     with recorded(engine):
         assert outputs(("greedy",) * 6, options, overlap=False) == wanted

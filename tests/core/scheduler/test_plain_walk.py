@@ -107,7 +107,7 @@ class Walk:
 
     def launch(self, plan: BatchPlan, sequences: list[Sequence]) -> None:
         """Check a plan, and count its tokens."""
-        self.table |= {(row, column): page for row, column, page in plan.new_pages.reshape(3, -1).T.tolist()}
+        self.table |= {(row, column): page for row, column, page in plan.page_table_writes.reshape(3, -1).T.tolist()}
         size, slots = self.scheduler.pages.page_size, []
         token_ids, chunks = plan.token_ids.tolist(), []
         uniform = dict(zip(plan.sample.index.tolist(), plan.sample.uniform, strict=True))

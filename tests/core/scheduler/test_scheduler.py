@@ -170,7 +170,7 @@ def test_a_request_that_waits_for_pages_moves_no_table_entries() -> None:
         plan = scheduler.schedule()
         assert plan is not None
         scheduler.process(plan, StepResult(np.array([5] * plan.num_requests), [], []))
-        return len(plan.new_pages) // 3
+        return len(plan.page_table_writes) // 3
 
     for name, tokens, num_tokens in (("runs", prompt(1, 20), 3), ("waits", (*prompt(1, 20), *prompt(2, 27)), 1)):
         scheduler.submit(Submit(request_id=name, token_ids=np.array(tokens, np.int32), sampling=greedy(num_tokens)))

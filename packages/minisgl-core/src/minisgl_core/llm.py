@@ -154,7 +154,7 @@ class LLM:
         template = read_chat_template(config.model.chat_template) if config.model.chat_template is not None else None
         registry = Registry.from_environment()
         hooks = Hooks(registry)
-        self._names = count()
+        self._request_ids = count()
         self._running: dict[str, _Running] = {}
         self._is_busy = False
         """True while the scheduler is being changed."""
@@ -294,8 +294,8 @@ class LLM:
             raise MinisglError("this LLM is closed")
 
     def _stream(self, submit: Submit, params: SamplingParams) -> Iterator[str]:
-        with self._requests() as names:
-            running = self._submit(submit, names, is_incremental=True)
+        with self._requests() as request_ids:
+            running = self._submit(submit, request_ids, is_incremental=True)
             while not running.done or running.fresh:
                 if running.fresh:
                     text, running.fresh = running.fresh, ""
@@ -308,7 +308,7 @@ class LLM:
 
     def _run(self, work: list[tuple[Submit, SamplingParams]], progress: bool) -> list[GenerationOutput]:
         todo, scheduler = deque(work), self._loop.scheduler
-        with self._requests() as names, progress_bar(progress) as bar:
+        with self._requests() as request_ids, progress_bar(progress) as bar:
             task = bar.add_task("Generating", total=len(work))
             outputs: list[GenerationOutput] = []
             num_done = 0
@@ -316,31 +316,31 @@ class LLM:
                 while todo and not scheduler.is_full:
                     submit, params = todo[0]
                     try:
-                        outputs.append(self._submit(submit, names, is_incremental=bool(params.stop)).output)
+                        outputs.append(self._submit(submit, request_ids, is_incremental=bool(params.stop)).output)
                     except QueueFullError:  # long grammars wait to be compiled
                         break
                     todo.popleft()
-                num_done += sum(name in names for name in self._step())
+                num_done += sum(request_id in request_ids for request_id in self._step())
                 bar.update(task, completed=num_done)
             return outputs
 
     @contextmanager
     def _requests(self) -> Iterator[dict[str, None]]:
         """Collect the ids of the requests that the block submits. Those that still run at its end are aborted."""
-        names: dict[str, None] = {}
+        request_ids: dict[str, None] = {}
         try:
-            yield names
+            yield request_ids
         finally:
-            for name in names:
-                self._running.pop(name, None)
-            self._abort(names)
+            for request_id in request_ids:
+                self._running.pop(request_id, None)
+            self._abort(request_ids)
             # Steps in flight hold pages. If no other request will run them to their end, they are processed here.
             while not self._is_busy and self._is_open and self._loop.has_work and not self._running:
                 self._step()
 
-    def _abort(self, names: Iterable[str]) -> None:
+    def _abort(self, request_ids: Iterable[str]) -> None:
         """Abort those of these requests that still run; at the next step if the scheduler is being changed."""
-        self._to_abort += names
+        self._to_abort += request_ids
         if self._is_busy or not self._is_open:
             return
         try:
@@ -353,18 +353,18 @@ class LLM:
         while self._to_abort:
             self._loop.scheduler.abort(self._to_abort.pop())
 
-    def _submit(self, submit: Submit, names: dict[str, None], is_incremental: bool) -> _Running:
+    def _submit(self, submit: Submit, request_ids: dict[str, None], is_incremental: bool) -> _Running:
         self._check_open()
         self._check_idle()
-        name = str(next(self._names))
+        request_id = str(next(self._request_ids))
         decoder = OutputText(self._tokens, submit.sampling)
         running = _Running(GenerationOutput(prompt_token_ids=[]), submit.token_ids, decoder, is_incremental)
         try:
             self._is_busy = True
-            names[name], self._running[name] = None, running
-            self._loop.scheduler.submit(msgspec.structs.replace(submit, request_id=name))
+            request_ids[request_id], self._running[request_id] = None, running
+            self._loop.scheduler.submit(msgspec.structs.replace(submit, request_id=request_id))
         except QueueFullError:
-            del names[name], self._running[name]
+            del request_ids[request_id], self._running[request_id]
             raise
         finally:
             self._is_busy = False
@@ -390,9 +390,9 @@ class LLM:
                 for new in batch.outputs:
                     if (running := self._running.get(new.request_id)) is not None:
                         ended += self._ended(new.request_id, running, running.add(new))
-                for name, token in zip(batch.request_ids, batch.token_ids.tolist(), strict=True):
-                    if (running := self._running.get(name)) is not None:
-                        ended += self._ended(name, running, running.add_token(token))
+                for request_id, token in zip(batch.request_ids, batch.token_ids.tolist(), strict=True):
+                    if (running := self._running.get(request_id)) is not None:
+                        ended += self._ended(request_id, running, running.add_token(token))
         except BaseException as error:
             self._recover(error)
             raise
@@ -400,14 +400,14 @@ class LLM:
             self._is_busy = False
         return ended
 
-    def _ended(self, name: str, running: _Running, is_early: bool) -> list[str]:
+    def _ended(self, request_id: str, running: _Running, is_early: bool) -> list[str]:
         """Return the id of a request if it has ended, and forget the request then."""
         if is_early:
-            self._loop.scheduler.abort(name, "stop")
+            self._loop.scheduler.abort(request_id, "stop")
         if not running.done:
             return []
-        del self._running[name]
-        return [name]
+        del self._running[request_id]
+        return [request_id]
 
     def _recover(self, error: BaseException) -> None:
         """Recover from a failed step: all requests are lost.

@@ -6,8 +6,8 @@ from typing import ClassVar
 
 import torch
 
+from minisgl_backends.attention.batch_page_table import AttentionMetadata, BatchPageTableAttention
 from minisgl_backends.attention.flash_versions import VERSIONS, FlashVersion
-from minisgl_backends.attention.gather_attention import AttentionMetadata, GatherAttention
 from minisgl_backends.attention.requirements import dtypes_unsupported, head_dim_unsupported
 from minisgl_backends.requirements import gpu_missing
 from minisgl_core.contracts.attention import AttentionSpec
@@ -17,7 +17,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _HEAD_DIMS = (64, 96, 128, 256)
 
 
-class FlashAttention(GatherAttention):
+class FlashAttention(BatchPageTableAttention):
     """FlashAttention by the first version that is installed and supports the spec.
 
     Attributes:
@@ -69,5 +69,5 @@ class FlashAttention(GatherAttention):
         window: int | None,
         out: torch.Tensor,
     ) -> None:
-        """See `GatherAttention.attend`."""
+        """See `BatchPageTableAttention.attend`."""
         self._run(q, k_pages, v_pages, metadata, scale, window, out)

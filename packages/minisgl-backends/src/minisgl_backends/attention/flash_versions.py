@@ -11,12 +11,12 @@ from typing import Any, Protocol
 
 import torch
 
-from minisgl_backends.attention.gather_attention import AttentionMetadata
+from minisgl_backends.attention.batch_page_table import AttentionMetadata
 from minisgl_core.contracts.attention import AttentionSpec
 
 
 class FlashKernel(Protocol):
-    """Causal varlen attention over paged K and V; see `GatherAttention.attend`."""
+    """Causal varlen attention over paged K and V; see `BatchPageTableAttention.attend`."""
 
     def __call__(
         self,

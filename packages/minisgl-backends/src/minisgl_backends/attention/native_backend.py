@@ -32,9 +32,9 @@ class _Prefills:
         batch: the prefills.
         cu_seqlens_q: cumulative query counts, int64 [B + 1].
         seq_lens: tokens per request, int64 [B].
-        cu_seqlens_k: cumulative padded key counts, offsets into `packed`; int64 [B + 1].
+        cu_seqlens_k: cumulative padded key counts, offsets into `kv`; int64 [B + 1].
         tiles: request and first query per tile, int32 [tiles, 2].
-        packed: buffer for all keys and values, [2, keys * Hkv * D].
+        kv: buffer for the keys and values of all requests, in the layout of tiles.h, [2, keys * Hkv * D].
         scratch: buffer for the scores and weights of one tile per thread.
         max_keys: keys that the scratch buffer of a thread has room for.
     """
@@ -44,7 +44,7 @@ class _Prefills:
     seq_lens: Int64s
     cu_seqlens_k: Int64s
     tiles: npt.NDArray[np.int32]
-    packed: torch.Tensor
+    kv: torch.Tensor
     scratch: torch.Tensor
     max_keys: int
 
@@ -55,7 +55,7 @@ class _Plan:
 
     Attributes:
         batch: all requests.
-        prefills: the prefills as tiles, or as groups if the processor has no tiles; None without prefills.
+        prefills: the prefills as tiles, or as groups on processors without AVX512-BF16; None without prefills.
     """
 
     batch: AttentionBatch
@@ -67,7 +67,7 @@ class NativeAttention(TorchAttention):
 
     capabilities = AttentionCapabilities(
         layouts=("HND",),
-        cuda_graphs=True,
+        cuda_graphs=True,  # on CPUs, these are the graphs of minisgl_core.platforms.cpu_graphs
         graph_reads_page_table=True,
         sliding_windows=True,
         soft_cap=True,
@@ -82,14 +82,14 @@ class NativeAttention(TorchAttention):
     def __init__(self, spec: AttentionSpec, pool: KVPages, page_table: torch.Tensor) -> None:
         super().__init__(spec, pool, page_table)
         self._kernels = library.load(spec.dtype)
-        self._has_tiles = self._kernels.has_tiles and spec.head_dim % _ROWS == 0
+        self._tiles_prefills = self._kernels.has_avx512_bf16 and spec.head_dim % _ROWS == 0
 
     def plan(self, batch: AttentionBatch) -> _Plan:  # type: ignore[override]
         """Split the prefills into tiles or groups."""
         n, plan = batch.num_decodes, _Plan(batch)
         if n < batch.num_requests:
             prefills = batch.prefills() if n else batch
-            plan.prefills = self._tiles(prefills) if self._has_tiles else self.groups(prefills)
+            plan.prefills = self._tile(prefills) if self._tiles_prefills else self.groups(prefills)
         return plan
 
     def plan_capture(self, batch: AttentionBatch) -> _Plan:
@@ -99,7 +99,7 @@ class NativeAttention(TorchAttention):
     def plan_replay(self, batch: AttentionBatch) -> None:
         """Do nothing, since the kernel reads all that changes from the batch's tensors."""
 
-    def _tiles(self, batch: AttentionBatch) -> _Prefills:
+    def _tile(self, batch: AttentionBatch) -> _Prefills:
         q_lens, seq_lens = batch.q_lens_host.astype(np.int64), batch.seq_lens_host.astype(np.int64)
         cu_seqlens_k = _cumulative(-(-seq_lens // _ROWS) * _ROWS)
         counts = -(-q_lens // _ROWS)
@@ -110,8 +110,8 @@ class NativeAttention(TorchAttention):
         max_keys = int(np.diff(cu_seqlens_k).max())
         size = int(cu_seqlens_k[-1]) * self.spec.num_kv_heads * self.spec.head_dim
         scratch = torch.empty(torch.get_num_threads(), max_keys * _ROWS * 3 // 2)
-        packed = torch.empty(2, size, dtype=self.spec.dtype)
-        return _Prefills(batch, _cumulative(q_lens), seq_lens, cu_seqlens_k, tiles, packed, scratch, max_keys)
+        kv = torch.empty(2, size, dtype=self.spec.dtype)
+        return _Prefills(batch, _cumulative(q_lens), seq_lens, cu_seqlens_k, tiles, kv, scratch, max_keys)
 
     def forward(  # type: ignore[override]
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, plan: _Plan
@@ -155,7 +155,7 @@ class NativeAttention(TorchAttention):
             prefills.cu_seqlens_q.ctypes.data, prefills.seq_lens.ctypes.data, prefills.cu_seqlens_k.ctypes.data,
             len(prefills.seq_lens), prefills.tiles.ctypes.data, len(prefills.tiles), heads, q.shape[1] // heads, dim, size,
             layer.scale, layer.sliding_window or 0, layer.soft_cap or 0.0, sinks if sinks is None else sinks.data_ptr(),
-            prefills.packed[0].data_ptr(), prefills.packed[1].data_ptr(), prefills.scratch.data_ptr(),
+            prefills.kv[0].data_ptr(), prefills.kv[1].data_ptr(), prefills.scratch.data_ptr(),
             prefills.max_keys, len(prefills.scratch),
         )  # fmt: skip
 

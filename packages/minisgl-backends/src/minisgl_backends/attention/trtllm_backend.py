@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from minisgl_backends.attention.gather_attention import AttentionMetadata, GatherAttention
+from minisgl_backends.attention.batch_page_table import AttentionMetadata, BatchPageTableAttention
 from minisgl_backends.attention.requirements import dtypes_unsupported, head_dim_unsupported
 from minisgl_backends.requirements import gpu_missing, package_missing
 from minisgl_core.contracts.attention import AttentionSpec
@@ -16,7 +16,7 @@ _PAGE_SIZES = (16, 32, 64)
 _WORKSPACE_BYTES = 128 * 2**20  # recommended by FlashInfer
 
 
-class TrtllmAttention(GatherAttention):
+class TrtllmAttention(BatchPageTableAttention):
     """Attention by trtllm-gen kernels, which come as cubins: FlashInfer downloads them at first use."""
 
     needs_cu_seqlens_k = True
@@ -50,7 +50,7 @@ class TrtllmAttention(GatherAttention):
         window: int | None,
         out: torch.Tensor,
     ) -> None:
-        """See `GatherAttention.attend`."""
+        """See `BatchPageTableAttention.attend`."""
         options = {
             "query": q.contiguous(),
             "kv_cache": (k_pages, v_pages),

@@ -76,12 +76,13 @@ class Library:
     """The C functions for one element type, as attributes.
 
     Attributes:
-        has_tiles: True if the processor supports tiles.h (AVX512-BF16), so that `prefill`, `linear` and `gated` exist.
+        has_avx512_bf16: True if the processor has AVX512-BF16, so that `prefill`, `linear` and `gated`, which use tiles.h,
+            exist.
     """
 
     def __init__(self, path: Path) -> None:
         self._loaded = ctypes.CDLL(str(path))
-        self.has_tiles = hasattr(self._loaded, "linear")
+        self.has_avx512_bf16 = hasattr(self._loaded, "linear")
         for name, kinds in _ARGUMENTS.items():
             if hasattr(self._loaded, name):
                 function = getattr(self._loaded, name)

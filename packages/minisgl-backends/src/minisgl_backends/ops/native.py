@@ -67,18 +67,18 @@ class NativeOps(OneDnnOps, StepOps):
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
         """Pack the weight; see `NativeGemm`."""
-        if self._fits_tiles(weight) and (bias is None or self._has_kernels_for(bias)):
+        if self._has_gemm_for(weight) and (bias is None or self._has_kernels_for(bias)):
             return NativeGemm(weight, bias, self._kernels)
         return super().prepare_linear(weight, bias)
 
     def prepare_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
         """Pack the weights; see `NativeGatedGemm`."""
-        if bias is None and self._fits_tiles(weight):
+        if bias is None and self._has_gemm_for(weight):
             return NativeGatedGemm(weight, self._kernels)
         return super().prepare_gated(weight, bias)
 
-    def _fits_tiles(self, weight: torch.Tensor) -> bool:
-        return self._kernels.has_tiles and self._has_kernels_for(weight) and weight.shape[1] % 2 == 0
+    def _has_gemm_for(self, weight: torch.Tensor) -> bool:
+        return self._kernels.has_avx512_bf16 and self._has_kernels_for(weight) and weight.shape[1] % 2 == 0
 
     def _has_kernels_for(self, *tensors: torch.Tensor) -> bool:
         """Return True if all tensors have the dtype that the C kernels were compiled for."""

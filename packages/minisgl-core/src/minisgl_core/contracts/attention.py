@@ -73,7 +73,8 @@ class AttentionCapabilities:
         fused_kv_store: with layout NHD, the RoPE kernel may store K and V. Requires `kv_slots` and `attend_stored`.
         fused_rope_decode: the decode kernel applies the QK norm, if there is one, and RoPE, and stores K and V. Requires
             `supports_fused_rope` and `attend_fused_rope`.
-        cuda_graphs: supports CUDA graphs of decodes. Requires `plan_capture` and `plan_replay`.
+        cuda_graphs: supports captured decode steps: CUDA graphs, or on a CPU its captured calls
+            (`minisgl_core.platforms.cpu_graphs`). Requires `plan_capture` and `plan_replay`.
         graph_reads_page_table: the captured kernels read the page table and the batch's tensors, so that `plan_replay` reads no
             device memory. If True, the graph writes both before `forward`. If False, the engine writes them before
             `plan_replay`; see there.

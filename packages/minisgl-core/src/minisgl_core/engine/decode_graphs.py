@@ -79,14 +79,14 @@ class _Captured:
     tokens: torch.Tensor
 
 
-def own_pages(plan: BatchPlan, page_size: int) -> np.ndarray | None:
-    """Return the new page of each request's token, int32 [B], -1 for none.
+def decode_new_pages(plan: BatchPlan, page_size: int) -> np.ndarray | None:
+    """Return the new page of each decoding request, int32 [B], -1 for none. The captured kernels write it to the page table.
 
-    None if the plan writes further page-table entries.
+    Return None if the plan also writes other page-table entries, which the captured kernels cannot.
     """
     found = np.full(plan.num_requests, -1, np.int32)
-    if len(plan.new_pages):
-        rows, columns, pages = plan.new_pages.reshape(3, -1)
+    if len(plan.page_table_writes):
+        rows, columns, pages = plan.page_table_writes.reshape(3, -1)
         order = np.argsort(plan.rows)
         index = order[np.searchsorted(plan.rows, rows, sorter=order).clip(max=len(order) - 1)]
         if (plan.rows[index] != rows).any() or (plan.starts[index] // page_size != columns).any():
@@ -156,7 +156,7 @@ class DecodeGraphs:
         """Run a step that `fits`."""
         count = plan.num_requests
         captured = self._captured[self._size_of(count)]
-        new_pages = own_pages(plan, self._table.page_size) if self._reads_page_table else None
+        new_pages = decode_new_pages(plan, self._table.page_size) if self._reads_page_table else None
         if new_pages is None:
             update_table(plan, self._platform, self._table)
         sample = plan.sample

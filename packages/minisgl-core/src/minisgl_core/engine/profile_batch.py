@@ -52,7 +52,7 @@ def profile_batch(max_running: int, max_prefill_tokens: int, max_seq_len: int, v
         starts=starts,
         num_new=num_new,
         token_ids=np.arange(num_new.sum(), dtype=np.int32) % vocab_size,
-        new_pages=np.empty(0, np.int32),
+        page_table_writes=np.empty(0, np.int32),
         sample=sample,
         prompt_logprobs=np.arange(num_decodes, max_running, dtype=np.int32),
         num_prompt_logprobs=np.full(num_prompts, num_logprobs, np.int32),

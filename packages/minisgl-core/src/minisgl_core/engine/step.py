@@ -39,8 +39,8 @@ class StepInputs:
 
 def update_table(plan: BatchPlan, platform: Platform, table: PageTable) -> None:
     """Write the plan's new page-table entries."""
-    if len(plan.new_pages):
-        table.write(*platform.to_device(plan.new_pages).chunk(3))
+    if len(plan.page_table_writes):
+        table.write(*platform.to_device(plan.page_table_writes).chunk(3))
 
 
 def upload(plan: BatchPlan, platform: Platform, table: PageTable, last_tokens: torch.Tensor) -> StepInputs:
@@ -60,7 +60,7 @@ def upload(plan: BatchPlan, platform: Platform, table: PageTable, last_tokens: t
     seq_lens = plan.starts + plan.num_new
     index = plan.sample.index
     parts = [
-        plan.new_pages,
+        plan.page_table_writes,
         plan.rows,
         cu_seqlens,
         seq_lens,
@@ -71,11 +71,11 @@ def upload(plan: BatchPlan, platform: Platform, table: PageTable, last_tokens: t
         cu_seqlens[index + 1] - 1,
     ]
     packed = platform.to_device(np.concatenate(parts, dtype=np.int32))
-    new_pages, rows, cu, lens, ids, pos, token_rows, sample_rows, logits_index = torch.split(
+    table_writes, rows, cu, lens, ids, pos, token_rows, sample_rows, logits_index = torch.split(
         packed, [len(part) for part in parts]
     )
-    if len(plan.new_pages):
-        table_rows, columns, pages = new_pages.chunk(3)
+    if len(plan.page_table_writes):
+        table_rows, columns, pages = table_writes.chunk(3)
         table.write(table_rows, columns, pages)
     if (plan.token_ids == FROM_DEVICE).any():
         ids = torch.where(ids == FROM_DEVICE, last_tokens[token_rows], ids)

@@ -101,7 +101,7 @@ class BatchPlan(msgspec.Struct, tag=True, kw_only=True):
         starts: tokens of each request whose KV is in the pool already, int32 [B].
         num_new: tokens of each request computed in this step, int32 [B].
         token_ids: int32 [T]; `FROM_DEVICE` stands for the row's last sampled token.
-        new_pages: page-table entries to write before the step, int32 [3 * N]: N rows, N columns, N page ids.
+        page_table_writes: page-table entries to write before the step, int32 [3 * N]: N rows, N columns, N page ids.
         sample: requests that sample a token, and their parameters.
         prompt_logprobs: batch index of each request that returns log-probabilities of its prompt, int32; empty if none does.
         num_prompt_logprobs: number of most likely tokens that each of them returns, int32.
@@ -115,7 +115,7 @@ class BatchPlan(msgspec.Struct, tag=True, kw_only=True):
     starts: np.ndarray
     num_new: np.ndarray
     token_ids: np.ndarray
-    new_pages: np.ndarray
+    page_table_writes: np.ndarray
     sample: SamplePlan
     prompt_logprobs: np.ndarray
     num_prompt_logprobs: np.ndarray

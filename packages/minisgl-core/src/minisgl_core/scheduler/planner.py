@@ -56,7 +56,7 @@ class Planner:
         special = sampling.has_penalties or len(request.bias_ids) > 0 or sampling.min_tokens > 0
         self._has_logit_adjustments[row] = special or request.constraint is not None or request.token_rules is not None
 
-    def plan(self, decodes: Int32, chunks: list[Chunk], new_pages: Int32) -> BatchPlan:
+    def plan(self, decodes: Int32, chunks: list[Chunk], page_table_writes: Int32) -> BatchPlan:
         """Return the plan of a step: the rows that decode, and the chunks after them."""
         running, num_decodes = self._running, len(decodes)
         rows, starts = decodes, running.num_computed[decodes]
@@ -79,7 +79,7 @@ class Planner:
             starts=starts,
             num_new=num_new,
             token_ids=token_ids,
-            new_pages=new_pages,
+            page_table_writes=page_table_writes,
             sample=self._sample_plan(np.flatnonzero(samples).astype(np.int32), rows),
             prompt_logprobs=np.array(with_logprobs, np.int32) + np.int32(num_decodes),
             num_prompt_logprobs=np.array([chunks[i].request.sampling.prompt_logprobs for i in with_logprobs], np.int32),

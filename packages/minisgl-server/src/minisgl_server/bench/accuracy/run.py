@@ -123,7 +123,7 @@ def hidden_states(built: BuiltEngine, ids: torch.Tensor) -> torch.Tensor:
         starts=np.zeros(1, np.int32),
         num_new=np.array([num], np.int32),
         token_ids=ids.numpy().astype(np.int32),
-        new_pages=np.concatenate((np.ones_like(pages), np.arange(len(pages), dtype=np.int32), pages)),
+        page_table_writes=np.concatenate((np.ones_like(pages), np.arange(len(pages), dtype=np.int32), pages)),
         sample=no_sampling,
         prompt_logprobs=np.zeros(1, np.int32),  # has the engine keep all hidden states
         num_prompt_logprobs=ints,

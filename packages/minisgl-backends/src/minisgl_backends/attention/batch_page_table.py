@@ -1,4 +1,4 @@
-"""Base class of backends whose kernels take a dense page table, one row per request of the batch.
+"""Base class of backends whose kernels take a page table with one row per request of the batch (vLLM's block table).
 
 Shape legend: T queries of B requests, Hq and Hkv heads, D head dimension, P pages of S tokens, M pages of a request.
 """
@@ -37,7 +37,7 @@ class AttentionMetadata:
 
 
 @dataclass(frozen=True, slots=True)
-class GatherPlan:
+class BatchPageTablePlan:
     """Metadata of a step: decodes and prefills are separate kernel calls; None for a kind that the step lacks."""
 
     num_decodes: int
@@ -46,10 +46,11 @@ class GatherPlan:
     prefills: AttentionMetadata | None
 
 
-class GatherAttention(FusedStoreAttention):
-    """Gather the batch's page-table rows, store K and V, and call the kernel once for decodes and once for prefills.
+class BatchPageTableAttention(FusedStoreAttention):
+    """Attention by library kernels that read a page table of the batch, which `plan` gathers from the rows of the engine's.
 
-    The calls are separate because the libraries select a kernel by the largest number of queries.
+    `forward` stores K and V, and calls the kernel once for decodes and once for prefills. The calls are separate because the
+    libraries select a kernel by the largest number of queries.
 
     Attributes:
         needs_cu_seqlens_k: see `AttentionMetadata`.
@@ -87,14 +88,14 @@ class GatherAttention(FusedStoreAttention):
             out: [T, Hq, D], contiguous.
         """
 
-    def plan(self, batch: AttentionBatch) -> GatherPlan:
+    def plan(self, batch: AttentionBatch) -> BatchPageTablePlan:
         """Gather the page-table rows of the batch."""
         n = batch.num_decodes
         decodes = self._metadata(batch.decodes()) if n else None
         prefills = self._metadata(batch.prefills()) if n < batch.num_requests else None
-        return GatherPlan(n, batch.slots, decodes, prefills)
+        return BatchPageTablePlan(n, batch.slots, decodes, prefills)
 
-    def plan_capture(self, batch: AttentionBatch) -> GatherPlan:
+    def plan_capture(self, batch: AttentionBatch) -> BatchPageTablePlan:
         """Point the captured kernels at a static page table, wide enough for the longest sequence."""
         size = batch.num_requests
         if self._graph_page_table is None:
@@ -110,7 +111,7 @@ class GatherAttention(FusedStoreAttention):
         )
         self._graphs[size] = metadata
         self.plan_replay(batch)
-        return GatherPlan(size, batch.slots, metadata, None)
+        return BatchPageTablePlan(size, batch.slots, metadata, None)
 
     def plan_replay(self, batch: AttentionBatch) -> None:
         """Update the static tensors that the graph reads."""
@@ -136,11 +137,13 @@ class GatherAttention(FusedStoreAttention):
             max_seqlen_k=int(batch.seq_lens_host.max()),
         )
 
-    def kv_slots(self, plan: GatherPlan) -> torch.Tensor:
+    def kv_slots(self, plan: BatchPageTablePlan) -> torch.Tensor:
         """See `AttentionBackend.kv_slots`."""
         return plan.slots
 
-    def attend_stored(self, q: torch.Tensor, layer: AttentionLayer, plan: GatherPlan, out: torch.Tensor) -> None:
+    def attend_stored(
+        self, q: torch.Tensor, layer: AttentionLayer, plan: BatchPageTablePlan, out: torch.Tensor
+    ) -> None:
         """See `AttentionBackend.attend_stored`."""
         pages = (self.pool.k(layer.index), self.pool.v(layer.index))
         n = plan.num_decodes
