@@ -265,7 +265,7 @@ class _GivesUp(LlguidanceGrammar):
 
 def test_a_grammar_that_grows_too_complex_ends_its_request_only(llm: LLM) -> None:
     assert llm._loop.scheduler.grammars is not None
-    llm._loop.scheduler.grammars._made = _GivesUp(byte_tokenizer(), VOCAB_SIZE, EOS)
+    llm._loop.scheduler.grammars._backend = _GivesUp(byte_tokenizer(), VOCAB_SIZE, EOS)
     wild, tame = llm.generate(["x", "x"], [params({"regex": "[ab]{9}"}), params({"choice": ["no"]})])
     assert wild.finish_reason == "abort"
     assert re.fullmatch("[ab]{4,}", wild.text)

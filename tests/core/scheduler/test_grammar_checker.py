@@ -107,7 +107,7 @@ def test_grammars_are_forgotten_by_their_bytes(checker: GrammarChecker, monkeypa
 def test_too_much_text_that_waits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     grammars = new_grammars()
     monkeypatch.setattr(constraints, "MAX_PENDING_BYTES", 1000)
-    with grammars._making:
+    with grammars._backend_lock:
         for number in range(5):
             grammars.start(GrammarSource("regex", f"{number}" * 200, "it"))
         with pytest.raises(QueueFullError, match="try again later"):

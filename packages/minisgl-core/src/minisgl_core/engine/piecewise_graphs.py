@@ -55,7 +55,7 @@ class _Call:
 class _Capture:
     """`Attend` that records the attention calls while a size is captured; see `minisgl_core.contracts.model`.
 
-    Steps of this size have more than `least` tokens.
+    Steps of this size have more than `least` tokens. `between` ends one graph and begins the next, at each attention call.
     """
 
     def __init__(
@@ -151,6 +151,7 @@ class PiecewiseGraphs:
         return int(self._sizes[np.searchsorted(self._sizes, count)])
 
     def _selects(self, size: int) -> bool:
+        """Return True if the last layer computes only the tokens that are sampled from."""
         return size > len(self._logits_index)
 
     def run(self, inputs: StepInputs) -> torch.Tensor:

@@ -131,15 +131,15 @@ class GrammarManager:
         A thread calls `make_provider` for the first grammar, or earlier for `warm_up`.
         """
         self._make_provider, self._vocab_size, self._checker = make_provider, vocab_size, checker
-        self._made: GrammarBackend | None = None
-        self._making = Lock()
+        self._backend: GrammarBackend | None = None
+        self._backend_lock = Lock()
         self._pool = ThreadPoolExecutor(_NUM_THREADS, "grammar")
         self._compiled: OrderedDict[bytes, Future[CompiledGrammar]] = OrderedDict()
         self._pending: dict[bytes, int] = {}
 
     def warm_up(self) -> None:
         """Load the provider in a thread now. It reads the tokenizer for about a second, which no request has to wait for."""
-        self._pool.submit(self._provider)
+        self._pool.submit(self._load_backend)
 
     def close(self) -> None:
         """Cancel the grammars that wait to be compiled, and end the checker's process."""
@@ -217,7 +217,7 @@ class GrammarManager:
         states = [state for each in constraints if each is not None and (state := each.active_state) is not None]
         if states:
             filled = np.empty((len(states), masks.shape[1]), np.int32)
-            self._provider().fill_masks(states, filled)
+            self._load_backend().fill_masks(states, filled)
             masks[indices] = filled
             for index in indices:
                 if (each := constraints[index]) is not None and each.reasoning_begin_token is not None:
@@ -229,14 +229,14 @@ class GrammarManager:
                 mask[:] = before
         return masks
 
-    def _provider(self) -> GrammarBackend:
-        with self._making:
-            if self._made is None:
-                self._made = self._make_provider()
-            return self._made
+    def _load_backend(self) -> GrammarBackend:
+        with self._backend_lock:
+            if self._backend is None:
+                self._backend = self._make_provider()
+            return self._backend
 
     def _compile(self, source: GrammarSource) -> CompiledGrammar:
-        provider, num_bytes = self._provider(), 0
+        provider, num_bytes = self._load_backend(), 0
         if self._checker is not None:
             for name, schema in source.parts:
                 self._checker.check("json_schema", schema, name)

@@ -56,7 +56,7 @@ class Verdict(msgspec.Struct, tag=True):
 
 
 class GrammarChecker:
-    """Owner of the child process. Several threads may use it.
+    """Checker of grammars, which compiles them on trial in a child process. Several threads may use it.
 
     The process starts with the first trial, and again after a trial that ended it.
 

@@ -57,7 +57,7 @@ class PageManager:
         return self._num_usable(request, self.cache.match(request.tokens.view, request.namespace)) * self.page_size
 
     def attach_cached(self, request: Request) -> None:
-        """Let the request use the cached prefix that is longer than what it has computed.
+        """Replace the computed prefix of a request by a cached one, if that is longer.
 
         The page-table entries are set to the shared pages first. Then the request's own pages that they replace are freed. Steps
         in flight may still read the freed pages. This is safe, because any step that overwrites them is launched later.
@@ -137,7 +137,7 @@ class PageManager:
         return self.allocator.allocate(num_pages)
 
     def share(self, request: Request) -> None:
-        """Insert the pages that planned steps have filled or will fill into the cache.
+        """Insert the full pages of a request into the prefix cache, also those that planned steps are going to fill.
 
         This is skipped if the cache already holds more pages of the prefix than the request shares. The request then has
         duplicates of these pages. Two cases cause duplicates: the last page of a fully cached prompt is computed again, and so
@@ -163,14 +163,14 @@ class PageManager:
         assert request.num_inflight == 0, "released while a step in flight reads its pages"
         tokens = request.known_computed
         num_pages = len(tokens) // self.page_size
-        num_owned_from = request.num_shared
+        own_start = request.num_shared
         duplicates = np.empty(0, np.int32)
         if num_pages > request.num_shared:
             own = request.pages.view
             inserted = self._insert(request, tokens, own[:num_pages])
             duplicates = own[request.num_shared : max(inserted.num_present, request.num_shared)].copy()
-            num_owned_from = max(len(inserted.pages), request.num_shared)
-        rest = request.pages.view[num_owned_from:].copy()
+            own_start = max(len(inserted.pages), request.num_shared)
+        rest = request.pages.view[own_start:].copy()
         if request.handle is not None:
             self.cache.unlock(request.handle)
         self.allocator.free(duplicates)

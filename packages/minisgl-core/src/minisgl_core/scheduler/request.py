@@ -29,9 +29,14 @@ class Request:
 
     Attributes:
         request_id: id of the request in messages.
+        worker: index of the tokenizer worker that the output goes to.
+        arrival: number in order of arrival, from 1.
         num_prompt: length of the prompt in tokens.
+        max_length: length of the sequence at which the output ends, prompt and output together.
+        stop_ids: tokens that end the output: stop tokens and, without ignore_eos, EOS tokens.
         num_cached: prompt tokens found in the cache at the first admission, for the usage report; -1 before.
-        num_shared: number of its first pages that belong to the prefix cache; they are locked through `handle`.
+        num_shared: number of its first pages that belong to the prefix cache.
+        handle: the cache's handle of these pages, which it locks; None without shared pages.
         namespace: namespace of its prefix in the cache, from salt and adapter.
         row: page-table row; 0 while waiting.
         arrival_s, scheduled_s, first_token_s, num_preemptions: for the request's record; times by ``time.monotonic()``.
@@ -81,7 +86,7 @@ class Request:
         eos_ids: frozenset[int],
         constraint: Constraint | None = None,
     ) -> None:
-        """Start to wait. `running` has the state of running requests. `seed` is used if the request has none."""
+        """Create a waiting request. `running` has the state of running requests. `seed` is used if the request has none."""
         sampling = submit.sampling
         self._running, self.row = running, 0
         self.request_id, self.worker, self.priority, self.sampling = (

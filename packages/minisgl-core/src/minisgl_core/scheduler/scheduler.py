@@ -47,6 +47,7 @@ _COMPILE_WAIT_S = 0.02
 
 
 def _queue_key(request: Request) -> tuple[int, int]:
+    """Return the sort key of the queue: priority, lowest value first, then arrival. The last request is preempted first."""
     return request.priority, request.arrival
 
 
@@ -74,7 +75,7 @@ class Scheduler:
             cache: prefix cache of the engine's pages.
             policy: policy that orders the waiting requests.
             hooks: hooks for finished requests and for pages that enter or leave the cache; None for no hooks.
-            grammars: compiler of grammars and token masks; None if no request needs them.
+            grammars: manager of grammars and token masks; None if no request needs them.
         """
         self.limits, self.grammars = limits, grammars
         hooks = hooks or Hooks()
@@ -177,7 +178,7 @@ class Scheduler:
 
     @property
     def is_full(self) -> bool:
-        """True if `submit` refuses requests: `max_queued` requests wait, not counting one per free row."""
+        """True if `submit` refuses requests: `max_queued` requests wait, in addition to one per free page-table row."""
         return len(self._waiting) >= self.limits.max_queued + self.rows.num_free
 
     @property

@@ -17,14 +17,14 @@ from minisgl_core.scheduler.int32_buffer import Int32
 class TokenRules:
     """Token restrictions of one request.
 
-    Bad words are indexed by their last token but one, so that a step usually compares few of them with the output. A client can
-    choose words that all have the same one, so they are compared as bytes, which is fast.
+    Bad words are indexed by their second-to-last token, so that a step usually compares few of them with the output. A client
+    can choose words that all have the same one, so they are compared as bytes, which is fast.
 
     Attributes:
         allowed: the only tokens that may be generated; None for all.
         banned: tokens that are bad words by themselves.
-        sequences: bad words of several tokens, indexed by their last token but one. Each is the int32 bytes of all tokens but the
-            last, and the last token.
+        sequences: bad words of several tokens, indexed by their second-to-last token. Each is the int32 bytes of all tokens
+            but the last, and the last token.
     """
 
     allowed: Int32 | None
