@@ -114,8 +114,8 @@ def data_flow() -> str:
         _box(210, 110, 130, 60, "API server", "asyncio, no model"),
         _box(420, 110, 140, 60, "tokenizer worker", "--num-tokenizers"),
         _box(640, 104, 90, 44, "router", "--replicas", dash=True),
-        _box(830, 96, 150, 88, "rank 0", "scheduler", "engine"),
-        _box(830, 254, 150, 60, "rank 1, 2, ...", "engine"),
+        _box(830, 96, 150, 88, "rank 0", "scheduler", "model runner"),
+        _box(830, 254, 150, 60, "rank 1, 2, ...", "model runner"),
         _box(210, 254, 350, 44, "launcher: starts and watches every process"),
     ]
     arrows = [

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measure on a GPU machine, after `source .gpu/setup.sh` at the repository root; $OUT gets what is printed.
+# Measure on a GPU machine, after `GPU_SITE=/tmp/site scripts/gpu.sh true`, which installs the wheels; $OUT gets what is printed.
 #   scripts/gpu_start.sh starts     first and second start of 0.6B and 14B with empty caches, by phase, and --compile-only (180 s)
 #   scripts/gpu_start.sh load       14B under load: $VERSIONS (new: this checkout, base: the installed wheels) at $RATES requests/s
 set -uo pipefail
