@@ -91,18 +91,12 @@ class RouterWorker:
 
     Args:
         connect: returns the function that sends to the scheduler of an engine.
-        routed: called with the number of the selected replica, for metrics.
     """
 
     def __init__(
-        self,
-        router: Router,
-        info: EngineInfo,
-        connect: Callable[[int], Send],
-        to_workers: Sequence[Send],
-        routed: Callable[[int], None] = lambda replica: None,
+        self, router: Router, info: EngineInfo, connect: Callable[[int], Send], to_workers: Sequence[Send]
     ) -> None:
-        self._router, self._connect, self._to_workers, self._routed = router, connect, to_workers, routed
+        self._router, self._connect, self._to_workers = router, connect, to_workers
         self._block_size = block_size_for(info.page_size)
         self._max_requests = info.max_requests
         self._max_per_replica = info.max_requests // router.spec.num_replicas
@@ -179,7 +173,6 @@ class RouterWorker:
         replica.num_requests += 1
         replica.num_prompt_tokens += len(submit.token_ids)
         replica.num_routed += 1
-        self._routed(replica.replica)
 
     def _enqueue(self, submit: Submit) -> None:
         """Add a request to those that wait for a replica.

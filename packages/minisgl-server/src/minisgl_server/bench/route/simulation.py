@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,9 @@ import numpy.typing as npt
 
 from minisgl_core.contracts.prefix_cache import PrefixCache
 from minisgl_core.contracts.router import Router, RouterSpec, block_size_for
-from minisgl_core.protocol.messages import Ended, EngineInfo, ReplicaReady, Submit
+from minisgl_core.protocol.messages import Ended, ReplicaReady, Submit
 from minisgl_core.sampling_params import SamplingParams
-from minisgl_server.bench.route.requests import VOCAB_SIZE, SimulatedRequest
+from minisgl_server.bench.route.requests import SimulatedRequest
 from minisgl_server.bench.route.scheduler_replica import Progress, Requests, SchedulerReplica, Shape
 from minisgl_server.bench.route.simple_replica import SimpleReplica
 from minisgl_server.bench.route.step_time import StepTime
@@ -184,22 +185,11 @@ def _replicas(setup: Setup, running: Requests) -> list[SchedulerReplica | Simple
     return replicas
 
 
-def _info(setup: Setup, engine_id: int = 0) -> EngineInfo:
-    return EngineInfo(
-        model="",
-        architecture="",
-        dtype="",
-        device="",
-        max_seq_len=setup.shape.num_tokens,
-        vocab_size=VOCAB_SIZE,
-        num_pages=setup.shape.num_pages + 1,
-        page_size=setup.shape.page_size,
-        eos_token_ids=[],
-        bos_token_id=None,
-        default_sampling={},
-        choices=[],
-        max_requests=2**31,
-        engine_id=engine_id,
+def _info(setup: Setup, engine_id: int = 0) -> Any:
+    """Return what the router and its events read of an `EngineInfo`."""
+    shape = setup.shape
+    return SimpleNamespace(
+        num_pages=shape.num_pages + 1, page_size=shape.page_size, max_requests=2**31, engine_id=engine_id
     )
 
 
