@@ -118,16 +118,8 @@ def _returned_fields(request: ResponsesRequest, choices: Choices) -> dict[str, A
     """Return the fields of a request that its response repeats."""
     sampling, text = choices.sampling, request.text
     format = None if text is None or text.format is None else text.format.model_dump(by_alias=True, exclude_none=True)
-    tools = [
-        {
-            "type": "function",
-            "name": tool.name,
-            "description": tool.description,
-            "parameters": tool.parameters,
-            "strict": bool(tool.strict),
-        }
-        for tool in request.tools or ()
-    ]
+    names = {"type", "name", "description", "parameters"}
+    tools = [tool.model_dump(include=names) | {"strict": bool(tool.strict)} for tool in request.tools or ()]
     choice = request.tool_choice
     return {
         "instructions": request.instructions,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
+from collections import defaultdict
 from collections.abc import Iterable
+from contextlib import suppress
 
 import httpx
 import psutil
@@ -19,33 +21,26 @@ class ServerCpuTimer:
 
     def __init__(self, pids: Iterable[int]) -> None:
         """Start to measure the processes with these ids, and all their descendants."""
-        self._processes: dict[int, tuple[str, psutil.Process]] = {}
+        self._before: dict[psutil.Process, tuple[str, float]] = {}
         for pid in pids:
-            try:
+            with suppress(psutil.Error):
                 root = psutil.Process(pid)
                 for process in (root, *root.children(recursive=True)):
-                    self._processes[process.pid] = (_name(process), process)
-            except psutil.Error:
-                continue
-        self._before = self._read()
+                    self._before[process] = _name(process), _cpu_s(process)
 
     def seconds(self) -> dict[str, float]:
         """Return the CPU time by process name, summed over processes of equal name. Processes that have ended count as zero."""
-        seconds: dict[str, float] = {}
-        now = self._read()
-        for pid, (name, _) in self._processes.items():
-            seconds[name] = seconds.get(name, 0.0) + now.get(pid, 0.0) - self._before.get(pid, 0.0)
-        return {name: max(0.0, value) for name, value in seconds.items()}
+        seconds: defaultdict[str, float] = defaultdict(float)
+        for process, (name, before_s) in self._before.items():
+            seconds[name] += 0.0  # also if it has ended
+            with suppress(psutil.Error):
+                seconds[name] += _cpu_s(process) - before_s
+        return dict(seconds)
 
-    def _read(self) -> dict[int, float]:
-        found = {}
-        for pid, (_, process) in self._processes.items():
-            try:
-                times = process.cpu_times()
-            except psutil.Error:
-                continue
-            found[pid] = times.user + times.system
-        return found
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
 
 
 def frontend_cpu_s(by_process: dict[str, float]) -> float | None:

@@ -155,19 +155,18 @@ def _run_json(measured: Measured, with_details: bool) -> dict[str, Any]:
     }
     if with_details:
         values["requests"] = [_record_json(record) for record in measured.outcome.records]
-    return _plain(values)
+    plain: dict[str, Any] = _plain(values)
+    return plain
 
 
 def _record_json(record: Record) -> dict[str, Any]:
     return {name: getattr(record, name) for name in Record.__slots__ if name != "gaps_s"}
 
 
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values with infinities as the text ``inf``, as JSON has none and the flags accept it."""
-    return {name: _plain_value(value) for name, value in values.items()}
-
-
-def _plain_value(value: Any) -> Any:
+def _plain(value: Any) -> Any:
+    """Return a value with infinities as the text ``inf``, as JSON has none and the flags accept it."""
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
     if isinstance(value, tuple | list):
-        return [_plain_value(each) for each in value]
+        return [_plain(each) for each in value]
     return "inf" if isinstance(value, float) and math.isinf(value) else value

@@ -113,11 +113,6 @@ class RequestBuilder:
     extra_body: dict[str, Any]
     timeout_s: float
 
-    @property
-    def path(self) -> str:
-        """Path of the endpoint."""
-        return "/v1/chat/completions" if self.endpoint == "chat" else "/v1/completions"
-
     def body(self, prompt: Prompt, num_tokens: int) -> bytes:
         """Return the JSON body of a request."""
         if self.endpoint == "chat":
@@ -146,7 +141,8 @@ class RequestBuilder:
         reader = _StreamReader(record, sent)
         try:
             async with asyncio.timeout(self.timeout_s):
-                status = await client.request("POST", self.path, body, reader.feed)
+                path = "/v1/chat/completions" if self.endpoint == "chat" else "/v1/completions"
+                status = await client.request("POST", path, body, reader.feed)
             reader.finish(status)
         except TimeoutError:
             record.error = f"no complete response within {self.timeout_s:g} s"
