@@ -1,4 +1,4 @@
-"""Hardware and package versions of a benchmark, and its results as JSON."""
+"""Hardware and package versions of a benchmark, and its results as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from minisgl_core.cli.table import print_table
 
 _PACKAGES = ("minisgl-core", "minisgl-backends", "minisgl-models", "minisgl-server", "torch", "transformers", "triton")
 
@@ -36,6 +39,19 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def print_results(columns: Sequence[tuple[str, str]], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Print a table. A column has a title and a format of a row's values, such as ``{seconds:.3f}``; None is shown as n/a."""
+    cells = [[_cell(text, row) for _, text in columns] for row in rows]
+    print_table([title for title, _ in columns], cells)
+
+
+def _cell(text: str, row: Mapping[str, Any]) -> str:
+    try:
+        return text.format_map(row)
+    except TypeError:  # None has no format
+        return "n/a"
 
 
 def write_json(path: str | None, **results: Any) -> None:

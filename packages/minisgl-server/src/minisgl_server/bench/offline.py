@@ -8,14 +8,13 @@ from types import SimpleNamespace
 import click
 
 from minisgl_core import LLM
-from minisgl_core.cli.table import print_table
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.utils.progress import progress_bar
 from minisgl_core.weights.model_source import locate_model
 from minisgl_server.bench import report
 from minisgl_server.bench.engines import BenchEngine, MinisglEngine, TransformersEngine
-from minisgl_server.bench.environment import write_json
+from minisgl_server.bench.environment import print_results, write_json
 from minisgl_server.bench.measure import MakeWorkload, Result, measure, num_stages
 from minisgl_server.bench.workloads import mixed, uniform
 
@@ -32,10 +31,10 @@ def run_offline(config: EngineConfig, options: SimpleNamespace) -> None:
             engines.append(TransformersEngine(path, llm.info.dtype, device, config.model.dummy_weight))
         results = _measure_all(workloads, engines, options.repeats)
         click.echo("\n".join(report.headline(llm.info)))
-        print_table(report.TITLES, report.table(results))
+        data = report.as_json(results, llm.info)
+        print_results(report.COLUMNS, data["results"])
         for note in report.notes(results):
             click.echo(note)
-        data = report.as_json(results, llm.info)
         write_json(options.json_file, **data, options=config.flat() | vars(options))
 
 

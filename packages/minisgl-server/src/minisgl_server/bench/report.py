@@ -1,4 +1,4 @@
-"""Results of an offline benchmark, as a table and as JSON."""
+"""Results of an offline benchmark."""
 
 from __future__ import annotations
 
@@ -11,24 +11,15 @@ from minisgl_core.protocol.messages import EngineInfo
 from minisgl_server.bench import environment
 from minisgl_server.bench.measure import Result
 
-TITLES = ("workload", "engine", "seconds", "output tok/s", "total tok/s", "step ms", "prefill ms")
-
-
-def table(results: Sequence[Sequence[Result]]) -> list[tuple[str, ...]]:
-    """Return the rows of the table with `TITLES`; `results` has one group per workload."""
-    return [_row(result) for group in results for result in group]
-
-
-def _row(result: Result) -> tuple[str, ...]:
-    return (
-        result.workload.name,
-        result.engine,
-        f"{result.seconds:.3f}",
-        f"{result.output_tokens_per_s:,.1f}",
-        f"{result.total_tokens_per_s:,.1f}",
-        _ms(result.step_s),
-        _ms(result.prefill_s),
-    )
+COLUMNS = (
+    ("workload", "{workload}"),
+    ("engine", "{engine}"),
+    ("seconds", "{seconds:.3f}"),
+    ("output tok/s", "{output_tokens_per_s:,.1f}"),
+    ("total tok/s", "{total_tokens_per_s:,.1f}"),
+    ("step ms", "{step_ms:.2f}"),
+    ("prefill ms", "{prefill_ms:.2f}"),
+)
 
 
 def notes(results: Sequence[Sequence[Result]]) -> list[str]:
@@ -115,7 +106,3 @@ def headline(info: EngineInfo) -> list[str]:
         f"versions {', '.join(f'{name} {number}' for name, number in packages.items() if name != 'minisgl-server')}",
         "",
     ]
-
-
-def _ms(seconds: float | None) -> str:
-    return "" if seconds is None else f"{1e3 * seconds:.2f}"

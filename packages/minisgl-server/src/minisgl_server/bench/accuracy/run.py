@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
 import torch
 
-from minisgl_core.cli.table import print_table
 from minisgl_core.config.options import AUTO, EngineConfig
 from minisgl_core.engine.build import BuiltEngine, build_engine
 from minisgl_core.errors import InvalidValueError, ProviderUnsupportedError
@@ -18,18 +18,18 @@ from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.protocol.batch_plan import BatchPlan, SamplePlan
 from minisgl_core.utils.progress import progress_bar
-from minisgl_server.bench.accuracy.logit_difference import Difference, compare
-from minisgl_server.bench.environment import write_json
+from minisgl_server.bench.accuracy.logit_difference import compare
+from minisgl_server.bench.environment import print_results, write_json
 
-TITLES = (
-    "KV",
-    "weights",
-    "perplexity",
-    "Δ log-likelihood",
-    "mean |Δ logit|",
-    "max |Δ logit|",
-    "KL, nats",
-    "same top token",
+COLUMNS = (
+    ("KV", "{kv}"),
+    ("weights", "{weights}"),
+    ("perplexity", "{perplexity:.3f}"),
+    ("Δ log-likelihood", "{log_likelihood:+.4f}"),
+    ("mean |Δ logit|", "{mean_logit:.4f}"),
+    ("max |Δ logit|", "{max_logit:.2f}"),
+    ("KL, nats", "{kl:.5f}"),
+    ("same top token", "{top1:.2%}"),
 )
 VARIANTS = ((AUTO, "none"), ("fp8", "none"), (AUTO, "fp8"), ("fp8", "fp8"), (AUTO, "int8"), (AUTO, "int4"))
 """Values of --kv-dtype and --quantization; the first variant is the baseline. Those that do not fit the model are left out."""
@@ -48,7 +48,7 @@ def run_accuracy(
     text = "\n".join(Path(each).read_text(encoding="utf-8") for each in texts)
     windows: list[torch.Tensor] = []
     baseline: list[torch.Tensor] = []
-    found: list[tuple[str, str, Difference]] = []
+    rows: list[dict[str, Any]] = []
     dtype = device = model = ""
     with progress_bar() as bar:
         task = bar.add_task("", total=len(VARIANTS))
@@ -70,15 +70,13 @@ def run_accuracy(
             baseline = baseline or hidden
             with torch.inference_mode():
                 difference = compare(baseline, hidden, windows, built.engine.model.compute_logits)
-            found.append(
-                (dtype if kv_dtype == AUTO else kv_dtype, dtype if quantization == "none" else quantization, difference)
-            )
+            kv, weights = (dtype if each in (AUTO, "none") else each for each in (kv_dtype, quantization))
+            rows.append({"kv": kv, "weights": weights, **asdict(difference)})
             built.engine.close()
             bar.advance(task)
     num_tokens = sum(map(len, windows))
     click.echo(f"{model} on {device}: {num_tokens:,} tokens in windows of {window}\n")
-    print_table(TITLES, [_cells(*each) for each in found])
-    rows = [{"kv": kv, "weights": weights, **asdict(each)} for kv, weights, each in found]
+    print_results(COLUMNS, rows)
     about = {"model": model, "device": device, "texts": list(texts), "window": window, "num_tokens": num_tokens}
     write_json(json_file, **about, results=rows)
 
@@ -132,16 +130,3 @@ def hidden_states(built: BuiltEngine, ids: torch.Tensor) -> torch.Tensor:
     hidden = built.engine.begin(plan).hidden
     built.engine.platform.synchronize()
     return hidden
-
-
-def _cells(kv: str, weights: str, found: Difference) -> tuple[str, ...]:
-    return (
-        kv,
-        weights,
-        f"{found.perplexity:.3f}",
-        f"{found.log_likelihood:+.4f}",
-        f"{found.mean_logit:.4f}",
-        f"{found.max_logit:.2f}",
-        f"{found.kl:.5f}",
-        f"{found.top1:.2%}",
-    )

@@ -11,7 +11,6 @@ from typing import Any
 import click
 import torch
 
-from minisgl_core.cli.table import print_table
 from minisgl_core.contracts.attention import AttentionBackend, AttentionSpec
 from minisgl_core.errors import InvalidValueError, PluginError
 from minisgl_core.plugins.registry import Entry, Registry, reasons_of
@@ -19,9 +18,18 @@ from minisgl_core.utils.fp8 import FP8
 from minisgl_core.utils.progress import progress_bar
 from minisgl_server.bench.attention.cases import MIN_MAX_SEQ_LEN, Case, spread_lengths
 from minisgl_server.bench.attention.timing import time_case
-from minisgl_server.bench.environment import hardware, write_json
+from minisgl_server.bench.environment import hardware, print_results, write_json
 
-TITLES = ("provider", "page", "step", "ms", "GB/s", "TFLOP/s", "plan us", "error")
+COLUMNS = (
+    ("provider", "{provider}"),
+    ("page", "{page_size}"),
+    ("step", "{step}"),
+    ("ms", "{ms:.3f}"),
+    ("GB/s", "{gb_per_s:,.1f}"),
+    ("TFLOP/s", "{tflop_per_s:.3f}"),
+    ("plan us", "{plan_us:.0f}"),
+    ("error", "{verdict}"),
+)
 GPU_DEFAULTS: dict[str, Any] = {
     "dtype": "bfloat16",
     "page_sizes": (1, 16, 64, 128),
@@ -55,7 +63,9 @@ def run_attention(options: SimpleNamespace) -> None:
     click.echo(f"{name}, {heads}, {options.dtype}\n")
     with torch.inference_mode():
         rows = _measure(options, device)
-    print_table(TITLES, [_cells(row) for row in rows if "reason" not in row])
+    measured = [row for row in rows if "reason" not in row]
+    verdicts = ("WRONG" if row["is_wrong"] else f"{row['error']:.0%} of tolerance" for row in measured)
+    print_results(COLUMNS, [row | {"verdict": each} for row, each in zip(measured, verdicts, strict=True)])
     for note in _reasons(rows):
         click.echo(note)
     if any(row.get("is_graph") for row in rows):
@@ -145,19 +155,6 @@ def _providers(registry: Registry, names: tuple[str, ...]) -> Iterator[tuple[str
             if names:
                 raise
             yield name, str(error)
-
-
-def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    return (
-        row["provider"],
-        str(row["page_size"]),
-        row["step"],
-        f"{row['ms']:.3f}",
-        f"{row['gb_per_s']:,.1f}",
-        f"{row['tflop_per_s']:.3f}",
-        f"{row['plan_us']:.0f}",
-        "WRONG" if row["is_wrong"] else f"{row['error']:.0%} of tolerance",
-    )
 
 
 def _reasons(rows: list[dict[str, Any]]) -> list[str]:

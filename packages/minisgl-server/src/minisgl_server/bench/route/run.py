@@ -11,11 +11,10 @@ from typing import Any
 import click
 import numpy as np
 
-from minisgl_core.cli.table import print_table
 from minisgl_core.contracts.router import block_size_for
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.plugins.registry import Registry
-from minisgl_server.bench.environment import write_json
+from minisgl_server.bench.environment import print_results, write_json
 from minisgl_server.bench.route.command import MAX_SCHEDULERS, STEP_TIME
 from minisgl_server.bench.route.requests import chat_trace, num_distinct_blocks, simulated_requests
 from minisgl_server.bench.route.scheduler_replica import Shape
@@ -23,18 +22,18 @@ from minisgl_server.bench.route.simulation import Outcome, Setup, simulate
 from minisgl_server.bench.route.step_time import StepTime
 from minisgl_server.bench.trace.format import BLOCK_TOKENS, TraceRequest, read_trace
 
-TITLES = (
-    "router",
-    "hit rate",
-    "TTFT ms p50",
-    "p99",
-    "TPOT ms p50",
-    "output tok/s",
-    "max/mean load",
-    "decision us p50",
-    "p99",
-    "router busy",
-    "table MiB",
+COLUMNS = (
+    ("router", "{router}"),
+    ("hit rate", "{hit_rate:.4f}"),
+    ("TTFT ms p50", "{ttft_ms[0]:,.1f}"),
+    ("p99", "{ttft_ms[1]:,.1f}"),
+    ("TPOT ms p50", "{tpot_ms[0]:.1f}"),
+    ("output tok/s", "{output_tokens_per_s:,.0f}"),
+    ("max/mean load", "{max_to_mean_load:.2f}"),
+    ("decision us p50", "{decision_us[0]:.0f}"),
+    ("p99", "{decision_us[1]:.0f}"),
+    ("router busy", "{router_busy:.2%}"),
+    ("table MiB", "{table_mib:.1f}"),
 )
 
 
@@ -48,15 +47,15 @@ def run_route(options: SimpleNamespace) -> None:
     results = []
     for name, setup in _runs(options, shape):
         requests = simulated_requests(fitting, options.time_scale)
-        results.append((name, simulate(setup, requests, len(fitting))))
-    print_table(TITLES, [_row(*each) for each in results])
+        results.append(_as_json(name, simulate(setup, requests, len(fitting))))
+    print_results(COLUMNS, results)
     pages = num_distinct_blocks(fitting) * BLOCK_TOKENS / (options.replicas * shape.num_tokens)
     click.echo(f"{len(fitting)} requests, {len(trace) - len(fitting)} left out because they do not fit in a replica.")
     click.echo(
         f"{shape.num_pages} pages of {shape.page_size} per replica; the distinct pages are {pages:.2f} of all pages."
     )
     click.echo("Decision and busy are times of this machine; all else is simulated.")
-    write_json(options.json_file, options=vars(options), results=[_as_json(*each) for each in results])
+    write_json(options.json_file, options=vars(options), results=results)
 
 
 def _trace(options: SimpleNamespace) -> list[TraceRequest]:
@@ -110,24 +109,6 @@ def _runs(options: SimpleNamespace, shape: Shape) -> list[tuple[str, Setup]]:
     return runs
 
 
-def _row(name: str, outcome: Outcome) -> tuple[str, ...]:
-    shown = _as_json(name, outcome)
-    size = shown["router_stats"].get("table_bytes")
-    return (
-        name,
-        f"{shown['hit_rate']:.4f}",
-        f"{shown['ttft_ms'][0]:,.1f}",
-        f"{shown['ttft_ms'][1]:,.1f}",
-        f"{shown['tpot_ms'][0]:.1f}",
-        f"{shown['output_tokens_per_s']:,.0f}",
-        f"{shown['max_to_mean_load']:.2f}",
-        f"{shown['decision_us'][0]:.0f}",
-        f"{shown['decision_us'][1]:.0f}",
-        f"{shown['router_busy']:.2%}",
-        "" if size is None else f"{size / 2**20:.1f}",
-    )
-
-
 def _as_json(name: str, outcome: Outcome) -> dict[str, Any]:
     busy_s = float(outcome.decision_s.sum()) + outcome.event_s
     return {
@@ -142,5 +123,6 @@ def _as_json(name: str, outcome: Outcome) -> dict[str, Any]:
         "decision_us": [float(value) * 1e6 for value in np.percentile(outcome.decision_s, [50, 99])],
         "router_busy": busy_s / outcome.end_s,
         "router_stats": outcome.stats,
+        "table_mib": None if (size := outcome.stats.get("table_bytes")) is None else size / 2**20,
         "wall_s": outcome.wall_s,
     }

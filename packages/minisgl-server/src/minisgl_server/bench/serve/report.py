@@ -14,17 +14,17 @@ from minisgl_server.bench.serve.options import Run
 from minisgl_server.bench.serve.request import Record
 from minisgl_server.bench.serve.summary import METRICS, Summary
 
-TITLES = (
-    "run",
-    "sent",
-    "completed",
-    "failed",
-    "seconds",
-    "req/s",
-    "input tok/s",
-    "output tok/s",
-    "hit rate",
-    "at once",
+COLUMNS = (
+    ("run", "{label}"),
+    ("sent", "{num_sent}"),
+    ("completed", "{num_answered}"),
+    ("failed", "{num_failed}"),
+    ("seconds", "{seconds:.2f}"),
+    ("req/s", "{requests_per_s:.2f}"),
+    ("input tok/s", "{input_tokens_per_s:,.1f}"),
+    ("output tok/s", "{output_tokens_per_s:,.1f}"),
+    ("hit rate", "{hit_rate:.1%}"),
+    ("at once", "{peak_concurrency}"),
 )
 PERCENTILE_TITLES = ("run", "ms", "mean", "p50", "p90", "p99", "max")
 BUSY_FRACTION = 0.8
@@ -54,23 +54,6 @@ def headline(options: SimpleNamespace, model: str, workload: str) -> list[str]:
         f"workload {workload}{exact}; seed {options.seed}",
         "",
     ]
-
-
-def row(measured: Measured) -> tuple[str, ...]:
-    """Return the row of a run in the table with `TITLES`."""
-    summary = measured.summary
-    return (
-        measured.run.label,
-        str(summary.num_sent),
-        str(summary.num_answered),
-        str(summary.num_failed),
-        f"{summary.seconds:.2f}",
-        f"{summary.per_s(summary.num_answered):.2f}",
-        f"{summary.per_s(summary.num_prompt_tokens):,.1f}",
-        f"{summary.per_s(summary.num_output_tokens):,.1f}",
-        "n/a" if summary.hit_rate is None else f"{summary.hit_rate:.1%}",
-        str(summary.peak_concurrency),
-    )
 
 
 def percentile_rows(measured: Sequence[Measured]) -> list[tuple[str, ...]]:

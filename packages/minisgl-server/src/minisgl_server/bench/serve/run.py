@@ -19,7 +19,7 @@ from minisgl_core.errors import InvalidValueError, MinisglError
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.utils.progress import progress_bar
 from minisgl_core.weights.model_source import locate_model, open_weights
-from minisgl_server.bench.environment import write_json
+from minisgl_server.bench.environment import print_results, write_json
 from minisgl_server.bench.serve import plot, report
 from minisgl_server.bench.serve.arrivals import arrivals
 from minisgl_server.bench.serve.conversations import (
@@ -65,12 +65,13 @@ def run_serve(options: SimpleNamespace) -> None:
     measured = _measure(options, url, headers, model, prompts, workload)
 
     click.echo("\n".join(report.headline(options, model, workload.note)))
-    print_table(report.TITLES, [report.row(each) for each in measured])
+    data = report.as_json(options, model, workload.note, measured)
+    print_results(report.COLUMNS, data["runs"])
     click.echo()
     print_table(report.PERCENTILE_TITLES, report.percentile_rows(measured))
     for note in report.notes(measured, options.endpoint):
         click.echo(note)
-    write_json(options.json_file, **report.as_json(options, model, workload.note, measured))
+    write_json(options.json_file, **data)
     if draw is not None:
         draw(measured)
     if not measured or measured[-1].outcome.is_interrupted:
