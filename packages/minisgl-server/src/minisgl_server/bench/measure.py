@@ -36,12 +36,10 @@ class Result:
 
     @property
     def output_tokens_per_s(self) -> float:
-        """Generated tokens per second."""
         return self.workload.num_output_tokens / self.seconds
 
     @property
     def total_tokens_per_s(self) -> float:
-        """Prompt and generated tokens per second."""
         return (self.workload.num_prompt_tokens + self.workload.num_output_tokens) / self.seconds
 
     @property

@@ -28,12 +28,10 @@ class Workload:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Number of tokens of all prompts."""
         return sum(map(len, self.prompts))
 
     @property
     def num_output_tokens(self) -> int:
-        """Number of tokens of all outputs."""
         return sum(self.output_lens)
 
     @property

@@ -88,7 +88,9 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
             if options.api_workers == 1:
                 listener.close()  # no worker is restarted
             if options.replicas > 1:
-                _start_router(options, registry, supervisor, addresses)
+                if registry.load("router", options.router).uses_events:
+                    os.environ[ROUTER_EVENTS_VARIABLE] = addresses.router_events  # the engines report events to it
+                supervisor.start(ROUTER, RUN_ROUTER, options, addresses)
             replicas = Replicas(config, registry, supervisor, addresses, apis.tell)
             replicas.start()
             for index, name in enumerate(_tokenizers(addresses)):
@@ -156,13 +158,6 @@ def _uncompiled(supervisor: Supervisor) -> str:
     """Return the names of the attention backends to compile, or nothing."""
     info = _engine_info(supervisor)
     return ", ".join(f"--attn {name}" for name in info.uncompiled)
-
-
-def _start_router(options: ServerOptions, registry: Registry, supervisor: Supervisor, addresses: IpcAddresses) -> None:
-    """Start the router's process. The engines report events to it if the router uses them."""
-    if registry.load("router", options.router).uses_events:
-        os.environ[ROUTER_EVENTS_VARIABLE] = addresses.router_events
-    supervisor.start(ROUTER, RUN_ROUTER, options, addresses)
 
 
 def describe(supervisor: Supervisor, options: ServerOptions, url: str, *, needs_key: bool) -> str:

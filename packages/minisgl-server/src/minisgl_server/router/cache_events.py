@@ -34,42 +34,6 @@ def make() -> CacheEventHooks | None:
     return CacheEventHooks(address) if address else None
 
 
-class CacheEventHooks:
-    """Hooks of one engine."""
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-
-    @hookimpl
-    def engine_started(self, info: EngineInfo) -> None:
-        """Connect to the router."""
-        self._changes = CacheChanges(info)
-        self._sender = Sender(self._address, max_messages=MAX_UNSENT)
-
-    @hookimpl
-    def pages_cached(self, namespace: CacheNamespace, token_ids: TokenIds, pages: PageIds, num_present: int) -> None:
-        """Note the new blocks."""
-        self._changes.pages_cached(namespace, token_ids, pages, num_present)
-
-    @hookimpl
-    def pages_evicted(self, pages: PageIds) -> None:
-        """Note the evicted blocks, which are those that lose their last page."""
-        self._changes.pages_evicted(pages)
-
-    @hookimpl
-    def batch_finished(self) -> None:
-        """Send the changes of the step."""
-        event = self._changes.take()
-        if event is not None:
-            with suppress(zmq.Again):  # the router is far behind; it does not get these events
-                self._sender.send(event, wait=False)
-
-    @hookimpl
-    def engine_stopped(self) -> None:
-        """Disconnect."""
-        self._sender.close()
-
-
 class CacheChanges:
     """Blocks that were inserted into and evicted from the prefix cache of one engine since the last call of `take`.
 
@@ -85,6 +49,7 @@ class CacheChanges:
         self._changes: dict[int, bool] = {}
         """By key: True if the block was inserted last, False if it was evicted."""
 
+    @hookimpl
     def pages_cached(self, namespace: CacheNamespace, token_ids: TokenIds, pages: PageIds, num_present: int) -> None:
         """Note the new blocks."""
         keys = block_keys(token_ids, self._block_size, namespace)[num_present // self._pages_per_block :]
@@ -92,6 +57,7 @@ class CacheChanges:
         self._page_keys[last_pages[len(last_pages) - len(keys) :]] = keys
         self._changes.update(dict.fromkeys(keys.tolist(), True))
 
+    @hookimpl
     def pages_evicted(self, pages: PageIds) -> None:
         """Note the evicted blocks, which are those that lose their last page."""
         keys = self._page_keys[pages]
@@ -105,6 +71,30 @@ class CacheChanges:
         events = cache_events(self._engine_id, self._changes)
         self._changes.clear()
         return events
+
+
+class CacheEventHooks(CacheChanges):
+    """Hooks of one engine. The changes begin with the engine."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    @hookimpl
+    def engine_started(self, info: EngineInfo) -> None:
+        super().__init__(info)
+        self._sender = Sender(self._address, max_messages=MAX_UNSENT)
+
+    @hookimpl
+    def batch_finished(self) -> None:
+        """Send the changes of the step."""
+        event = self.take()
+        if event is not None:
+            with suppress(zmq.Again):  # the router is far behind; it does not get these events
+                self._sender.send(event, wait=False)
+
+    @hookimpl
+    def engine_stopped(self) -> None:
+        self._sender.close()
 
 
 def cache_events(engine_id: int, changes: Mapping[int, bool]) -> CacheEvents:

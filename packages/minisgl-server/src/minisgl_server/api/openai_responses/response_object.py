@@ -61,7 +61,6 @@ class ResponseObject:
         return self._body("failed", items) | {"error": error, "usage": self._usage()}
 
     def item_id(self, segment: Segment) -> str:
-        """Return the id of a segment's item."""
         if segment not in self._item_ids:
             self._item_ids[segment] = new_id(_PREFIXES[segment.kind])
         return self._item_ids[segment]

@@ -45,7 +45,6 @@ class StepTimes:
 
     @property
     def both(self) -> float:
-        """Time in the scheduler."""
         return self.schedule + self.process
 
 
@@ -127,7 +126,6 @@ class _Loop:
         return times
 
     def run(self, count: int) -> list[StepTimes]:
-        """Run steps of decodes."""
         return [self._step() for _ in range(count)]
 
     @property

@@ -83,7 +83,6 @@ class Summary:
 
     @property
     def num_failed(self) -> int:
-        """Number of requests without a complete response that were not interrupted."""
         return sum(self.errors.values())
 
     @property
