@@ -59,7 +59,7 @@ def measure(
     Args:
         make: the workload; every run has a variant of its own.
         engines: engines to run, in this order in one repeat, and in the reverse order in the next.
-        advance: called `num_stages` times with a description of the next stage.
+        advance: called before the warm-up and each repeat of each engine, with a description.
 
     Returns:
         A result for each engine, in their order.
@@ -83,8 +83,3 @@ def measure(
         prefill_s = median(run.seconds for run in alone) if with_prefill else None
         results.append(Result(engine.name, first, runs[engine.name], prefill_s))
     return results
-
-
-def num_stages(num_engines: int, repeats: int) -> int:
-    """Return the number of times that `measure` reports progress."""
-    return num_engines * (1 + repeats)

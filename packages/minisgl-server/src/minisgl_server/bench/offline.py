@@ -15,7 +15,7 @@ from minisgl_core.weights.model_source import locate_model
 from minisgl_server.bench import report
 from minisgl_server.bench.engines import BenchEngine, MinisglEngine, TransformersEngine
 from minisgl_server.bench.environment import print_results, write_json
-from minisgl_server.bench.measure import MakeWorkload, Result, measure, num_stages
+from minisgl_server.bench.measure import MakeWorkload, Result, measure
 from minisgl_server.bench.workloads import mixed, uniform
 
 
@@ -58,7 +58,7 @@ def _check_lengths(workloads: list[MakeWorkload], max_seq_len: int, options: Sim
 
 def _measure_all(workloads: list[MakeWorkload], engines: list[BenchEngine], repeats: int) -> list[list[Result]]:
     with progress_bar() as bar:
-        task = bar.add_task("", total=len(workloads) * num_stages(len(engines), repeats), completed=-1)
+        task = bar.add_task("", total=len(workloads) * len(engines) * (1 + repeats), completed=-1)
 
         def advance(description: str) -> None:
             bar.update(task, description=description, advance=1)

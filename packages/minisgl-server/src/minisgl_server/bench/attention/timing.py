@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -17,25 +16,15 @@ CALLS_BETWEEN_EVENTS = 10
 """Calls per timed interval on a GPU, as a single call takes less time than its launch."""
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Times of one case.
+def time_case(case: Case, repeats: int) -> dict[str, Any]:
+    """Check the output first, then time the layers and the plan.
 
-    Attributes:
+    Returns:
         error: error relative to the tolerance; more than 1 is wrong.
-        seconds: device time per layer.
-        plan_s: host time per plan, which is made once per step.
+        ms: device time per layer.
+        plan_us: host time per plan, which is made once per step.
         is_graph: the layers were replayed from a CUDA graph, as in serving.
     """
-
-    error: float
-    seconds: float
-    plan_s: float
-    is_graph: bool
-
-
-def time_case(case: Case, repeats: int) -> Timing:
-    """Check the output first, then time the layers and the plan."""
     backend, is_decode = case.backend, case.batch.num_decodes > 0
     if case.spec.device.type == "cuda" and is_decode and backend.capabilities.cuda_graphs:
         return _time_graph(case, backend, repeats)
@@ -43,10 +32,10 @@ def time_case(case: Case, repeats: int) -> Timing:
     error = case.error(case.forward(plan))
     run = lambda: case.forward(plan)  # noqa: E731  # a one-line function
     seconds = _device_seconds(run, repeats) if case.spec.device.type == "cuda" else _host_seconds(run, repeats)
-    return Timing(error, seconds / NUM_LAYERS, _host_seconds(lambda: backend.plan(case.batch), repeats), False)
+    return _timing(error, seconds, _host_seconds(lambda: backend.plan(case.batch), repeats), False)
 
 
-def _time_graph(case: Case, backend: AttentionBackend, repeats: int) -> Timing:
+def _time_graph(case: Case, backend: AttentionBackend, repeats: int) -> dict[str, Any]:
     plan = backend.plan_capture(case.batch)
     error = case.error(case.forward(plan))
     torch.cuda.synchronize()
@@ -56,7 +45,11 @@ def _time_graph(case: Case, backend: AttentionBackend, repeats: int) -> Timing:
     plan_s = _host_seconds(lambda: backend.plan_replay(case.batch), repeats)
     graph.replay()
     error = max(error, case.error(out))
-    return Timing(error, _device_seconds(graph.replay, repeats) / NUM_LAYERS, plan_s, True)
+    return _timing(error, _device_seconds(graph.replay, repeats), plan_s, True)
+
+
+def _timing(error: float, seconds: float, plan_s: float, is_graph: bool) -> dict[str, Any]:
+    return {"error": error, "ms": 1e3 * seconds / NUM_LAYERS, "plan_us": 1e6 * plan_s, "is_graph": is_graph}
 
 
 def _host_seconds(run: Callable[[], object], repeats: int) -> float:
