@@ -296,19 +296,30 @@ class Old(MoeKernel):
         Registry.from_environment().load("moe", "old")
 
 
-@pytest.mark.parametrize("method", ["capture_pieces", "borrow", "share_memory"])
-def test_a_platform_of_version_1_is_told_what_changed(site, method):
+@pytest.mark.parametrize(
+    ("kind", "base", "old", "new"),
+    [
+        ("platform", "minisgl_core.platforms.cpu.CpuPlatform", "capture_pieces", "capture_piecewise"),
+        ("platform", "minisgl_core.platforms.cpu.CpuPlatform", "borrow", "weak_ref"),
+        ("platform", "minisgl_core.platforms.cpu.CpuPlatform", "share_memory", "allocate_mapped_memory"),
+        ("ops", "minisgl_core.contracts.ops.RotaryOps", "rotary", "apply_rope"),
+        ("ops", "minisgl_core.contracts.ops.RotaryOps", "rotate", "qk_norm_rope"),
+        ("prefix_cache", "minisgl_core.contracts.prefix_cache.PrefixCache", "runs", "nodes"),
+    ],
+)
+def test_a_provider_with_a_renamed_method_is_told_the_new_name(site, kind, base, old, new):
+    module, _, name = base.rpartition(".")
     source = f"""
-from minisgl_core.platforms.cpu import CpuPlatform
+from {module} import {name}
 
-class Old(CpuPlatform):
-    def {method}(self, *inputs): pass
+class Old({name}):
+    def {old}(self, *inputs): pass
 """
-    site.install("one", {"platform": {"old": "old_platform:Old"}}, old_platform=source)
+    site.install("one", {kind: {"old": "old_provider:Old"}}, old_provider=source)
     with pytest.raises(
-        ProviderLoadError, match=rf"has {method}, which belongs to version 1 .* {method}\(\) is \w+\(\)"
+        ProviderLoadError, match=rf"has {old}, which belongs to version 1 .*{old}\(\).* (is|are) .*{new}\(\)"
     ):
-        Registry.from_environment().load("platform", "old")
+        Registry.from_environment().load(kind, "old")
 
 
 def test_lists_hide_providers_and_say_so(site):
