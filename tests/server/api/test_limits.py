@@ -253,3 +253,22 @@ def test_a_body_is_refused_before_it_is_whole(text: bytes, message: str) -> None
     with pytest.raises(ApiError, match=message) as caught:
         list(map(size.add, (text[place : place + 1] for place in range(len(text)))))
     assert (caught.value.status, caught.value.code) == (413, "body_too_large")
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_sent_in_parts"),
+    [
+        ({"n": 64, "logprobs": 20, "max_tokens": 8000}, True),
+        ({"n": 64, "prompt_logprobs": 20, "max_tokens": 1}, True),
+        ({"n": 64, "max_tokens": 8000}, False),
+        ({"n": 64, "logprobs": 20, "max_tokens": 16}, False),
+        ({"logprobs": 20, "prompt_logprobs": 0, "max_tokens": 8000}, False),
+    ],
+)
+def test_tokenizer_workers_do_not_hold_more_log_probabilities_than_the_limit(
+    fields: dict[str, Any], is_sent_in_parts: bool
+) -> None:
+    """With several replicas, a worker holds a whole output, so that it can be submitted again. Only the API server counts."""
+    request = CompletionRequest.model_validate({"prompt": "x", **fields})
+    prompt = make_tokenize(request, request_sampling(request, engine()), text="x")
+    assert [each.is_streamed for each in Choices("x", "m", [prompt], engine())._requests] == [is_sent_in_parts]

@@ -78,6 +78,9 @@ class Choices:
         is_held = not prompts[0].is_streamed if is_held is None else is_held
         self._max_logprobs = max(_MAX_LOGPROBS_HELD, (MAX_LOGPROBS + 1) * info.max_seq_len) if is_held else None
         self._num_logprobs = 0
+        if self._max_logprobs is not None and self._most_logprobs(info.max_seq_len) > self._max_logprobs:
+            for each in self._requests:
+                each.is_streamed = True  # a tokenizer worker that holds whole outputs does not count
         self._num_reasoning_tokens = [0] * count
         self._num_prompt_tokens = [0] * len(prompts)
         self._num_cached_tokens = [0] * len(prompts)
@@ -140,6 +143,15 @@ class Choices:
             if text.finish_reason == "abort":
                 raise ApiError(500, "The engine aborted the request.", code="aborted")
         return outputs
+
+    def _most_logprobs(self, max_seq_len: int) -> int:
+        """Return the number of log-probabilities if all outputs are as long as the request allows."""
+        sampling, num = self.sampling, 0
+        if sampling.logprobs is not None:
+            num += (1 + sampling.logprobs) * min(sampling.max_tokens, max_seq_len)
+        if sampling.prompt_logprobs is not None:
+            num += (1 + sampling.prompt_logprobs) * max_seq_len
+        return num * len(self.output_ids)
 
     def _count_logprobs(self, outputs: list[tuple[int, Text]], most: int) -> None:
         sampling = self.sampling
