@@ -83,6 +83,24 @@ def test_errors_of_grammars_name_the_request_or_the_provider(
     assert re.search(message, output.rejected.message)
 
 
+def test_an_aborted_request_does_not_wait_for_its_grammar() -> None:
+    loop = tiny.new_loop(page_size=4, num_pages=20)
+    grammars = GrammarManager(lambda: LlguidanceGrammar(byte_tokenizer(), VOCAB_SIZE, EOS), VOCAB_SIZE)
+    loop.scheduler.grammars = grammars
+    submit = Submit(request_id="r", token_ids=np.array([3, 4], np.int32), sampling=SamplingParams(max_tokens=2))
+    with grammars._backend_lock:  # two threads wait with the first two
+        for number in range(9):
+            source = GrammarSource("regex", f"{number}", "it")
+            loop.scheduler.submit(msgspec.structs.replace(submit, request_id=f"{number}", grammar=source))
+        for number in range(8):
+            loop.scheduler.abort(f"{number}")
+        assert [request.request_id for request, _ in loop.scheduler._compiling] == ["8"]
+        assert grammars.num_kept == 3
+    tiny.run(loop)
+    assert grammars.num_kept == 3
+    tiny.assert_nothing_in_use(loop)
+
+
 def test_from_the_beginning(grammars: GrammarManager) -> None:
     constraint = begin(grammars, None, None)
     assert allowed(grammars, constraint) == {A, B}

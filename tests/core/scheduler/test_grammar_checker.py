@@ -121,3 +121,25 @@ def test_a_part_is_named_before_the_whole(checker: GrammarChecker) -> None:
     with pytest.raises(InvalidValueError) as raised:
         new_grammars(checker).check(source)
     assert raised.value.name == "tools[0].function.parameters"
+
+
+def test_a_grammar_that_no_request_waits_for_is_not_compiled() -> None:
+    """Otherwise clients that send expensive grammars and leave would keep the threads busy for all others."""
+    grammars = new_grammars()
+    with grammars._backend_lock:  # the threads wait
+        busy = [grammars.start(GrammarSource("regex", f"busy{number}", "it")) for number in range(2)]
+        left = [grammars.start(GrammarSource("regex", "left" * 1000, "it")) for _ in range(2)]
+        kept = grammars.start(GrammarSource("regex", "kept", "it"))
+        grammars.stop(left[0])
+        assert not left[1].compiled.cancelled(), "another request waits for it"
+        grammars.stop(left[1])
+        assert left[1].compiled.cancelled()
+        assert len(grammars._pending) == grammars.num_kept == 3
+        again = grammars.start(GrammarSource("regex", "left" * 1000, "it"))
+    for each in (*busy, kept, again):
+        each.compiled.result()
+        grammars.stop(each)
+    assert not grammars._pending
+    assert not grammars._num_waiting
+    assert grammars.num_kept == 4
+    grammars.close()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -51,15 +51,16 @@ class Constraint:
     """Grammar state of one request.
 
     Attributes:
+        compiled: the compiled grammar, or the error that ended its compilation.
         error: the reason why the output cannot continue; empty if there is none.
         param: the request field at fault; None if the provider is at fault.
         reasoning_begin_token: token that begins the reasoning content, while it may still come; None otherwise.
     """
 
-    __slots__ = ("_compiled", "_reasoning_end_token", "_state", "error", "param", "reasoning_begin_token")
+    __slots__ = ("_reasoning_end_token", "_state", "compiled", "error", "param", "reasoning_begin_token")
 
     def __init__(self, source: GrammarSource, compiled: Future[CompiledGrammar]) -> None:
-        self._compiled, self.reasoning_begin_token = compiled, source.reasoning_begin_token
+        self.compiled, self.reasoning_begin_token = compiled, source.reasoning_begin_token
         self._reasoning_end_token = source.reasoning_end_token
         self._state: GrammarState | None = None
         self.error = ""
@@ -68,7 +69,7 @@ class Constraint:
     @property
     def is_compiled(self) -> bool:
         """True if the grammar is compiled, so that `begin` returns at once."""
-        return self._compiled.done()
+        return self.compiled.done()
 
     @property
     def has_begun(self) -> bool:
@@ -77,9 +78,9 @@ class Constraint:
 
     def begin(self) -> None:
         """Copy the state of the compiled grammar, or set `error`."""
-        error = self._compiled.exception()
+        error = self.compiled.exception()
         if error is None:
-            self._state = self._compiled.result().state.copy()
+            self._state = self.compiled.result().state.copy()
             return
         if not isinstance(error, MinisglError):
             logger.error("a grammar could not be compiled", exc_info=error)
@@ -135,7 +136,10 @@ class GrammarManager:
         self._backend_lock = Lock()
         self._pool = ThreadPoolExecutor(_NUM_THREADS, "grammar")
         self._compiled: OrderedDict[bytes, Future[CompiledGrammar]] = OrderedDict()
-        self._pending: dict[bytes, int] = {}
+        self._pending: dict[bytes, GrammarSource] = {}
+        """Grammars that are not compiled yet, by their keys in `_compiled`."""
+        self._num_waiting = Counter[Future[CompiledGrammar]]()
+        """Number of requests that wait for each grammar."""
 
     def warm_up(self) -> None:
         """Load the provider in a thread now. It reads the tokenizer for about a second, which no request has to wait for."""
@@ -161,16 +165,25 @@ class GrammarManager:
         key = hashlib.sha256(f"{source.kind}\0{source.text}".encode()).digest()
         compiled = self._compiled.get(key)
         if compiled is None:
-            size = len(source.text) + sum(len(schema) for _, schema in source.parts)
-            if self._pending and sum(list(self._pending.values())) + size > MAX_PENDING_BYTES:
+            if self._pending and sum(map(_size, [*self._pending.values(), source])) > MAX_PENDING_BYTES:
                 raise QueueFullError(f"{len(self._pending)} grammars wait to be compiled already; try again later")
-            self._pending[key] = size
-            compiled = self._compiled[key] = self._pool.submit(self._compile, source)
+            self._pending[key] = source
+            # The pool keeps the arguments of cancelled calls for a while, so the text is not one of them.
+            compiled = self._compiled[key] = self._pool.submit(self._compile, key)
             compiled.add_done_callback(lambda done: self._finish(key, done))
         else:
             self._compiled.move_to_end(key)
+        self._num_waiting[compiled] += 1
         self._trim()
         return Constraint(source, compiled)
+
+    def stop(self, constraint: Constraint) -> None:
+        """End a request's wait for its grammar. A grammar that no request waits for any more is not compiled."""
+        compiled = constraint.compiled
+        self._num_waiting[compiled] -= 1
+        if self._num_waiting[compiled] <= 0:
+            del self._num_waiting[compiled]
+            compiled.cancel()
 
     def _finish(self, key: bytes, compiled: Future[CompiledGrammar]) -> None:
         self._pending.pop(key, None)
@@ -194,7 +207,11 @@ class GrammarManager:
             InvalidValueError: the text is not valid for its kind.
             MinisglError: no provider is installed, or it cannot read the tokenizer.
         """
-        self.start(source)._compiled.result()
+        constraint = self.start(source)
+        try:
+            constraint.compiled.result()
+        finally:
+            self.stop(constraint)
 
     def fill(
         self,
@@ -235,8 +252,8 @@ class GrammarManager:
                 self._backend = self._make_provider()
             return self._backend
 
-    def _compile(self, source: GrammarSource) -> CompiledGrammar:
-        provider, num_bytes = self._load_backend(), 0
+    def _compile(self, key: bytes) -> CompiledGrammar:
+        source, provider, num_bytes = self._pending[key], self._load_backend(), 0
         if self._checker is not None:
             for name, schema in source.parts:
                 self._checker.check("json_schema", schema, name)
@@ -249,6 +266,10 @@ class GrammarManager:
         return CompiledGrammar(state, max(num_bytes, _MIN_BYTES_PER_CHARACTER * len(source.text)))
 
 
+def _size(source: GrammarSource) -> int:
+    return len(source.text) + sum(len(schema) for _, schema in source.parts)
+
+
 def wait_for_any(constraints: Iterable[Constraint], timeout_s: float) -> None:
     """Wait until one of the grammars is compiled, or until the time is over."""
-    wait([each._compiled for each in constraints], timeout_s, return_when=FIRST_COMPLETED)
+    wait([each.compiled for each in constraints], timeout_s, return_when=FIRST_COMPLETED)

@@ -329,11 +329,16 @@ class Scheduler:
         """Make requests whose grammars are compiled ready for admission, and end those with an invalid grammar."""
         done = [each for each in self._compiling if each[1].is_compiled]
         for request, constraint in done:
-            self._compiling.remove((request, constraint))
+            self._stop_compiling(request, constraint)
             constraint.begin()
-            if constraint.error and request.finish_reason is None:
+            if constraint.error:
                 self.stats.num_aborted += 1
                 self._aborted.append((request.worker, self._finish(request, "abort", [])))
+
+    def _stop_compiling(self, request: Request, constraint: Constraint) -> None:
+        self._compiling.remove((request, constraint))
+        assert self.grammars is not None
+        self.grammars.stop(constraint)
 
     def _schedule_prefills(self, num_decodes: int, rows: Int32) -> list[Chunk]:
         most = self.limits.max_prefill_tokens
@@ -447,6 +452,8 @@ class Scheduler:
         del self._by_id[request.request_id]
         if request.row == 0:
             self._waiting.remove(request)
+            if request.constraint is not None and (request, request.constraint) in self._compiling:
+                self._stop_compiling(request, request.constraint)
             self._report(request)
         else:
             self._running.end(request)
