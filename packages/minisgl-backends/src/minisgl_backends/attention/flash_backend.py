@@ -41,7 +41,7 @@ class FlashAttention(BatchPageTableAttention):
         major, _ = torch.cuda.get_device_capability(spec.device)
         installed = [version for version in cls.versions if version.is_installed()]
         if not installed:
-            commands = "pip install 'minisgl-backends[fa4]' on Hopper and later, 'minisgl-backends[fa]' before"
+            commands = "pip install 'minisgl-backends[fa4]' on Hopper and later, else 'minisgl-backends[fa]' and --page-size 256"
             return None, [f"no version of FlashAttention is installed ({commands})"]
         reasons = []
         for version in installed:
