@@ -122,7 +122,7 @@ def test_a_layer_may_hold_one_output_while_it_asks_for_the_next(
         return forward(ids, positions, both)
 
     monkeypatch.setattr(engine.model, "forward", with_another)
-    monkeypatch.setattr(engine, "_selects", False)
+    monkeypatch.setattr(engine, "_uses_logits_index", False)
     engine.capture_piecewise_graphs(SIZES, progress=False)
     generate(tiny.new_loop(max_prefill_length=7, **OPTIONS), seed=5)
 

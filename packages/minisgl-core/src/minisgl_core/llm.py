@@ -175,9 +175,9 @@ class LLM:
                 stack.callback(self._others.stop)
             self.info, self._tokenizer = built.info, _tokenizer(built.checkpoint.source, template)
             self._tokens = None if self._tokenizer is None else TokenBytes(self._tokenizer)
-            followers = self._others.followers if self._others else []
+            plan_senders = self._others.plan_senders if self._others else []
             results = self._others.results if self._others else None
-            self._new_loop = partial(make_loop, built, registry, hooks, followers, results)
+            self._new_loop = partial(make_loop, built, registry, hooks, plan_senders, results)
             self._loop = self._new_loop()
             if hooks.engine_started is not None:
                 hooks.engine_started(info=built.info)

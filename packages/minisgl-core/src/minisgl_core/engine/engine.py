@@ -80,8 +80,8 @@ class Engine:
         self._table = table
         self._ops = ops
         self._sampler = Sampler(num_rows, model.config.vocab_size, platform, ops.sampling)
-        # `Model.forward` can compute the last layer for some tokens only; see there.
-        self._selects = groups.tensor.size == 1 and groups.is_last_stage
+        # With `logits_index`, `Model.forward` computes the last layer for these tokens only.
+        self._uses_logits_index = groups.tensor.size == 1 and groups.is_last_stage
         self._graphs: DecodeGraphs | None = None
         self._piecewise: PiecewiseGraphs | None = None
         self._last_tokens = torch.zeros(num_rows + 1, dtype=torch.int32, device=platform.device)
@@ -97,7 +97,7 @@ class Engine:
         """Capture piecewise CUDA graphs for these numbers of tokens. Steps that fit and have no decode graph use them."""
         with self.platform.stream(), torch.inference_mode():
             num_rows = len(self._last_tokens) - 1
-            most = num_rows if self._selects else None
+            most = num_rows if self._uses_logits_index else None
             self._piecewise = PiecewiseGraphs(
                 self.platform, self.model, self.attention, self._ops.rotary, sizes, most, progress
             )
@@ -114,29 +114,29 @@ class Engine:
                 return BegunStep(plan, found.hidden, found.rows, found.logits, found.tokens, found.pending)
             inputs = upload(plan, self.platform, self._table, self._last_tokens)
             num_sampled = len(plan.sample.index)
-            wants_all = num_sampled == plan.num_tokens or len(plan.prompt_logprobs) > 0
+            needs_all = num_sampled == plan.num_tokens or len(plan.prompt_logprobs) > 0
             if self._piecewise is not None and self._piecewise.fits(plan):
                 hidden = self._piecewise.run(inputs)
             else:
                 attend = BoundAttention(self.attention, self.attention.plan(inputs.batch), self._ops.rotary)
                 # Without a sampled token, one is still needed: token 0, the first entry of cu_seqlens_q.
                 index = inputs.logits_index if num_sampled else inputs.batch.cu_seqlens_q[:1]
-                wanted = None if wants_all or not self._selects else index
-                hidden = self._forward(inputs, attend, wanted)
+                logits_index = None if needs_all or not self._uses_logits_index else index
+                hidden = self._forward(inputs, attend, logits_index)
             if not self.groups.is_last_stage:
                 return BegunStep(plan, hidden, inputs.sample_rows, None)
             sampled = hidden if num_sampled == len(hidden) else hidden[inputs.logits_index]
             logits = self._logits(sampled) if num_sampled else None
             return BegunStep(plan, hidden, inputs.sample_rows, logits)
 
-    def _forward(self, inputs: StepInputs, attend: BoundAttention, wanted: torch.Tensor | None) -> torch.Tensor:
+    def _forward(self, inputs: StepInputs, attend: BoundAttention, logits_index: torch.Tensor | None) -> torch.Tensor:
         """Run this stage's layers, between the stage before and the next one."""
         model, pipeline, intermediate = self.model, self.groups.pipeline, None
         if not self.groups.is_first_stage:
             shape = model.num_intermediate, len(inputs.positions), model.config.hidden_size
             received = torch.empty(shape, dtype=self._ops.dtype, device=self.platform.device)
             intermediate = pipeline.recv(received, pipeline.rank - 1)
-        hidden = model.forward(inputs.input_ids, inputs.positions, attend, wanted, intermediate)
+        hidden = model.forward(inputs.input_ids, inputs.positions, attend, logits_index, intermediate)
         if not self.groups.is_last_stage:
             pipeline.send(hidden, pipeline.rank + 1)
         return hidden

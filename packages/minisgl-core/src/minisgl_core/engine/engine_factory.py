@@ -35,12 +35,12 @@ _MAX_BATCH_ON_CPU = 32
 """Largest decode batch that ``auto`` captures on a CPU, where the Python code takes little of the time of larger ones."""
 
 
-def launch_bound_tokens(shape: ModelConfig, tp: int) -> int:
+def launch_bound_tokens(model_config: ModelConfig, tp: int) -> int:
     """Return the number of tokens up to which launching a layer's kernels takes longer than its GEMMs."""
-    moe = shape.moe
-    width = shape.intermediate_size if moe is None else moe.top_k * moe.intermediate_size
-    attention = 2 * (shape.num_q_heads + shape.num_kv_heads) * shape.head_dim
-    per_token = 2 * shape.hidden_size * (attention + 3 * width) / tp
+    moe = model_config.moe
+    width = model_config.intermediate_size if moe is None else moe.top_k * moe.intermediate_size
+    attention = 2 * (model_config.num_q_heads + model_config.num_kv_heads) * model_config.head_dim
+    per_token = 2 * model_config.hidden_size * (attention + 3 * width) / tp
     return int(_LAUNCHES_S * _FLOPS / per_token)
 
 
@@ -56,24 +56,24 @@ class EngineFactory:
     def __init__(
         self,
         config: EngineConfig,
-        shape: ModelConfig,
+        model_config: ModelConfig,
         platform: Platform,
         groups: RankGroups,
         model: Model,
         ops: Ops,
         registry: Registry,
     ) -> None:
-        self._config, self._shape, self._platform, self._groups = config, shape, platform, groups
+        self._config, self._model_config, self._platform, self._groups = config, model_config, platform, groups
         self._model, self._ops = model, ops
         self.attention = [registry.load("attention", name) for name in config.backends.attn.split(",")]
         self.longest = int(config.model.max_seq_len_override or 0)
         page_size, layers = int(config.cache.page_size), model.attention_layers()
-        spec = attention_spec(config, shape, self.longest, page_size, ops.dtype, platform.device)
+        spec = attention_spec(config, model_config, self.longest, page_size, ops.dtype, platform.device)
         reasons = check_layers(spec, layers)
         if spec.value_head_dim not in (None, spec.head_dim):
             reasons.append("the KV pool stores keys and values of one head dimension")
         if reasons:
-            raise ModelFormatError(f"the model {shape.architecture} is not supported: {'; '.join(reasons)}")
+            raise ModelFormatError(f"the model {model_config.architecture} is not supported: {'; '.join(reasons)}")
         group = KVGroup(len(layers), page_size, spec.num_kv_heads, spec.head_dim, spec.value_head_dim)
         layout = common_layout(config.backends.attn, registry)
         self.smallest_pool = KVPoolSpec.of_group(
@@ -84,14 +84,16 @@ class EngineFactory:
         """Allocate the pool and return an engine with it."""
         num_rows = self._config.scheduler.max_running_requests
         table = PageTable(num_rows, max_seq_len, pool.page_size, pool.device)
-        spec = attention_spec(self._config, self._shape, max_seq_len, pool.page_size, self._ops.dtype, pool.device)
+        spec = attention_spec(
+            self._config, self._model_config, max_seq_len, pool.page_size, self._ops.dtype, pool.device
+        )
         attention = _attention(self.attention, spec, KVPool(pool), table)
         return Engine(self._platform, self._groups, self._model, attention, table, self._ops, num_rows)
 
     def run_profile_batch(self) -> None:
         """Run the step that needs the most memory on an engine with the smallest pool."""
         limits = self._config.scheduler
-        prefill, vocab = int(limits.max_prefill_length), self._shape.vocab_size
+        prefill, vocab = int(limits.max_prefill_length), self._model_config.vocab_size
         plan = profile_batch(limits.max_running_requests, prefill, self.longest, vocab)
         self.engine(self.smallest_pool, self.longest).launch(plan).result()
 
@@ -103,7 +105,7 @@ class EngineFactory:
             reasons.append("the stages of a pipeline (--pp) run without CUDA graphs")
         if platform.has_host_graphs and parallel.tp > 1:
             reasons.append("on a CPU, collectives cannot be captured")
-        if platform.has_host_graphs and self._shape.moe is not None:
+        if platform.has_host_graphs and self._model_config.moe is not None:
             reasons.append("on a CPU, experts cannot be captured")
         return reasons
 
@@ -146,7 +148,7 @@ class EngineFactory:
         if wanted == AUTO and platform.has_host_graphs:
             return []
         if wanted == AUTO:
-            most = max(_MIN_PIECEWISE_TOKENS, launch_bound_tokens(self._shape, self._config.parallel.tp))
+            most = max(_MIN_PIECEWISE_TOKENS, launch_bound_tokens(self._model_config, self._config.parallel.tp))
             return piecewise_sizes(min(most, largest)) if has_decode_graphs else []
         return piecewise_sizes(min(int(wanted), largest))
 

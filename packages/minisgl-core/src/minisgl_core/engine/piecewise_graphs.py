@@ -145,12 +145,12 @@ class PiecewiseGraphs:
         """Return True if graphs exist for the step's tokens and compute all hidden states that it needs."""
         if plan.num_tokens > int(self._sizes[-1]):
             return False
-        return len(plan.prompt_logprobs) == 0 or not self._selects(self._size(plan.num_tokens))
+        return len(plan.prompt_logprobs) == 0 or not self._uses_logits_index(self._size(plan.num_tokens))
 
     def _size(self, count: int) -> int:
         return int(self._sizes[np.searchsorted(self._sizes, count)])
 
-    def _selects(self, size: int) -> bool:
+    def _uses_logits_index(self, size: int) -> bool:
         """Return True if the last layer computes only the tokens that are sampled from."""
         return size > len(self._logits_index)
 
@@ -168,7 +168,7 @@ class PiecewiseGraphs:
         self._positions[:count].copy_(inputs.positions)
         self._slots[:count].copy_(inputs.batch.slots)
         self._slots[count:size].zero_()
-        if self._selects(size):
+        if self._uses_logits_index(size):
             self._logits_index[:num_sampled].copy_(inputs.logits_index)
             self._logits_index[num_sampled:].zero_()  # indices of an earlier, larger step could be out of range
         for graph, call in zip(captured.graphs, captured.calls, strict=False):
@@ -179,12 +179,12 @@ class PiecewiseGraphs:
             else:
                 call.out[:count] = self._attention.forward(q, k, v, call.layer, plan)
         captured.graphs[-1].replay()
-        return captured.hidden[: num_sampled if self._selects(size) else count]
+        return captured.hidden[: num_sampled if self._uses_logits_index(size) else count]
 
     def _run(self, size: int, between: Callable[[], None]) -> tuple[torch.Tensor, list[_Call]]:
         least = int(max(self._sizes[self._sizes < size], default=0))  # steps with fewer tokens use a smaller size
         attend = _Capture(self._platform, self._attention, self._rotary, self._slots[:size], least, between)
-        index = self._logits_index if self._selects(size) else None
+        index = self._logits_index if self._uses_logits_index(size) else None
         return self._model.forward(self._ids[:size], self._positions[:size], attend, index), attend.calls
 
     def _capture(self, size: int, pool: Any) -> _Captured:

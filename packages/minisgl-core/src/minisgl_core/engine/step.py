@@ -129,9 +129,9 @@ class PendingStep:
         plan = self._plan
         logprobs: list[TokenLogprobs | None] = []
         if self._logprobs is not None:
-            rows = _rows(self._logprobs, tokens.tolist(), plan.sample.num_logprobs.tolist())
+            entries = _logprob_entries(self._logprobs, tokens.tolist(), plan.sample.num_logprobs.tolist())
             logprobs = [
-                row if wanted >= 0 else None for row, wanted in zip(rows, plan.sample.num_logprobs, strict=True)
+                entry if wanted >= 0 else None for entry, wanted in zip(entries, plan.sample.num_logprobs, strict=True)
             ]
         return StepResult(tokens, logprobs, self._prompt_result())
 
@@ -143,8 +143,8 @@ class PendingStep:
         ends = np.cumsum(plan.num_new[plan.prompt_logprobs])
         num_targets = [int(part.sum()) for part in np.split(is_target, ends[:-1])]
         wanted = np.repeat(plan.num_prompt_logprobs, num_targets).tolist()
-        rows = iter(_rows(self._prompt, plan.prompt_targets[is_target].tolist(), wanted))
-        return [list(islice(rows, count)) for count in num_targets]
+        entries = iter(_logprob_entries(self._prompt, plan.prompt_targets[is_target].tolist(), wanted))
+        return [list(islice(entries, count)) for count in num_targets]
 
 
 def _to_host(tensors: LogprobTensors | None, platform: Platform) -> LogprobTensors | None:
@@ -159,9 +159,9 @@ def _to_host(tensors: LogprobTensors | None, platform: Platform) -> LogprobTenso
     )
 
 
-def _rows(tensors: LogprobTensors, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
+def _logprob_entries(tensors: LogprobTensors, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
     """Return one entry per token, with the `num_top` most likely tokens of its position; none if that is negative."""
-    rows = []
+    entries = []
     values = zip(
         token_ids,
         num_top,
@@ -177,5 +177,5 @@ def _rows(tensors: LogprobTensors, token_ids: Sequence[int], num_top: Sequence[i
             Logprob(i, value, top_rank)
             for top_rank, (i, value) in enumerate(zip(top_ids[:count], top[:count], strict=True), 1)
         ]
-        rows.append(TokenLogprobs(Logprob(token, logprob, rank), best))
-    return rows
+        entries.append(TokenLogprobs(Logprob(token, logprob, rank), best))
+    return entries

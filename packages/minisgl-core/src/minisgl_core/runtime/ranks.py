@@ -35,7 +35,7 @@ class OtherRanks:
     """Processes of all ranks but rank 0, which run the plans that this process sends.
 
     Attributes:
-        followers: senders of plans to these ranks.
+        plan_senders: one per rank, to send the plans to it.
         results: receiver of the last pipeline stage's results; None with one stage.
     """
 
@@ -59,7 +59,7 @@ class OtherRanks:
             for each in placements[1:]:
                 arguments = config, placements, each.rank, addresses
                 executor.start(f"scheduler rank {each.rank}", each, run_worker, *arguments)
-            self.followers = [stack.enter_context(Sender(each.address)) for each in placements[1:]]
+            self.plan_senders = [stack.enter_context(Sender(each.address)) for each in placements[1:]]
             self._stack = stack.pop_all()
 
     def join(self, build: Build) -> BuiltEngine:
@@ -148,8 +148,8 @@ class OtherRanks:
 
     def stop(self) -> None:
         """Tell the ranks to end. May be called twice."""
-        followers, self.followers = self.followers, []
-        send_all(followers, Stop())
+        plan_senders, self.plan_senders = self.plan_senders, []
+        send_all(plan_senders, Stop())
 
     def close(self) -> None:
         """End the processes. May be called twice."""

@@ -90,9 +90,9 @@ def _run_rank0(
             results = stack.enter_context(Receiver[FromLastStage](placement.address, FromLastStage))
         built = build_engine(config, registry, hooks, placement)
         phases = StartupTimer()
-        followers = [Sender(each.address) for each in placements[1:]]
+        plan_senders = [Sender(each.address) for each in placements[1:]]
         info = msgspec.structs.replace(built.info, engine_id=addresses.engine_id, replica=addresses.replica)
-        loop = make_loop(built, registry, hooks, followers, results)
+        loop = make_loop(built, registry, hooks, plan_senders, results)
         if loop.scheduler.grammars is not None:
             loop.scheduler.grammars.warm_up()
         if hooks.engine_started is not None:
@@ -108,8 +108,8 @@ def _run_rank0(
             finally:
                 if loop.scheduler.grammars is not None:
                     loop.scheduler.grammars.close()
-                send_all(followers, Stop())
-                for sender in followers:
+                send_all(plan_senders, Stop())
+                for sender in plan_senders:
                     sender.close()
 
 
@@ -130,10 +130,13 @@ def make_loop(
     built: BuiltEngine,
     registry: Registry,
     hooks: Hooks,
-    followers: list[Sender],
+    plan_senders: list[Sender],
     results: Receiver[FromLastStage] | None = None,
 ) -> EngineLoop:
-    """Return rank 0's loop with a scheduler for an engine. `results` come from the last pipeline stage, if there are several."""
+    """Return rank 0's loop with a scheduler for an engine.
+
+    `plan_senders` reach the other ranks. `results` come from the last pipeline stage, if there are several.
+    """
     config = built.config
     overlap, num_stages = not config.scheduler.disable_overlap, config.parallel.pp
     limits = SchedulerLimits(
@@ -150,7 +153,7 @@ def make_loop(
     )
     cache = registry.load("prefix_cache", config.cache.cache)(limits.page_size)
     policy = registry.load("policy", config.scheduler.policy)()
-    send_plan = (lambda plan: send_all(followers, plan)) if followers else None
+    send_plan = (lambda plan: send_all(plan_senders, plan)) if plan_senders else None
     receive_result = None if results is None else (lambda: _next_result(results))
     checker = GrammarChecker(built.config.backends.grammar)
     grammars = GrammarManager(lambda: load_grammar_backend(built, registry), limits.vocab_size, checker)
@@ -304,6 +307,7 @@ def _counts(scheduler: Scheduler) -> dict[str, int]:
 
 
 def _deliver(outputs: Outputs, workers: list[Sender], engine_id: int) -> None:
+    """Send outputs to the tokenizer workers. Of an output with `rejected`, only that message is sent."""
     for worker, batch in outputs:
         batch.engine_id = engine_id
         kept = []
