@@ -88,9 +88,10 @@ async def test_the_error_has_the_format_of_the_path(root_path: str) -> None:
     error = (await response_to(cut, "/v1/messages", root_path))[-1]
     assert error["body"].startswith(b"event: error\n")
     assert data_of(error)["error"]["type"] == "overloaded_error"
-    error = (await response_to(cut, "/v1/responses", root_path))[-1]
+    several = CHUNK | {"body": b"event: a\ndata: 2\n\nevent: a\ndata: 3\n\n"}
+    error = (await response_to(proxy([start(), CHUNK, several]), "/v1/responses", root_path))[-1]
     assert error["body"].startswith(b"event: error\n")
-    assert data_of(error)["code"] == "replica_lost"
+    assert (data_of(error)["code"], data_of(error)["sequence_number"]) == ("replica_lost", 3)
 
 
 @pytest.mark.parametrize("messages", [[], [start("text/plain", 503), {**LAST, "body": b"Deployment is unavailable."}]])

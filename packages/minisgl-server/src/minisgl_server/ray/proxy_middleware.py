@@ -106,7 +106,8 @@ class ProxiedResponse:
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._scope, self._receive, self._send = scope, receive, send
+        self._scope, self._receive, self._send_message = scope, receive, send
+        self._num_events = 0
         self._is_of_api = self._is_started = self._is_event_stream = self._is_over = False
         self.error: ApiError | None = None
         self._task = asyncio.current_task()
@@ -175,6 +176,10 @@ class ProxiedResponse:
             self._is_over = True
         await self._send(message)
 
+    async def _send(self, message: Message) -> None:
+        self._num_events += message.get("body", b"").count(b"\n\n")  # an empty line ends each event
+        await self._send_message(message)
+
     async def _write(self) -> None:
         """Send the chunks. Those that arrive while the client is not ready are sent together."""
         while not self._is_over:
@@ -202,19 +207,20 @@ class ProxiedResponse:
             await error.response(path)(self._scope, self._receive, self._send)
         elif self._is_event_stream:
             self._is_over = True
-            await self._send({"type": "http.response.body", "body": error_event(error, path)})
+            await self._send({"type": "http.response.body", "body": error_event(error, path, self._num_events)})
 
     def find_application(self) -> None:
         """Note if the request is for the API; only callers in the context of the request can tell."""
         self._is_of_api = _get_serve_request_context().app_name == API_APP
 
 
-def error_event(error: ApiError, path: str) -> bytes:
-    """Return the last event of a stream that failed, in the format of the API that `path` belongs to."""
+def error_event(error: ApiError, path: str, number: int) -> bytes:
+    """Return the last event of a stream that failed, in the format of the API of `path`, after `number` other events."""
     if path.startswith(ANTHROPIC_PATH):
         return typed_event(anthropic_body(error, ""))
     if path.startswith("/v1/responses"):
-        return typed_event({"type": "error", "code": error.code, "message": error.message, "param": None})
+        fields = {"code": error.code, "message": error.message, "param": None}
+        return typed_event({"type": "error", "sequence_number": number, **fields})
     return event(error.body())
 
 
