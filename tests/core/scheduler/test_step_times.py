@@ -136,22 +136,29 @@ def test_a_step_with_decodes_is_not_longer_than_the_limit(overlap: bool) -> None
         steps.append((n, [(requests[row].request_id, num_new) for row, num_new in prompts]))
 
     loop.scheduler.step_planned = record
-    lengths = {"a": 60, "b": 30, "c": 20, "d": 80, "e": 250}
-    tiny.submit(loop, "stream", prompt(9, 5), greedy(20))
+    tiny.submit(loop, "stream", prompt(99, 5), greedy(200))
     collected: dict[str, tiny.Collected] = {}
     while "stream" not in collected:
         tiny.step(loop, collected)
-    for seed, (name, length) in enumerate(lengths.items()):
-        tiny.submit(loop, name, prompt(seed, length), greedy(3))
-    tiny.run(loop, collected)
+    rounds = [{"a": 60, "b": 30, "c": 20}, {"d": 10, "e": 60, "f": 250}, {"g": 30, "h": 80, "i": 30, "j": 5}]
+    lengths: dict[str, int] = {}
+    for waiting in rounds:
+        for name, length in waiting.items():
+            tiny.submit(loop, name, prompt(len(lengths), length), greedy(3))
+            lengths[name] = length
+        while loop.scheduler.num_waiting or loop.scheduler.num_running > 1:
+            tiny.step(loop, collected)
     with_prompts = [chunks for num_decodes, chunks in steps if num_decodes and chunks]
     assert with_prompts == [
         [("a", 60)],  # with the whole prompt of b, more than half of 100 tokens
         [("b", 30), ("c", 20)],
-        [("d", 80)],
-        [("e", 100)],
-        [("e", 100)],
-        [("e", 50)],
+        [("d", 10)],
+        [("e", 60)],
+        [("f", 100)],
+        [("f", 100)],
+        [("f", 50)],
+        [("g", 30), ("h", 70)],  # more requests wait: less than half of the tokens were used before h
+        [("h", 10), ("i", 30), ("j", 5)],
     ]
     for seed, (name, length) in enumerate(lengths.items()):
         assert tuple(collected[name].tokens) == tiny.greedy(prompt(seed, length), 3)
@@ -205,9 +212,9 @@ def test_a_step_that_is_launched_slowly_is_scheduled_earlier(monkeypatch: pytest
     loop._last_done_s = now
     loop.step()  # its decode and 40 prompt tokens run for 12 ms from now
     loop._last_done_s = now
-    now += 0.0055
+    now += 0.005
     assert loop.time_to_schedule() > 0, (
         "the launch of a step with prompts takes 9 ms, but its first kernels run by then"
     )
-    now += 0.0006
+    now += 0.0011
     assert loop.time_to_schedule() == 0

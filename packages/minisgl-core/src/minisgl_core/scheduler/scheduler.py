@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 _NO_ROWS = np.empty(0, np.int32)
 _COMPILE_WAIT_S = 0.02
 """Longest wait for a grammar to be compiled while no other request can run."""
+_FEW_WAITING = 3
+"""Most waiting requests for which a step rather has fewer prompts than more prompt tokens."""
 
 
 def _queue_key(request: Request) -> tuple[int, int]:
@@ -343,8 +345,8 @@ class Scheduler:
     def _schedule_prefills(self, num_decodes: int, rows: Int32) -> list[Chunk]:
         most = self.limits.max_prefill_tokens
         budget = self.step_times.prompt_tokens(num_decodes, most)
-        # If `max_step_s` limits the prompt tokens, a further prompt begins only if it ends within half of them. It would hardly
-        # get its first token earlier, and the prompts that have begun would get theirs later.
+        # If `max_step_s` limits the prompt tokens, a further prompt begins only if half of them are left. So the prompts that
+        # have begun get their first tokens earlier. While few requests wait, it must also leave that half when it ends.
         reserve = 0 if budget == most else budget // 2
         chunks: list[Chunk] = []
         for row in rows.tolist():
@@ -373,7 +375,8 @@ class Scheduler:
         return cast(Sequence[Request], ordered)
 
     def _admit(self, budget: int, reserve: int, chunks: list[Chunk]) -> None:
-        """Admit waiting requests that leave `reserve` tokens of the budget. The step's first prompt may use the reserve."""
+        """Admit waiting requests while `reserve` tokens of the budget are left. The step's first prompt may use the reserve."""
+        few_wait = len(self._waiting) <= _FEW_WAITING
         reserved = self.pages.num_reserved()
         waiting = self._waiting
         if self._compiling:
@@ -383,7 +386,8 @@ class Scheduler:
                 return
             self._running.assign(request, self.rows.allocate())
             self.pages.attach_cached(request)
-            has_room = not (chunks and reserve) or request.length - request.num_computed <= budget - reserve
+            num_left = request.length - request.num_computed if few_wait else 1
+            has_room = not (chunks and reserve) or num_left <= budget - reserve
             missing = self.pages.missing_pages(request, min(request.length + 1, self.limits.max_seq_len))
             if not has_room or missing > self.pages.num_available - reserved:
                 self.rows.free(request.row)
