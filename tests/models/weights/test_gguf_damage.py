@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from minisgl_core.config.hf import model_config
 from minisgl_core.errors import ModelFormatError
+from minisgl_models.weights import gguf_reader
 from minisgl_models.weights.gguf_file import GgufWeights
 
 MAX_GROWTH_KIB = 300 * 2**10
@@ -129,6 +130,13 @@ DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
         "the file has tensors of 2 blocks",
     ),
 }
+
+
+def test_a_header_beyond_the_limit_is_not_called_truncated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_reader, "_MAX_HEADER_BYTES", 100)
+    write(tmp_path / "m.gguf")
+    with pytest.raises(ModelFormatError, match=r"its header is too large: .* would exceed the limit of 100 bytes"):
+        use(tmp_path / "m.gguf")
 
 
 @pytest.mark.parametrize("name", DAMAGE)

@@ -196,10 +196,13 @@ class _Header:
     def _need(self, num_bytes: int, what: str) -> None:
         """Raise ValueError if `num_bytes` from the position on exceed the file or the size limit."""
         if self.position + num_bytes > self._end:
-            limit = (
-                "the file" if self._end == len(self._data) else f"the {_MAX_HEADER_BYTES} bytes that a header may have"
+            if self._end == len(self._data):
+                raise ValueError(
+                    f"it is truncated: {what} at byte {self.position} would exceed the file; download the file again"
+                )
+            raise ValueError(
+                f"its header is too large: {what} at byte {self.position} would exceed the limit of {_MAX_HEADER_BYTES} bytes"
             )
-            raise ValueError(f"it is truncated: {what} at byte {self.position} would exceed {limit}")
 
     def _scalar(self, code: str) -> Any:
         size = struct.calcsize("<" + code)
