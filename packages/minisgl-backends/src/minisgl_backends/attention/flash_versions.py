@@ -91,7 +91,7 @@ class FlashVersion:
     Attributes:
         number: FlashAttention's major version.
         module: module to import.
-        file: glob pattern of a file that exists if the module is installed.
+        file: glob pattern, in the module's folder, of a file that exists if the module is installed.
         majors: major compute capabilities that it has kernels for.
         function: name of the module's function.
         arguments: keyword arguments of the function.
