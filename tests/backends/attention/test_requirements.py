@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from minisgl_backends.attention import hopper_backend
 from minisgl_backends.attention.flash_backend import FlashAttention
 from minisgl_backends.attention.flash_versions import VERSIONS
 from minisgl_backends.attention.flashinfer_backend import FlashInferAttention
@@ -106,7 +107,6 @@ def test_fp8_pools_need_compute_capability_8_9(
     ("backend", "command"),
     [
         (FlashAttention, "'minisgl-backends[fa4]'"),
-        (FlashAttention, "'minisgl-backends[fa]'"),
         (FlashInferAttention, "'minisgl-backends[fi]'"),
         (TrtllmAttention, "'minisgl-backends[fi]'"),
         (TritonAttention, "'minisgl-backends[triton]'"),
@@ -118,6 +118,25 @@ def test_a_missing_package_is_named_with_its_remedy(
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert any("pip install" in reason and command in reason for reason in backend.unsupported(SPEC))
+
+
+@pytest.mark.parametrize(("major", "extra"), [(8, "fa"), (9, "fa4"), (10, "fa4"), (12, "fa")])
+def test_the_version_of_flash_attention_to_install_is_one_with_kernels_for_the_gpu(
+    major: int, extra: str, monkeypatch: pytest.MonkeyPatch, hopper: None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (major, 0))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    [reason] = FlashAttention.unsupported(SPEC)
+    assert f"(pip install 'minisgl-backends[{extra}]'" in reason
+
+
+@pytest.mark.usefixtures("hopper")
+def test_hopper_refuses_a_head_dim_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper_backend, "hopper_missing", lambda device, dtype: [])
+    base = HopperAttention.unsupported(SPEC)
+    for head_dim in (32, 96):
+        [reason] = [each for each in HopperAttention.unsupported(replace(SPEC, head_dim=head_dim)) if each not in base]
+        assert reason == f"it has kernels for head dimensions 64, 128, not {head_dim}"
 
 
 def test_unsupported_imports_no_backend_package() -> None:

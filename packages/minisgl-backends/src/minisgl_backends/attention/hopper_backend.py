@@ -15,6 +15,7 @@ from minisgl_core.contracts.ops import Rope
 class HopperAttention(TritonAttention):
     """`TritonAttention` with a decode kernel in CUDA C++ that prefetches keys (PDL) and fuses RoPE and KV store."""
 
+    head_dims = decode.HEAD_DIMS
     capabilities = AttentionCapabilities(
         fused_kv_store=True, fused_rope_decode=True, cuda_graphs=True, graph_reads_page_table=True
     )
@@ -26,10 +27,6 @@ class HopperAttention(TritonAttention):
             return reasons
         reasons = super().unsupported(spec)
         group = spec.num_q_heads // spec.num_kv_heads
-        if spec.head_dim not in decode.HEAD_DIMS:
-            reasons.append(
-                f"it supports head dimensions {' or '.join(map(str, decode.HEAD_DIMS))}, not {spec.head_dim}"
-            )
         if group > decode.MAX_GROUP:
             reasons.append(f"it supports up to {decode.MAX_GROUP} query heads per KV head, not {group}")
         if not decode.supports_page_size(spec.page_size):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from minisgl_backends.kernels.paged_decode import SplitKVWorkspace
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_HEAD_DIMS = (16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,12 @@ class TritonAttention(FusedStoreAttention):
     """Split-KV decode and tiled prefill; see `kernels.paged_decode` and `kernels.paged_prefill`.
 
     It also runs on a CPU, under Triton's interpreter (TRITON_INTERPRET=1), which is slow and meant for tests.
+
+    Attributes:
+        head_dims: head dimensions that the kernels support.
     """
+
+    head_dims: ClassVar[tuple[int, ...]] = (16, 32, 64, 128, 256)
 
     capabilities = AttentionCapabilities(
         fused_kv_store=True,
@@ -65,7 +69,7 @@ class TritonAttention(FusedStoreAttention):
             *(gpu_missing(spec.device) if needs_gpu else []),
             *dtypes_unsupported(spec, _DTYPES),
             *fp8_conversion_missing(spec),
-            *head_dim_unsupported(spec, _HEAD_DIMS),
+            *head_dim_unsupported(spec, cls.head_dims),
         ]
 
     def __init__(self, spec: AttentionSpec, pool: KVPages, page_table: torch.Tensor) -> None:
