@@ -121,6 +121,13 @@ def test_triton_takes_float8_where_the_gpu_has_it(monkeypatch: pytest.MonkeyPatc
     assert TritonMoe.unsupported(spec) == []
 
 
+def test_triton_refuses_gpus_before_ampere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+    [reason] = TritonMoe.unsupported(MoeSpec(4, 2, 16, 16, torch.bfloat16, torch.device("cuda")))
+    assert "8.0 or later, and this GPU has 7.5" in reason
+
+
 def test_asking_imports_no_triton() -> None:
     code = """
 import sys, torch

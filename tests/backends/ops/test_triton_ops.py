@@ -43,6 +43,14 @@ def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(shape, device=DEVICE).to(dtype)
 
 
+@pytest.mark.skipif(ON_GPU, reason="it pretends that there is another GPU")
+def test_gpus_before_ampere_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+    [reason] = TritonOps.unsupported(torch.device("cuda"), torch.bfloat16)
+    assert "8.0 or later, and this GPU has 7.5" in reason
+
+
 @pytest.mark.parametrize("vocab_size", [10, 9001])
 def test_rows_without_a_distribution_give_the_reference_token(vocab_size: int) -> None:
     """After an overflow in the model, the token of the row must still be one of the vocabulary."""

@@ -75,3 +75,10 @@ def test_it_refuses_float_activations_and_experts() -> None:
     [reason] = Int8.unsupported(QuantizationSpec(torch.float32, CPU, 0, CheckpointQuantization(config)))
     assert "type='float'" in reason
     assert Int8.unsupported(QuantizationSpec(torch.float32, CPU, 8)) == ["it does not support experts"]
+
+
+def test_gpus_before_ampere_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+    [reason] = Int8.unsupported(QuantizationSpec(torch.float16, torch.device("cuda"), 0))
+    assert "8.0 or later, and this GPU has 7.5" in reason

@@ -29,7 +29,7 @@ class TritonMoe(MoeKernel):
     @classmethod
     def unsupported(cls, spec: MoeSpec) -> list[str]:
         """Check for triton, a GPU and the dtypes, without importing triton."""
-        reasons = [*super().unsupported(spec), *triton_missing()]
+        reasons = [*super().unsupported(spec), *triton_missing(), *capability_missing(spec.device, (8, 0))]
         if spec.device.type != "cuda" and not is_interpreted():
             reasons.append(f"it needs a CUDA device, not {spec.device.type}, or TRITON_INTERPRET=1 to try it slowly")
         if spec.dtype not in _DTYPES:

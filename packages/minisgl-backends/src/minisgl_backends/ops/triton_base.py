@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from minisgl_backends.requirements import is_interpreted, triton_missing
+from minisgl_backends.requirements import capability_missing, is_interpreted, triton_missing
 from minisgl_core.contracts.ops import OpsProvider
 
 
@@ -14,7 +14,7 @@ class TritonProvider(OpsProvider):
     @classmethod
     def unsupported(cls, device: torch.device, dtype: torch.dtype) -> list[str]:
         """Check for Triton, and for a GPU or Triton's interpreter."""
-        reasons = triton_missing()
+        reasons = [*triton_missing(), *capability_missing(device, (8, 0))]
         if device.type != "cuda" and not is_interpreted():
             reasons.append(f"Triton kernels run on NVIDIA GPUs, not on {device.type}")
         return reasons

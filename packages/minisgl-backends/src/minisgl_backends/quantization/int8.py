@@ -10,7 +10,7 @@ from minisgl_backends.native import library
 from minisgl_backends.quantization.fp8_checkpoint import StoredMatrix
 from minisgl_backends.quantization.gguf_cpu import CpuLinearMethod
 from minisgl_backends.quantization.gguf_types import TYPES
-from minisgl_backends.requirements import other_weights, triton_missing
+from minisgl_backends.requirements import capability_missing, other_weights, triton_missing
 from minisgl_core.contracts.checkpoint_quantization import is_int8
 from minisgl_core.contracts.layer import Targets
 from minisgl_core.contracts.layer_methods import LinearMethod, LinearPart, LinearSpec, PlainLinear
@@ -37,11 +37,12 @@ class Int8(Quantization):
 
     @classmethod
     def unsupported(cls, spec: QuantizationSpec) -> list[str]:
-        """Refuse experts, checkpoints with other quantized weights, and a GPU without triton."""
+        """Refuse experts, checkpoints with other quantized weights, and a GPU that triton is missing for or does not support."""
         reasons = []
         if spec.checkpoint is not None and not spec.checkpoint.is_gguf:
             try:
-                if not all([is_int8(spec.checkpoint, each) for each in spec.checkpoint.groups] or [False]):
+                groups = spec.checkpoint.groups
+                if not groups or not all(is_int8(spec.checkpoint, each) for each in groups):
                     supported = "quant_method 'compressed-tensors' of type 'int' with num_bits 8, and 16-bit weights"
                     reasons.append(other_weights(spec.checkpoint, "8-bit integers", supported))
             except ModelFormatError as error:
@@ -49,7 +50,7 @@ class Int8(Quantization):
         if spec.num_experts:
             reasons.append("it does not support experts")
         if spec.device.type == "cuda":
-            reasons += triton_missing()
+            reasons += [*triton_missing(), *capability_missing(spec.device, (8, 0))]
         return reasons
 
     def linear(self, spec: LinearSpec) -> LinearMethod:
@@ -123,6 +124,7 @@ def operation(spec: LinearSpec, codes: torch.Tensor, scales: torch.Tensor, bias:
     gated = spec.gated
 
     def linear(x: torch.Tensor) -> torch.Tensor:
+        # The C kernel rounds to x's dtype before the scales and the bias, which round again. The Triton kernel rounds once.
         out = (gemm(x).float() * scales).to(x.dtype)
         out = out if bias is None else out + bias
         return silu_and_mul(out) if gated else out
