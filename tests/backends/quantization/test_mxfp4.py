@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from minisgl_backends.moe.packed_weights import dequantize
 from minisgl_backends.moe.torch_kernel import TorchMoe
 from minisgl_backends.quantization.fp8 import Fp8
+from minisgl_backends.quantization.int4 import Int4
 from minisgl_backends.quantization.mxfp4 import Mxfp4
 from minisgl_core.contracts.checkpoint_quantization import CheckpointQuantization
 from minisgl_core.contracts.layer_methods import ExpertsSpec
 from minisgl_core.contracts.moe import MoeKernel, MoeSpec
 from minisgl_core.contracts.ops import Ops
-from minisgl_core.contracts.quantization import QuantizationSpec
+from minisgl_core.contracts.quantization import Quantization, QuantizationSpec
 from minisgl_core.contracts.shard import Shard
 from minisgl_core.errors import ProviderUnsupportedError
 from minisgl_core.testing.moe_cases import activated
@@ -124,5 +125,17 @@ def test_what_is_refused() -> None:
     )
     assert "are not float8" in Fp8.unsupported(spec)[0]
     experts = ExpertsSpec("e", MoeSpec(3, 2, 64, 32, torch.float32, CPU), Shard.whole(32), ("a", "b", "c"))
-    with pytest.raises(ProviderUnsupportedError, match="e has a tensor per expert; only all experts in one tensor"):
+    with pytest.raises(ProviderUnsupportedError, match=r"'mxfp4' cannot .* e has a tensor per expert; only all"):
         Mxfp4(spec, Ops.of(CPU, torch.float32)).experts(experts, TorchMoe)
+
+
+@pytest.mark.parametrize(("provider", "name"), [(Fp8, "fp8"), (Int4, "int4")])
+def test_others_refuse_experts_in_one_tensor_by_the_name_that_users_type(
+    provider: type[Quantization], name: str
+) -> None:
+    experts = ExpertsSpec(
+        "e", MoeSpec(3, 2, 64, 32, torch.float32, CPU), Shard.whole(32), ("a", "b", "c"), interleaved=True
+    )
+    method = provider(QuantizationSpec(torch.float32, CPU, 3), Ops.of(CPU, torch.float32))
+    with pytest.raises(ProviderUnsupportedError, match=f"quantization provider '{name}' cannot"):
+        method.experts(experts, TorchMoe)

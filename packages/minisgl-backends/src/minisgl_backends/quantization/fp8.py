@@ -72,7 +72,7 @@ class Fp8(Quantization):
         """
         if spec.interleaved:
             reason = "it does not support checkpoints that store all experts in one tensor, as gpt-oss's do"
-            raise ProviderUnsupportedError("quantization", type(self).__name__, [reason])
+            raise ProviderUnsupportedError("quantization", "fp8", [reason])
         names = {part.name for part in (*spec.gate_up_parts(0), spec.down_part(0))}
         if self._is_unquantized(names):
             return super().experts(spec, kernel)

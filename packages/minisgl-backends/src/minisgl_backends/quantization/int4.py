@@ -95,7 +95,7 @@ class Int4(Quantization):
         """
         if spec.interleaved:
             reason = "it does not support checkpoints that store all experts in one tensor, as gpt-oss's do"
-            raise ProviderUnsupportedError("quantization", type(self).__name__, [reason])
+            raise ProviderUnsupportedError("quantization", "int4", [reason])
         stored = self.spec.checkpoint
         if stored is None or stored.is_gguf:
             return Int4Experts(spec, kernel)

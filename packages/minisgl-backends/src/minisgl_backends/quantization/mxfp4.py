@@ -45,7 +45,7 @@ class Mxfp4(Quantization):
         if spec.moe.hidden_size % BLOCK:
             reasons.append(f"hidden_size={spec.moe.hidden_size} is not a multiple of {BLOCK}, the inputs per scale")
         if reasons:
-            raise ProviderUnsupportedError("quantization", type(self).__name__, reasons)
+            raise ProviderUnsupportedError("quantization", "mxfp4", reasons)
         return Mxfp4Experts(spec, kernel)
 
 
