@@ -49,3 +49,12 @@ def test_inputs_of_another_width_or_dtype_are_refused(prepare: str) -> None:
     for x in (torch.randn(2, 64), torch.randn(2, 62).bfloat16(), torch.randn(2, 66).bfloat16()):
         with pytest.raises((TypeError, RuntimeError)):
             op(x)
+
+
+@pytest.mark.parametrize("ops", [TorchOps, NativeOps])
+def test_decode_outputs_of_strided_tokens_are_stored(ops: type[TorchOps]) -> None:
+    tokens, rows = torch.arange(8)[::2], torch.arange(8, dtype=torch.int32)[1::2]
+    last_tokens, mapped_tokens = torch.full((8,), -1, dtype=torch.int32), torch.full((2, 4), -1)
+    ops(CPU, torch.float32).decode_outputs(tokens, rows, last_tokens, mapped_tokens, torch.ones(1, dtype=torch.int32))
+    assert last_tokens.tolist() == [-1, 0, -1, 2, -1, 4, -1, 6]
+    assert mapped_tokens.tolist() == [[-1] * 4, [0, 2, 4, 6]]

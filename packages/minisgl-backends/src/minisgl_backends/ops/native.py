@@ -166,6 +166,7 @@ class NativeOps(OneDnnOps, StepOps):
         buffer_index: torch.Tensor,
     ) -> None:
         """See `StepOps.decode_outputs`."""
+        tokens, rows = tokens.contiguous(), rows.contiguous()
         addresses = (each.data_ptr() for each in (tokens, rows, last_tokens, mapped_tokens, buffer_index))
         self._kernels.decode_outputs(*addresses, len(tokens))
 
