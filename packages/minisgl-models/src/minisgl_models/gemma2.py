@@ -53,6 +53,7 @@ class Gemma2Attention(Layer):
         """Build the layers. `index` is the index of the decoder layer."""
         hidden, dim, num_q, num_kv = config.hidden_size, config.head_dim, config.num_q_heads, config.num_kv_heads
         self.qkv_proj = QKVParallelLinear(hidden, dim, num_q, num_kv, build, bias=config.qkv_bias)
+        # It all-reduces, since post_attention_layernorm needs the whole output.
         self.o_proj = RowParallelLinear(num_q * dim, hidden, build, bias=config.o_bias)
         scale = config.raw["query_pre_attn_scalar"] ** -0.5
         self.attn = Attention(index, scale, config.sliding_windows[index], build, soft_cap=config.soft_cap)
@@ -80,6 +81,7 @@ class Gemma2MLP(Layer):
         hidden, inner = config.hidden_size, config.intermediate_size
         self.gate_up_proj = MergedColumnParallelLinear(hidden, [inner, inner], build)
         self._gelu_tanh_and_mul = build.ops.norm.gelu_tanh_and_mul
+        # It all-reduces, since post_feedforward_layernorm needs the whole output.
         self.down_proj = RowParallelLinear(inner, hidden, build)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -91,7 +93,6 @@ class Gemma2DecoderLayer(Layer):
     """Attention and MLP with residual connections, and a norm before and after each."""
 
     def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
-        # The norms after attention and MLP need the whole output, so both all-reduce it.
         self.input_layernorm = _norm(config, build)
         self.self_attn = Gemma2Attention(config, index, build)
         self.post_attention_layernorm = _norm(config, build)

@@ -77,6 +77,7 @@ class Gemma3Attention(Layer):
         """Build the layers. `index` is the index of the decoder layer."""
         hidden, dim, num_q, num_kv = config.hidden_size, config.head_dim, config.num_q_heads, config.num_kv_heads
         self.qkv_proj = QKVParallelLinear(hidden, dim, num_q, num_kv, build, bias=config.qkv_bias)
+        # It all-reduces, since post_attention_layernorm needs the whole output.
         self.o_proj = RowParallelLinear(num_q * dim, hidden, build, bias=config.o_bias)
         self.q_norm, self.k_norm = _norm(dim, config, build), _norm(dim, config, build)
         scale = config.raw["query_pre_attn_scalar"] ** -0.5
@@ -107,6 +108,7 @@ class Gemma3MLP(Layer):
         hidden, inner = config.hidden_size, config.intermediate_size
         self.gate_up_proj = MergedColumnParallelLinear(hidden, [inner, inner], build)
         self._gelu_tanh_and_mul = build.ops.norm.gelu_tanh_and_mul
+        # It all-reduces, since post_feedforward_layernorm needs the whole output.
         self.down_proj = RowParallelLinear(inner, hidden, build)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -119,7 +121,6 @@ class Gemma3DecoderLayer(Layer):
 
     def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
         self.is_sliding = config.sliding_windows[index] is not None
-        # The norms after attention and MLP need the whole output, so both all-reduce it.
         self.input_layernorm = _norm(config.hidden_size, config, build)
         self.self_attn = Gemma3Attention(config, index, build)
         self.post_attention_layernorm = _norm(config.hidden_size, config, build)

@@ -54,6 +54,7 @@ class Glm4Attention(Layer):
         self.qkv_proj = QKVParallelLinear(
             hidden, dim, num_q, num_kv, build, bias=config.qkv_bias, interleaved_dim=rotary_dim
         )
+        # It all-reduces, since post_self_attn_layernorm needs the whole output.
         self.o_proj = RowParallelLinear(num_q * dim, hidden, build)
         self.attn = Attention(index, dim**-0.5, config.sliding_windows[index], build)
 
@@ -82,6 +83,7 @@ class Glm4MLP(Layer):
         hidden, inner = config.hidden_size, config.intermediate_size
         # One GEMM. Some kernels apply the activation in its epilogue.
         self.gate_up_proj = MergedColumnParallelLinear(hidden, [inner, inner], build, silu_and_mul=True)
+        # It all-reduces, since post_mlp_layernorm needs the whole output.
         self.down_proj = RowParallelLinear(inner, hidden, build)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -94,7 +96,6 @@ class Glm4DecoderLayer(Layer):
 
     def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        # The norms after attention and MLP need the whole output, so both all-reduce it.
         self.input_layernorm = RMSNorm(hidden, eps, build)
         self.self_attn = Glm4Attention(config, index, build)
         self.post_self_attn_layernorm = RMSNorm(hidden, eps, build)

@@ -40,6 +40,7 @@ class Olmo2Attention(Layer):
         self.qkv_proj = QKVParallelLinear(hidden, dim, num_q, num_kv, build, bias=config.qkv_bias)
         self.q_norm = ShardedRMSNorm(self.qkv_proj.q_rows, config.rms_norm_eps, build)
         self.k_norm = ShardedRMSNorm(self.qkv_proj.kv_rows, config.rms_norm_eps, build)
+        # It all-reduces, since post_attention_layernorm needs the whole output.
         self.o_proj = RowParallelLinear(num_q * dim, hidden, build, bias=config.o_bias)
         self.attn = Attention(index, dim**-0.5, config.sliding_windows[index], build)
 
@@ -69,6 +70,7 @@ class Olmo2MLP(Layer):
         hidden, inner = config.hidden_size, config.intermediate_size
         # One GEMM. Some kernels apply the activation in its epilogue.
         self.gate_up_proj = MergedColumnParallelLinear(hidden, [inner, inner], build, silu_and_mul=True)
+        # It all-reduces, since post_feedforward_layernorm needs the whole output.
         self.down_proj = RowParallelLinear(inner, hidden, build)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -80,7 +82,6 @@ class Olmo2DecoderLayer(Layer):
     """Attention and MLP with residual connections; their outputs are normalized, not their inputs."""
 
     def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
-        # The norms need the whole output of attention and MLP, so both all-reduce it.
         self.self_attn = Olmo2Attention(config, index, build)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
         self.mlp = Olmo2MLP(config, build)

@@ -1,7 +1,8 @@
 """FlashInfer: paged decode on tensor cores, paged prefill with its FlashAttention 2 kernels or, on Hopper without FP8, 3.
 
 FlashInfer takes a batch's pages as one list (``paged_kv_indices``) and plans on the CPU. A kernel builds the list from the page
-table on the device. The lengths are known on the CPU, so planning never waits for the device.
+table on the device. The lengths are known on the CPU, so planning reads nothing back from the device. It waits only until the
+device has copied the previous plan out of FlashInfer's pinned buffer.
 
 Shape legend: B requests, S tokens per page, M columns of the page table, Hq and Hkv heads, D head dimension.
 """
@@ -91,7 +92,7 @@ class FlashInferAttention(FusedStoreAttention):
 
     def plan(self, batch: AttentionBatch) -> _Plan:
         """Plan the decodes and the prefills of a step."""
-        self._plans_copied.synchronize()
+        self._plans_copied.synchronize()  # FlashInfer writes each plan into one pinned buffer
         n = batch.num_decodes
         decodes = prefills = None
         if n:
@@ -116,7 +117,7 @@ class FlashInferAttention(FusedStoreAttention):
 
     def plan_replay(self, batch: AttentionBatch) -> None:
         """Plan into the buffers that the graph reads."""
-        self._plans_copied.synchronize()
+        self._plans_copied.synchronize()  # see `plan`
         self._plan_decodes(batch, self._graphs[batch.num_requests], self._graph_pages)
         self._plans_copied.record()
 

@@ -12,7 +12,11 @@ from minisgl_core.contracts.kv_cache import KVPages
 
 
 class FusedStoreAttention(AttentionBackend):
-    """Attention over stored K and V, which `forward` stores first unless a fused kernel (RoPE + KV store) has done so."""
+    """Attention over stored K and V.
+
+    `forward` stores K and V, and then calls `attend_stored`. After a fused kernel that stores them (RoPE + KV store), callers use
+    `attend_stored` alone.
+    """
 
     def __init__(self, spec: AttentionSpec, pool: KVPages, page_table: torch.Tensor) -> None:
         super().__init__(spec, pool, page_table)

@@ -1,6 +1,7 @@
-// Shared parts of small_m_gemm.cu and gated_gemm.cu. WGMMA stands for the generated source of
-// wgmma(float (&sums)[], u64 a, u64 b, int keep): a wgmma of 64 rows of a, a fixed number of rows of b, and 16 inputs.
-// It accumulates into sums if `keep`, else it overwrites them.
+// Shared parts of small_m_gemm.cu, gated_gemm.cu and int4_gemm.cu. WGMMA stands for the generated source of
+// wgmma(float (&sums)[], A a, u64 b, int keep): a wgmma of 64 rows of a, a fixed number of rows of b, and 16 inputs. A is u64, a
+// descriptor of shared memory, or in int4_gemm.cu const u32 (&)[4], the registers of this thread. The wgmma accumulates into sums if
+// `keep`, else it overwrites them.
 
 #include "common.cuh"
 #include WGMMA

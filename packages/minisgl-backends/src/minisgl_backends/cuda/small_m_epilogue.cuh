@@ -117,4 +117,4 @@ __device__ __forceinline__ void reduce_and_store(float (&sums)[SUMS], u32 ring, 
 }
 
 // First step of a part, with `total` steps divided into equal parts.
-__device__ __forceinline__ int part_begin(int total, int part, int partials) { return (int)((long long)total * part / partials); }
+__device__ __forceinline__ int part_begin(int total, int part, int num_parts) { return (int)((long long)total * part / num_parts); }

@@ -1,5 +1,9 @@
-"""Triton kernels. Importing a module here imports triton.
+"""Triton kernels, and what callers need to know of them without importing triton.
 
-By default, Triton specializes a kernel on whether each pointer is aligned to 16 bytes. Slices of a step's arrays start at any
-address. Kernels do not specialize on their alignment, since Triton would compile further variants while requests wait.
+Modules with a ``@triton.jit`` function import triton, so providers import them in ``__init__``. `device`, `decode_tile`,
+`int4_weight`, `packed_matrix` and `split_k` have none and may be imported anywhere.
+
+By default, Triton compiles a variant of a kernel for pointers aligned to 16 bytes and another for all others. Slices of a step's
+arrays start at any address, so kernels list them in ``do_not_specialize_on_alignment``. Otherwise Triton would compile the second
+variant while requests wait.
 """

@@ -18,7 +18,8 @@ _SHIFTS = tl.constexpr(("0", "4", "8", "12"))
 def dequantize_int4(codes, words, PART: tl.constexpr, dtype: tl.constexpr):
     """Return ``(code - zero) * scale`` of the codes in bits 4 * PART to 4 * PART + 3, in `dtype`; see `scale_words`.
 
-    Two codes are converted by four instructions. GPUs before Hopper have only the fused multiply-add in bfloat16.
+    Two codes are converted by four instructions. In bfloat16, addition and multiplication are fused multiply-adds with 1 and -0,
+    since GPUs before Hopper have no other instruction for pairs.
     """
     scale = words.to(tl.int16).to(dtype, bitcast=True)[:, None]
     offset = (words >> 16).to(tl.int16).to(dtype, bitcast=True)[:, None]

@@ -29,6 +29,7 @@ def packed_gemm_unsupported(device: torch.device, dtype: torch.dtype) -> list[st
     if reasons := triton_missing():
         return reasons
     reasons = capability_missing(device, (8, 0))
+    # Without a GPU, other checks complain, and the dtype may be that of a CPU's model.
     if torch.cuda.is_available() and dtype not in (torch.bfloat16, torch.float16):
         reasons.append(f"its kernels compute in bfloat16 or float16, not {dtype_name(dtype)} (--dtype bfloat16)")
     return reasons

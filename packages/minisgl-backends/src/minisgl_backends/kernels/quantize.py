@@ -25,7 +25,7 @@ def _quantize_rows(x, stride, codes, scales, N, LARGEST: tl.constexpr, LEAST: tl
 
 
 def quantize_rows(x: torch.Tensor, dtype: torch.dtype = FP8) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `LinearOps.quantize_rows`; `dtype` is FP8 or int8, whose codes are -127 to 127."""
+    """See `LinearOps.quantize_rows`; `dtype` is FP8 or int8, whose codes are -127 to 127 and round ties up."""
     num_rows, size = x.shape
     codes = torch.empty(num_rows, size, dtype=dtype, device=x.device)
     scales = torch.empty(num_rows, 1, dtype=torch.float32, device=x.device)

@@ -1,5 +1,5 @@
-/* RMSNorm, RoPE, activation, sampling and the KV store for CPUs, in portable C with OpenMP. `library.py` compiles this file once
-   per element type.
+/* RMSNorm, RoPE, activations, step inputs, sampling, KV store and causal softmax for CPUs, in portable C with OpenMP. `library.py`
+   compiles each .c file of this folder once per element type T.
 
    Shape legend: N requests or tokens, Hq and Hkv heads, G = Hq / Hkv, D head dimension, S tokens per page. */
 #include "common.h"
@@ -157,7 +157,7 @@ void sample(int64_t *out, const T *x, const float *temperature, const float *uni
     }
 }
 
-/* ---- Attention over pages [P, Hkv, S, D] ---- */
+/* ---- KV store into pages [P, Hkv, S, D], and the softmax of prefills in torch ---- */
 
 void store(const T *k, int64_t k_stride, const T *v, int64_t v_stride, T *k_pages, T *v_pages, const int64_t *slots,
            int64_t tokens, int64_t heads, int64_t page_size, int64_t dim) {
