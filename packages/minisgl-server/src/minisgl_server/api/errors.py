@@ -28,6 +28,13 @@ MAX_MESSAGE = 1000
 MAX_PARAM = 200
 """Maximum length of a field's name in characters."""
 _TYPES = {400: "invalid_request_error", 404: "invalid_request_error", 429: "rate_limit_error"}
+_REJECTIONS = {
+    "invalid": (400, None),
+    "too_long": (400, "context_length_exceeded"),
+    "queue_full": (429, "queue_full"),
+    "replica_lost": (503, "replica_lost"),
+}
+"""Status and code by `Rejected.kind`; others are internal errors."""
 ANTHROPIC_PATH = "/v1/messages"
 """Prefix of the paths whose errors are in Anthropic's format."""
 _METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
@@ -124,17 +131,10 @@ def model_not_found(name: str, served_name: str) -> ApiError:
 
 def rejected(message: Rejected) -> ApiError:
     """Return the error of a request that a tokenizer worker or the scheduler rejected."""
-    if message.kind == "invalid":
-        return ApiError(400, message.message, message.param)
-    if message.kind == "too_long":
-        return ApiError(400, message.message, message.param, "context_length_exceeded")
-    if message.kind == "queue_full":
-        return ApiError(429, message.message, code="queue_full")
-    if message.kind == "replica_lost":
-        return ApiError(503, message.message, code="replica_lost")
     if message.kind == "no_replica":
         return no_replica()
-    return ApiError(500, message.message, code="internal_error")
+    status, code = _REJECTIONS.get(message.kind, (500, "internal_error"))
+    return ApiError(status, message.message, message.param, code)
 
 
 def invalid_value(error: InvalidValueError) -> ApiError:

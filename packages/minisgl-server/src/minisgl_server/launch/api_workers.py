@@ -38,13 +38,6 @@ class ApiWorkers(Restarts):
 
     Each has tokenizer workers of its own, so that output returns to the process with the client's connection. A restarted worker
     has a new id and address, so it gets no output of its predecessor's requests. Its tokenizer workers abort these.
-
-    Args:
-        options: options of the server.
-        digests: SHA-256 of the API keys.
-        supervisor: starts and watches the processes.
-        addresses: socket addresses of the launch.
-        listener: the listening socket.
     """
 
     def __init__(
@@ -55,21 +48,14 @@ class ApiWorkers(Restarts):
         addresses: IpcAddresses,
         listener: socket.socket,
     ) -> None:
-        super().__init__()
+        super().__init__(supervisor, addresses, addresses.num_api_workers)
         self._options, self._digests, self._listener = options, digests, listener
-        self._supervisor, self._addresses = supervisor, addresses
-        self._num = addresses.num_api_workers
         self.names = [f"api {index}" for index in range(self._num)] if self._num > 1 else ["api"]
         self._ids = list(range(self._num))
         self._started_s = [0.0] * self._num
         self._senders: dict[int, Sender] = {}
         self._told: EngineInfo | NoReplica | Stop | None = None
         Path(addresses.request_counts).write_bytes(bytes(4 * self._num))
-
-    def start(self) -> None:
-        """Start all workers, and return without waiting for them."""
-        for index in range(self._num):
-            self.start_one(index)
 
     def tell(self, message: EngineInfo | NoReplica | Stop) -> None:
         """Send a message to all workers, and later to those that are restarted."""

@@ -35,10 +35,6 @@ class Replicas(Restarts):
     ``[r * size, (r + 1) * size)``, or its part of the CPU cores.
 
     Args:
-        config: options of the engines.
-        registry: the installed providers.
-        supervisor: starts and watches the processes.
-        addresses: socket addresses of the launch.
         tell_api: sends `NoReplica` to the API server, and `EngineInfo` when a replica is ready again.
     """
 
@@ -50,9 +46,8 @@ class Replicas(Restarts):
         addresses: IpcAddresses,
         tell_api: Callable[[NoReplica | EngineInfo], None] = lambda message: None,
     ) -> None:
-        super().__init__()
-        self._supervisor, self._addresses, self._tell_api = supervisor, addresses, tell_api
-        self._num = addresses.num_replicas
+        super().__init__(supervisor, addresses, addresses.num_replicas)
+        self._tell_api = tell_api
         self._executor = make_executor(config, registry, supervisor, addresses.num_replicas)
         self._cores: list[list[int]] = []
         """Cores of each replica; empty if they share all cores."""
@@ -70,11 +65,6 @@ class Replicas(Restarts):
         """Description of the engines, once all have started."""
         self._is_draining = self._no_replica = False
         self._router: Sender | None = None
-
-    def start(self) -> None:
-        """Start the ranks of all replicas, and return without waiting for them."""
-        for replica in range(self._num):
-            self.start_one(replica)
 
     def close(self) -> None:
         """Free what the executor has reserved, after the processes have ended."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minisgl_core.errors import WorkerDiedError
+from minisgl_core.runtime.ipc import IpcAddresses
 from minisgl_core.runtime.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
@@ -42,10 +43,16 @@ class Backoff:
 class Restarts(ABC):
     """Base class of `ApiWorkers` and `Replicas`: processes, or groups of processes, by index. Failed ones are restarted."""
 
-    def __init__(self) -> None:
+    def __init__(self, supervisor: Supervisor, addresses: IpcAddresses, num: int) -> None:
+        self._supervisor, self._addresses, self._num = supervisor, addresses, num
         self.backoffs: defaultdict[int, Backoff] = defaultdict(Backoff)
         self.due_s: dict[int, float] = {}
         """Time of the scheduled restart, by index; processes that run have none."""
+
+    def start(self) -> None:
+        """Start all, and return without waiting for them."""
+        for index in range(self._num):
+            self.start_one(index)
 
     @abstractmethod
     def start_one(self, index: int) -> None:
