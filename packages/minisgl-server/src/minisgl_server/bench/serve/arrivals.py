@@ -24,10 +24,5 @@ def arrivals(rate_per_s: float, burstiness: float, seed: int) -> Iterator[float]
         return itertools.repeat(0.0)
     if math.isinf(burstiness):
         return (number / rate_per_s for number in itertools.count())
-    return itertools.accumulate(_gaps(rate_per_s, burstiness, seed), initial=0.0)
-
-
-def _gaps(rate_per_s: float, burstiness: float, seed: int) -> Iterator[float]:
-    random = np.random.default_rng(seed)
-    while True:
-        yield random.gamma(burstiness, 1 / (rate_per_s * burstiness))
+    random, scale = np.random.default_rng(seed), 1 / (rate_per_s * burstiness)
+    return itertools.accumulate(iter(lambda: random.gamma(burstiness, scale), None), initial=0.0)
