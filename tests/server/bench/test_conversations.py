@@ -17,7 +17,7 @@ from minisgl_server.bench.serve.conversations import (
     trace_conversations,
 )
 from minisgl_server.bench.serve.load import Outcome
-from minisgl_server.bench.serve.prompts import ChatPrompts, IdPrompts
+from minisgl_server.bench.serve.prompts import Prompts, chats_of
 from minisgl_server.bench.serve.request import Record
 from minisgl_server.bench.serve.summary import summarize
 from minisgl_server.bench.trace.format import TraceRequest
@@ -81,7 +81,7 @@ def test_block_content_looks_random() -> None:
 
 
 def test_id_histories() -> None:
-    history = IdPrompts(100).start(np.array([1, 2]))
+    history = Prompts(100).start(np.array([1, 2]))
     assert list(history.next_prompt(np.array([3]))) == [1, 2, 3]
     history.add_response("whatever", np.array([8, 9]))
     assert list(history.next_prompt(np.array([4]))) == [1, 2, 3, 8, 9, 4]
@@ -89,7 +89,7 @@ def test_id_histories() -> None:
 
 
 def test_chat_words_are_single_tokens(engine_tokenizer: Any) -> None:
-    prompts = ChatPrompts.from_tokenizer(engine_tokenizer)
+    prompts = chats_of(engine_tokenizer)
     assert prompts.num_content_ids > 1000
     random = np.random.default_rng(0)
     for with_prefix in (False, True):

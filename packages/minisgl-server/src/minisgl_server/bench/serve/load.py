@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from minisgl_server.bench.serve.conversations import Conversation
 from minisgl_server.bench.serve.http_client import HttpClient
-from minisgl_server.bench.serve.prompts import ChatPrompts, IdPrompts
+from minisgl_server.bench.serve.prompts import Prompts
 from minisgl_server.bench.serve.request import Record, RequestBuilder
 
 
@@ -54,7 +54,7 @@ class Load:
         self,
         client: HttpClient,
         builder: RequestBuilder,
-        prompts: IdPrompts | ChatPrompts,
+        prompts: Prompts,
         max_concurrency: int | None = None,
         duration_s: float | None = None,
         report: Callable[[Outcome], None] = lambda outcome: None,

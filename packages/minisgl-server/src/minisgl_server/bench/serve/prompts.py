@@ -7,6 +7,7 @@ the tokenizer for chats. Equal ids become equal tokens, so that prompts share pr
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ ContentIds = npt.NDArray[np.int64]
 SCANNED_TOKENS = 10_000
 """Number of token ids that are searched for words: low ids are common words, and a whole vocabulary takes seconds."""
 
-_COMMON_WORDS = (
+COMMON_WORDS = (
     "the of and to in is was for that it with as his on be at by had not are but from or have an they which one you were her"
     " all she there would their we him been has when who will more no if out so said what up its about into than them can"
     " only other new some could time these two may then do first any my now such like our over man me even most made after"
@@ -29,6 +30,7 @@ _COMMON_WORDS = (
     " little good very make world still own see men work long get here between both life being under never day same another"
     " know while last might us great old year off come since against go came right used take three"
 )
+"""Words that are one token each in most vocabularies."""
 
 
 class IdHistory:
@@ -53,73 +55,59 @@ class IdHistory:
         self._ids += placeholder.tolist()
 
 
-class IdPrompts:
-    """Prompts of token ids. The next prompt has a random placeholder for a response, as completion streams have no token ids."""
-
-    def __init__(self, vocab_size: int) -> None:
-        """Use token ids below `vocab_size`."""
-        self.num_content_ids = vocab_size
-
-    def start(self, prefix: ContentIds) -> IdHistory:
-        """Start a conversation with a prefix, which may be empty."""
-        return IdHistory(prefix)
-
-
 class ChatHistory:
     """Chat of one conversation; see `IdHistory`."""
 
-    def __init__(self, builder: ChatPrompts, prefix: ContentIds) -> None:
-        self._builder, self._num_prefix_tokens = builder, len(prefix)
-        self._messages = [{"role": "system", "content": builder.text(prefix)}] if len(prefix) else []
+    def __init__(self, prompts: Prompts, prefix: ContentIds) -> None:
+        self._prompts, self._num_prefix_tokens = prompts, len(prefix)
+        self._messages = [{"role": "system", "content": prompts.text(prefix)}] if len(prefix) else []
         self.num_tokens: int | None = None
 
     def next_prompt(self, content: ContentIds) -> Prompt:
-        template = self._builder.num_template_tokens.get(len(self._messages))
+        template = self._prompts.num_template_tokens.get(len(self._messages))
         self.num_tokens = None if template is None else template + self._num_prefix_tokens + len(content)
-        self._messages.append({"role": "user", "content": self._builder.text(content)})
+        self._messages.append({"role": "user", "content": self._prompts.text(content)})
         return self._messages
 
     def add_response(self, text: str, placeholder: ContentIds) -> None:
         self._messages.append({"role": "assistant", "content": text})
 
 
-class ChatPrompts:
-    """Chats made of words; the next prompt has the response as it was generated.
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """Prompts of token ids, or chats made of words.
 
-    The tokens that the chat template adds are not part of the requested lengths.
+    The next prompt of a chat has the response as it was generated. That of token ids has a random placeholder, as completion
+    streams have no token ids. The tokens that a chat template adds are not part of the requested lengths.
 
-    Args:
-        words: word of each content id.
+    Attributes:
+        num_content_ids: exclusive upper bound of the content ids.
+        words: word of each content id of a chat; empty for prompts of token ids.
         num_template_tokens: tokens that the chat template adds to the first user message, by the number of messages before it,
             0 or 1. Empty if they are not known.
     """
 
-    def __init__(self, words: Sequence[str], num_template_tokens: Mapping[int, int]) -> None:
-        self._words, self.num_template_tokens = words, num_template_tokens
-        self.num_content_ids = len(words)
+    num_content_ids: int
+    words: Sequence[str] = ()
+    num_template_tokens: Mapping[int, int] = field(default_factory=dict)
 
-    @classmethod
-    def from_tokenizer(cls, tokenizer: Any) -> ChatPrompts:
-        """Use words that are one token of a transformers tokenizer each, with and without a leading space."""
-        texts = tokenizer.batch_decode([[token] for token in range(min(len(tokenizer), SCANNED_TOKENS))])
-        candidates = {text.strip() for text in texts if text.strip().isascii() and text.strip().isalpha()}
-        words = sorted(_single_tokens(tokenizer, (word for word in candidates if 2 <= len(word) <= 12)))
-        if len(words) < 16:
-            raise InvalidValueError("--tokenizer", tokenizer.name_or_path, "one that has common words as single tokens")
-        return cls(words, {0: _template_tokens(tokenizer, words[:1]), 1: _template_tokens(tokenizer, words[:2])})
-
-    @classmethod
-    def approximate(cls) -> ChatPrompts:
-        """Use common words, which are one token each in most vocabularies."""
-        return cls(_COMMON_WORDS.split(), {})
-
-    def start(self, prefix: ContentIds) -> ChatHistory:
+    def start(self, prefix: ContentIds) -> IdHistory | ChatHistory:
         """Start a conversation with a prefix, which may be empty."""
-        return ChatHistory(self, prefix)
+        return ChatHistory(self, prefix) if self.words else IdHistory(prefix)
 
     def text(self, content: ContentIds) -> str:
         """Return content as text."""
-        return " ".join(self._words[content_id] for content_id in content.tolist())
+        return " ".join(self.words[content_id] for content_id in content.tolist())
+
+
+def chats_of(tokenizer: Any) -> Prompts:
+    """Return chats of words that are one token of a transformers tokenizer each, with and without a leading space."""
+    texts = tokenizer.batch_decode([[token] for token in range(min(len(tokenizer), SCANNED_TOKENS))])
+    candidates = {text.strip() for text in texts if text.strip().isascii() and text.strip().isalpha()}
+    words = sorted(_single_tokens(tokenizer, (word for word in candidates if 2 <= len(word) <= 12)))
+    if len(words) < 16:
+        raise InvalidValueError("--tokenizer", tokenizer.name_or_path, "one that has common words as single tokens")
+    return Prompts(len(words), words, {num: _template_tokens(tokenizer, words[: num + 1]) for num in (0, 1)})
 
 
 def _template_tokens(tokenizer: Any, words: Sequence[str]) -> int:

@@ -32,7 +32,7 @@ from minisgl_server.bench.serve.cpu import ServerCpuTimer, local_server_pid
 from minisgl_server.bench.serve.http_client import HttpClient, server_url
 from minisgl_server.bench.serve.load import Load, Outcome
 from minisgl_server.bench.serve.options import Run, runs
-from minisgl_server.bench.serve.prompts import ChatPrompts, IdPrompts
+from minisgl_server.bench.serve.prompts import COMMON_WORDS, Prompts, chats_of
 from minisgl_server.bench.serve.request import RequestBuilder
 from minisgl_server.bench.serve.summary import summarize
 from minisgl_server.bench.trace.format import read_trace
@@ -89,9 +89,8 @@ class _Workload:
     note: str
 
 
-def _workload(options: SimpleNamespace, prompts: IdPrompts | ChatPrompts) -> _Workload:
-    num_content_ids = prompts.num_content_ids
-    template = prompts.num_template_tokens.get(0, 0) if isinstance(prompts, ChatPrompts) else 0
+def _workload(options: SimpleNamespace, prompts: Prompts) -> _Workload:
+    num_content_ids, template = prompts.num_content_ids, prompts.num_template_tokens.get(0, 0)
     if options.trace is not None:
         all_requests = read_trace(Path(options.trace), options.num_requests)
         longest = options.max_input_len or max(request.input_length for request in all_requests)
@@ -125,7 +124,7 @@ def _measure(
     url: httpx.URL,
     headers: dict[str, str],
     model: str,
-    prompts: IdPrompts | ChatPrompts,
+    prompts: Prompts,
     workload: _Workload,
 ) -> list[report.Measured]:
     extra = {"temperature": options.temperature, **options.extra_body}
@@ -170,16 +169,17 @@ def _warm_up(workload: _Workload, num_requests: int) -> Iterator[Conversation]:
         yield Conversation(each.number, 0.0, each.prefix, turns)
 
 
-def _prompts(options: SimpleNamespace) -> IdPrompts | ChatPrompts:
+def _prompts(options: SimpleNamespace) -> Prompts:
     if options.tokenizer is None:
-        return IdPrompts(options.vocab_size) if options.endpoint == "completions" else ChatPrompts.approximate()
+        words = COMMON_WORDS.split() if options.endpoint == "chat" else []
+        return Prompts(len(words) or options.vocab_size, words)
     path = locate_model(ModelOptions(model=options.tokenizer), "--tokenizer")
     tokenizer = open_weights(path, Registry.from_environment()).tokenizer()
     if options.endpoint == "completions":
-        return IdPrompts(len(tokenizer))
+        return Prompts(len(tokenizer))
     if tokenizer.chat_template is None:
         raise InvalidValueError("--tokenizer", options.tokenizer, "one with a chat template, for --endpoint chat")
-    return ChatPrompts.from_tokenizer(tokenizer)
+    return chats_of(tokenizer)
 
 
 def _first_model(url: httpx.URL, headers: dict[str, str]) -> str:
