@@ -26,7 +26,7 @@ def rope_and_store(
     rope: Rope | None,
     slots: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """Apply the QK norm and RoPE to q and k if `rope` has them, fused with the KV store if `slots` is given.
+    """Apply RoPE to q and k, after the QK norm if `rope` has one, fused with the KV store if `slots` is given.
 
     Args:
         backend: attention backend with the KV pool.

@@ -19,7 +19,11 @@ _NO_FLOATS = np.empty(0, np.float32)
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens of a prompt, or of a resumed request, in a step: ``[start, start + num_new)``."""
+    """Chunk of a prefill in a step: tokens ``[start, start + num_new)`` of a prompt, or of a resumed request.
+
+    Attributes:
+        samples: True for the last chunk of the prefill, after which the step samples a token.
+    """
 
     request: Request
     start: int
