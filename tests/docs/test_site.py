@@ -315,7 +315,7 @@ def test_attention_backends() -> None:
         "fa": flash_backend._HEAD_DIMS,
         "fi": flashinfer_backend._HEAD_DIMS,
         "hopper": decode.HEAD_DIMS,
-        "triton": triton_backend._HEAD_DIMS,
+        "triton": triton_backend.TritonAttention.head_dims,
         "trtllm": trtllm_backend._HEAD_DIMS,
     }
     registry = Registry.from_environment({})
