@@ -415,3 +415,29 @@ def test_templates_of_requests_have_limits(reasoning: httpx.Client, template: st
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] in ("messages", "chat_template")
     assert chat(reasoning, max_tokens=1)["usage"]["completion_tokens"] == 1
+
+
+def test_log_probabilities_of_a_long_prompt_are_complete(http: httpx.Client, engine_tokenizer: Any) -> None:
+    """They reach the API server in parts."""
+    prompt = "One two three four five. " * 200
+    token_ids = engine_tokenizer(prompt)["input_ids"]
+    assert len(token_ids) > 1024
+    fields = {"max_tokens": 1, "logprobs": 0, "echo": True, "return_token_ids": True}
+    [choice] = complete(http, prompt=prompt, prompt_logprobs=1, **fields)["choices"]
+    chunks = [each["choices"][0] for each in events(http, "/v1/completions", prompt=prompt, **fields)]
+    assert "".join(each["text"] for each in chunks) == choice["text"]
+    assert choice["text"].startswith(prompt)
+    for logprobs in (
+        choice["logprobs"],
+        {key: [value for c in chunks for value in c["logprobs"][key]] for key in chunks[0]["logprobs"]},
+    ):
+        assert "".join(logprobs["tokens"]) == choice["text"]
+        assert logprobs["token_logprobs"][0] is None
+        assert len(logprobs["token_logprobs"]) == len(logprobs["text_offset"]) == len(token_ids) + 1
+    assert choice["prompt_token_ids"] == chunks[0]["prompt_token_ids"] == token_ids
+    whole = chat(
+        http, messages=[{"role": "user", "content": prompt}], prompt_logprobs=0, return_token_ids=True, max_tokens=1
+    )
+    for ids, found in ((token_ids, choice["prompt_logprobs"]), (whole["prompt_token_ids"], whole["prompt_logprobs"])):
+        assert found[0] is None
+        assert [next(iter(each)) for each in found[1:]] == [str(token) for token in ids[1:]]

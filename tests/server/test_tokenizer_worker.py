@@ -36,9 +36,11 @@ from minisgl_core.protocol.messages import (
 )
 from minisgl_core.runtime.ipc import IpcAddresses, Receiver, Sender
 from minisgl_core.sampling_params import SamplingParams
+from minisgl_server.api.openai.logprobs import CompletionLogprobs
 from minisgl_server.api.openai.segments import Segments
 from minisgl_server.options import ServerOptions
 from minisgl_server.parsing.chat_format import ChatFormat, ParsedText
+from minisgl_server.tokenizer import request_output
 from minisgl_server.tokenizer.process import run_tokenizer_worker
 from minisgl_server.tokenizer.tokenizer_queue import TokenizerQueue
 from minisgl_server.tokenizer.worker import TokenizerWorker
@@ -642,3 +644,30 @@ def test_held_output_is_returned_in_parts(engine_tokenizer: Any, is_streamed: bo
     [segment] = segments.all
     assert segment.content == '<tool_call>{"name": "' + " world" * (3000 - len(begin))
     assert len(segment.logprobs) == 3000
+
+
+def test_log_probabilities_of_a_long_prompt_are_sent_in_parts(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The API server decodes and encodes each part at once, and serves no other client meanwhile."""
+    monkeypatch.setattr(request_output, "MAX_TEXT_TOKENS", 16)
+    prompt = "One two three four. " * 8
+    token_ids = rig.tokenizer(prompt)["input_ids"]
+    places = [None, *(TokenLogprobs(Logprob(t, -1.0, 1), [Logprob(7, -2.0, 2)]) for t in token_ids[1:])]
+    [word] = rig.tokenizer(" world")["input_ids"]
+    found = []
+    for most in (16, 1000):
+        monkeypatch.setattr(request_output, "MAX_TEXT_TOKENS", most)
+        rig.submit(text=prompt, echo=True, sampling=SamplingParams(max_tokens=8, logprobs=1, prompt_logprobs=1))
+        last = TokenLogprobs(Logprob(word, -1.0, 1), [])
+        rig.output([word], prompt_logprobs=places, logprobs=[last], finish_reason="length", num_prompt_tokens=33)
+        texts = rig.take()
+        assert all(isinstance(each, Text) and len(each.prompt_logprobs or ()) <= most for each in texts)
+        assert [each.prompt_token_ids for each in texts] == [token_ids, *[None] * (len(texts) - 1)]  # type: ignore[union-attr]
+        joined: dict[str, list[Any]] = {}
+        logprobs = CompletionLogprobs(skips_special=True)
+        for each in texts:
+            assert each.num_prompt_tokens == 33  # type: ignore[union-attr]
+            for name, values in (logprobs.push(each) or {}).items():  # type: ignore[arg-type]
+                joined.setdefault(name, []).extend(values)
+        found.append((joined, "".join((each.prompt_text or "") + each.text for each in texts)))  # type: ignore[union-attr]
+    assert found[0] == found[1]
+    assert "".join(found[0][0]["tokens"]) == found[0][1] == f"{prompt} world"

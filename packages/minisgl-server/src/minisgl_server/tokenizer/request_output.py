@@ -30,7 +30,8 @@ class RequestOutput:
         only_whole: True if nothing is returned before the output is complete.
         parser: separates reasoning content and tool calls from text; None if all output is text.
         held: earlier parts of output that is held back. A part has at most `MAX_TEXT_TOKENS` tokens. It has reasoning content
-            before text, and text before tool calls, so output in another order takes several.
+            before text, and text before tool calls, so output in another order takes several. Log-probabilities of a
+            long prompt are in parts before the output.
     """
 
     detokenizer: OutputText
@@ -111,20 +112,36 @@ class RequestOutput:
     def _push_logprobs(self, out: TokenOut) -> None:
         pending = self.pending
         if out.prompt_logprobs is not None:
-            pending.prompt_logprobs = out.prompt_logprobs
-            self._add_token_bytes(out.prompt_logprobs)
-            for token in pending.prompt_token_ids or ():
-                pending.token_bytes[token] = self.token_bytes[token]
+            self._push_prompt_logprobs(out, out.prompt_logprobs)
         if out.logprobs is not None:
             # OpenAI's chats have entries for the tokens of the text only; completions have one per output token, which
             # evaluation harnesses rely on.
             shown = out.logprobs[:-1] if self.is_chat and out.stop_token_id is not None else out.logprobs
             pending.logprobs = (pending.logprobs or []) + shown
-            self._add_token_bytes(shown)
-        pending.special_ids = pending.token_bytes.keys() & self.token_bytes.special_ids
+            self._add_token_bytes(pending, shown)
 
-    def _add_token_bytes(self, logprobs: Iterable[TokenLogprobs | None]) -> None:
+    def _push_prompt_logprobs(self, out: TokenOut, logprobs: list[TokenLogprobs | None]) -> None:
+        """Add the prompt's log-probabilities in parts, before the output. The first part has all of the prompt's tokens."""
+        last, parts = self.held[0] if self.held else self.pending, list[Text]()
+        num_before = max(len(logprobs) - 1, 0) // MAX_TEXT_TOKENS * MAX_TEXT_TOKENS
+        for start in range(0, num_before, MAX_TEXT_TOKENS):
+            part = Text(request_id=last.request_id, text="", token_ids=[])
+            part.num_prompt_tokens, part.num_cached_tokens = out.num_prompt_tokens, out.num_cached_tokens
+            part.prompt_logprobs = logprobs[start : start + MAX_TEXT_TOKENS]
+            parts.append(part)
+        last.prompt_logprobs = logprobs[num_before:]
+        if parts:
+            parts[0].prompt_text, parts[0].prompt_token_ids = last.prompt_text, last.prompt_token_ids
+            last.prompt_text = last.prompt_token_ids = None
+            self.held = [*parts, *self.held]
+        for part in (*parts, last):
+            for token in (part.prompt_token_ids or ())[:1]:  # it has no log-probability
+                part.token_bytes[token] = self.token_bytes[token]
+            self._add_token_bytes(part, part.prompt_logprobs or ())
+
+    def _add_token_bytes(self, text: Text, logprobs: Iterable[TokenLogprobs | None]) -> None:
         for position in logprobs:
             if position is not None:
                 for entry in (position.token, *position.top):
-                    self.pending.token_bytes[entry.token_id] = self.token_bytes[entry.token_id]
+                    text.token_bytes[entry.token_id] = self.token_bytes[entry.token_id]
+        text.special_ids = text.token_bytes.keys() & self.token_bytes.special_ids

@@ -299,7 +299,7 @@ class TokenizerWorker:
         num_tokens = 0
         for text in texts:
             batch.append(text)
-            num_tokens += len(text.token_ids)
+            num_tokens += len(text.token_ids) + len(text.prompt_logprobs or ())
             if num_tokens >= MAX_TEXT_TOKENS:
                 self._send_batch(batch)
                 batch, num_tokens = [], 0

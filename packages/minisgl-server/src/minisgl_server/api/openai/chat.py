@@ -102,8 +102,8 @@ class _ChoiceBuilder:
             self._arguments[delta.index].append(delta.arguments)
         self._last = text
         self._token_ids += text.token_ids
-        if text.prompt_token_ids is not None:
-            self.prompt_fields = prompt_fields(self._chat, text)
+        for name, values in prompt_fields(self._chat, text).items():
+            self.prompt_fields.setdefault(name, []).extend(values)
         if (logprobs := chat_logprobs(text, bool(self._chat.return_tokens_as_token_ids))) is not None:
             self._logprobs = self._logprobs or []
             self._logprobs += logprobs["content"]

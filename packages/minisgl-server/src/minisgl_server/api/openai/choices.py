@@ -115,7 +115,7 @@ class Choices:
             while outputs:
                 for index, text in outputs:
                     on_output(index, text)
-                    if len(text.token_ids) > _MAX_INLINE_TOKENS:
+                    if len(text.token_ids) + len(text.prompt_logprobs or ()) > _MAX_INLINE_TOKENS:
                         await asyncio.sleep(0)
                 outputs = self.count_tokens(await self.generation.next())
         finally:

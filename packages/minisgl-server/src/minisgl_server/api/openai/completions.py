@@ -83,7 +83,6 @@ class _ChoiceDelta:
 
     def entry(self, index: int, text: Text) -> dict[str, Any]:
         """Return the choice with the new text only."""
-        about_prompt = {} if text.prompt_token_ids is None else prompt_fields(self._body, text)
         return {
             "index": index,
             "text": (text.prompt_text or "") + text.text,
@@ -91,7 +90,7 @@ class _ChoiceDelta:
             "finish_reason": text.finish_reason,
             **({} if text.finish_reason is None else {"stop_reason": text.stop_reason}),
             **({"token_ids": text.token_ids} if self._body.return_token_ids else {}),
-            **about_prompt,
+            **prompt_fields(self._body, text),
         }
 
 
@@ -100,12 +99,14 @@ class _ChoiceBuilder:
 
     def __init__(self) -> None:
         self._entry: dict[str, Any] = {}
+        self._prompt_logprobs: list[Any] = []
         self._pieces: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: dict[str, list[Any]] = {}
 
     def add(self, entry: dict[str, Any]) -> None:
-        """Add the next entry. Only the first one has the fields about the prompt."""
+        """Add the next entry. Those with parts of the prompt come first."""
+        self._prompt_logprobs += entry.pop("prompt_logprobs", ())
         self._entry |= entry
         self._pieces.append(entry["text"])
         self._token_ids += entry.get("token_ids", ())
@@ -115,7 +116,9 @@ class _ChoiceBuilder:
     def entry(self) -> dict[str, Any]:
         """Return the whole choice."""
         token_ids = {"token_ids": self._token_ids} if "token_ids" in self._entry else {}
-        return {**self._entry, "text": "".join(self._pieces), "logprobs": self._logprobs or None, **token_ids}
+        prompt_logprobs = {"prompt_logprobs": self._prompt_logprobs} if self._prompt_logprobs else {}
+        text = "".join(self._pieces)
+        return {**self._entry, "text": text, "logprobs": self._logprobs or None, **token_ids, **prompt_logprobs}
 
 
 class _CompletionEvents(ChoiceEvents):

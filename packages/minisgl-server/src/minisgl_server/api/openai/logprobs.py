@@ -15,9 +15,12 @@ MIN_LOGPROB = -9999.0
 
 
 def prompt_fields(request: GenerationRequest, text: Text) -> dict[str, Any]:
-    """Return the fields with the prompt's token ids and log-probabilities that a request asks for, as vLLM has them."""
+    """Return the fields with the prompt's token ids and log-probabilities that a request asks for, as vLLM has them.
+
+    The log-probabilities are those of a part of the prompt; see `RequestOutput`.
+    """
     fields: dict[str, Any] = {}
-    if request.return_token_ids:
+    if request.return_token_ids and text.prompt_token_ids is not None:
         fields["prompt_token_ids"] = text.prompt_token_ids
     if request.prompt_logprobs is not None and text.prompt_logprobs is not None:
         num_top = request.prompt_logprobs
@@ -72,20 +75,23 @@ class CompletionLogprobs:
         self._skips_special, self._num_echoed, self._tokens_as_ids = skips_special, num_echoed, tokens_as_ids
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         self._offset = 0
+        self._prompt_text = ""
 
     def push(self, text: Text) -> dict[str, Any] | None:
         """Return the entries for new text; those of the echoed prompt come first."""
         result: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        has_echo = self._num_echoed is not None and text.prompt_logprobs is not None
-        if has_echo and text.prompt_logprobs is not None and text.prompt_token_ids is not None:
-            for token_id, logprobs in zip(text.prompt_token_ids, text.prompt_logprobs, strict=True):
+        if text.prompt_text is not None:
+            self._prompt_text = text.prompt_text
+        if self._num_echoed is not None and text.prompt_logprobs is not None:
+            for index, logprobs in enumerate(text.prompt_logprobs):
+                token_id = (text.prompt_token_ids or ())[index] if logprobs is None else logprobs.token.token_id
                 token = text.token_bytes[token_id]
-                is_shown = token_id not in text.special_ids or self._is_in_prompt_text(token, text)
+                is_shown = token_id not in text.special_ids or self._is_in_prompt_text(token)
                 is_first = is_shown and self._offset == 0
                 if logprobs is not None:
                     logprobs = TokenLogprobs(logprobs.token, logprobs.top[: self._num_echoed])
                 self._add(result, token_id, logprobs, text.token_bytes, is_shown)
-                if is_first and token.startswith(b" ") and not (text.prompt_text or "").startswith(" "):
+                if is_first and token.startswith(b" ") and not self._prompt_text.startswith(" "):
                     self._offset -= (
                         1  # some tokenizers prepend a space when they encode, and remove it when they decode
                     )
@@ -97,9 +103,9 @@ class CompletionLogprobs:
             self._add(result, token_id, output_logprobs, text.token_bytes, is_shown)
         return result
 
-    def _is_in_prompt_text(self, token: bytes, text: Text) -> bool:
+    def _is_in_prompt_text(self, token: bytes) -> bool:
         """Return True if a special token is in the prompt's text, where neither added nor skipped tokens are."""
-        return (text.prompt_text or "").startswith(token.decode(), self._offset)
+        return self._prompt_text.startswith(token.decode(), self._offset)
 
     def _add(
         self,
