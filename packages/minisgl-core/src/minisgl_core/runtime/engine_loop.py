@@ -57,12 +57,14 @@ class _InFlight:
         plan: plan of the step.
         pending: its results.
         launched_s: time of the launch.
+        launch_s: duration of the launch; 0 if steps do not overlap.
         done_s: estimated time when the step was done; 0 before that.
     """
 
     plan: BatchPlan
     pending: PendingStep
     launched_s: float
+    launch_s: float
     done_s: float
 
     @property
@@ -140,14 +142,16 @@ class EngineLoop:
         begun = None if plan is None else self._begin(plan)
         outputs = self.scheduler.collect_aborted()
         if plan is not None and begun is not None:
+            now = time.monotonic()
+            launch_s = now - launched_s if self.overlap else 0.0
             if plan.num_tokens == plan.num_decodes:
-                self._host_s = time.monotonic() - started_s
+                self._host_s = now - started_s
             # Token masks depend on all tokens before. In a pipeline, the host knew them when it planned the step.
             while self._in_flight and len(plan.sample.masked) and not self._is_pipeline:
                 outputs += self._process(self._in_flight.popleft())
             pending = self._finish(plan, begun)
             done_s = time.monotonic() if pending.is_done() else 0.0
-            self._in_flight.append(_InFlight(plan, pending, launched_s, done_s))
+            self._in_flight.append(_InFlight(plan, pending, launched_s, launch_s, done_s))
         if self._in_flight and (plan is None or len(self._in_flight) > self._max_in_flight):
             outputs += self._process(self._in_flight.popleft())
         return outputs
@@ -171,7 +175,8 @@ class EngineLoop:
         if self._receive_result is not None:
             result = self._receive_result()
         done_s = oldest.done_s or time.monotonic()
-        self.scheduler.step_times.observe(*oldest.sizes, max(0.0, done_s - max(oldest.launched_s, self._last_done_s)))
+        seconds = max(0.0, done_s - max(oldest.launched_s, self._last_done_s))
+        self.scheduler.step_times.observe(*oldest.sizes, seconds, oldest.launch_s)
         self._last_done_s = done_s
         outputs = self.scheduler.process(plan, result)
         if self.hooks.batch_finished is not None:

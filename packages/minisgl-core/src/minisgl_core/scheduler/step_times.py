@@ -1,24 +1,20 @@
 """Estimates of the duration of steps, from the steps before.
 
-The estimate is the duration of the decodes alone, plus a fixed time and a time per token if there are prompt tokens. They come
-from medians of the last steps, so that single slow steps, such as the first ones, do not count.
+The estimate is the duration of the decodes alone, plus a time per prompt token. Both are medians of the last few steps,
+so that single slow steps, such as the first ones, do not count.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from statistics import median, median_low
+from statistics import median
 
-_NUM_DECODE_STEPS = 5
-"""Recent decode steps whose median is an estimate."""
-_NUM_PROMPT_STEPS = 16
-"""Recent steps with prompt tokens that give the fixed time and the time per token."""
+_NUM_KEPT = 5
+"""Recent steps whose median is an estimate."""
 _DECODES_PER_GROUP = 8
 """Decode steps with similar numbers of requests share an estimate."""
 _MIN_TOKENS = 16
-"""Fewest prompt tokens of a step that updates the estimates."""
-_MAX_GROWTH = 4
-"""The limit of prompt tokens is at most this many times the most that a recent step had, as the estimate is for such numbers."""
+"""Fewest prompt tokens of a step that updates the estimate of the time per prompt token."""
 MIN_CHUNK = 64
 """Smallest limit of prompt tokens per step, and the limit until a step with prompt tokens has run."""
 
@@ -32,57 +28,52 @@ class StepTimes:
 
     def __init__(self, max_step_s: float = 0.0) -> None:
         self._max_step_s = max_step_s
-        self._decode_s: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_NUM_DECODE_STEPS))
-        self._prompts: deque[tuple[int, float]] = deque(maxlen=_NUM_PROMPT_STEPS)
-        """(prompt tokens, seconds more than the decodes alone) of recent steps."""
-        self._token_s = 0.0
-        """Time per prompt token."""
-        self._fixed_s = 0.0
-        """Time that prompt tokens add whatever their number, such as the launch of kernels on a busy host."""
+        self._decode_s: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_NUM_KEPT))
+        self._token_s: deque[float] = deque(maxlen=_NUM_KEPT)
+        self._launch_s = 0.0
+        """Time to launch the newest step with prompt tokens."""
 
-    def observe(self, num_decodes: int, num_prompt_tokens: int, seconds: float) -> None:
-        """Record the duration of a step."""
+    def observe(self, num_decodes: int, num_prompt_tokens: int, seconds: float, launch_s: float = 0.0) -> None:
+        """Record the duration of a step.
+
+        Args:
+            num_decodes: decodes of the step.
+            num_prompt_tokens: its prompt tokens.
+            seconds: its duration.
+            launch_s: time to launch it, while the device runs; 0 if the device does not run asynchronously.
+        """
         if num_prompt_tokens == 0:
             self._decode_s[_group(num_decodes)].append(seconds)
-        elif num_prompt_tokens >= _MIN_TOKENS:
-            self._prompts.append((num_prompt_tokens, max(seconds - self._decode_time(num_decodes), 0.0)))
-            self._fit()
+            return
+        self._launch_s = launch_s
+        if num_prompt_tokens >= _MIN_TOKENS:
+            token_s = max(seconds - self._decode_time(num_decodes), 0.0) / num_prompt_tokens
+            if (
+                launch_s > seconds / 2 and self._token_s
+            ):  # the device has waited for the launch, and might have been faster
+                token_s = min(token_s, median(self._token_s))
+            self._token_s.append(token_s)
 
     def predict(self, num_decodes: int, num_prompt_tokens: int) -> float:
         """Return the expected duration of a step in seconds, 0 if unknown."""
         decode_s = self._decode_time(num_decodes)
-        return decode_s + self._fixed_s + num_prompt_tokens * self._token_s if num_prompt_tokens else decode_s
+        if num_prompt_tokens == 0 or not self._token_s:
+            return decode_s
+        return decode_s + num_prompt_tokens * median(self._token_s)
 
     def prompt_tokens(self, num_decodes: int, most: int) -> int:
         """Return how many prompt tokens, at most `most`, a step with these decodes may have.
 
-        Their time is at least that of the decodes and the fixed time. So prompts progress even if these alone reach the limit,
-        and chunks do not shrink when that would not make steps shorter.
+        Prompts get at least as much time as the decodes, so that they progress even if the decodes alone reach the limit. They
+        also get at least the time of a launch, since fewer tokens would not make a step shorter than that.
         """
         if not num_decodes or not self._max_step_s:
             return most
-        if not self._prompts:
+        if not self._token_s:
             return min(most, MIN_CHUNK)
-        base_s = self._decode_time(num_decodes) + self._fixed_s
-        seconds = max(self._max_step_s - base_s, base_s)
-        most = min(most, max(MIN_CHUNK, _MAX_GROWTH * max(self._prompts)[0]))
-        return most if seconds >= most * self._token_s else min(most, max(MIN_CHUNK, int(seconds / self._token_s)))
-
-    def _fit(self) -> None:
-        """Fit a line through the medians of the steps with fewer and with more prompt tokens.
-
-        If these numbers are similar, the time per token stays, and the fixed time changes.
-        """
-        steps = sorted(self._prompts)
-        if len(steps) < _NUM_PROMPT_STEPS // 2:
-            self._token_s = median(seconds / tokens for tokens, seconds in steps)
-            return
-        (few, few_s), (many, many_s) = (
-            map(median_low, zip(*part, strict=True)) for part in (steps[: len(steps) // 2], steps[len(steps) // 2 :])
-        )
-        if many >= 2 * few:
-            self._token_s = max((many_s - few_s) / (many - few), 0.0)
-        self._fixed_s = max(0.0, (few_s + many_s - self._token_s * (few + many)) / 2)
+        decode_s, token_s = self._decode_time(num_decodes), median(self._token_s)
+        seconds = max(self._max_step_s - decode_s, decode_s, self._launch_s)
+        return most if seconds >= most * token_s else min(most, max(MIN_CHUNK, int(seconds / token_s)))
 
     def _decode_time(self, num_decodes: int) -> float:
         """Return the expected duration of a decode step; 0 without decodes or if unknown."""
