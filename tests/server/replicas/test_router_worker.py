@@ -259,6 +259,12 @@ def test_a_snapshot_is_answered_although_no_replica_is_ready(rig: Rig) -> None:
     assert rig.workers[0][-1] == NoSnapshot(3)
 
 
+def test_each_workers_snapshot_is_asked_again_if_its_replica_dies(rig: Rig) -> None:
+    rig.send(SnapshotRequest(worker=0, query=1, replica=1), SnapshotRequest(worker=1, query=1, replica=1))
+    rig.send(ReplicaDied(1, 1))
+    assert [each.worker for each in rig.engines[0] if isinstance(each, SnapshotRequest)] == [0, 1]
+
+
 def test_requests_avoid_a_full_replica_while_another_has_room(rig: Rig) -> None:
     """Each replica accepts 4, and the cache of replica 0 attracts all requests."""
     for number in range(8):

@@ -287,3 +287,14 @@ def test_a_full_table_replaces_the_least_recently_used() -> None:
     table.remove_replica(0)
     table.remove_replica(1)
     assert len(table) == 0
+
+
+def test_the_table_outlives_its_clock() -> None:
+    """Times of use have 32 bits; an add beyond them keeps the order of those in use lately."""
+    table = BlockTable(WAYS // 2, 1)  # one set
+    table._now = 2**32 - WAYS
+    keys = np.arange(1, WAYS + 1, dtype=np.uint64)
+    for key in keys:
+        table.add(key[None], 0)
+    table.add(np.array([99, 100], np.uint64), 0)
+    assert table.find(keys).indices.tolist() == list(range(2, WAYS))

@@ -15,6 +15,7 @@ WAYS = 1 << WAY_BITS
 
 Slots = npt.NDArray[np.int64]
 _HALF = np.uint64(32)
+_MAX_TIME = int(np.iinfo(np.uint32).max)
 
 
 class Found(NamedTuple):
@@ -85,7 +86,7 @@ class BlockTable:
 
     def add(self, keys: BlockKeys, replica: int, found: Found | None = None) -> None:
         """Add a replica to the holders of these blocks, and mark the blocks as used. `found`: result of `find`, if known."""
-        self._now += 1
+        self._advance_clock()
         indices, present = found or self.find(keys)
         self._last_used[present] = self._now
         word, bit = self._word_and_bit(replica)
@@ -120,6 +121,13 @@ class BlockTable:
     def __len__(self) -> int:
         """Return the number of stored blocks, by a pass over the whole table."""
         return int(np.count_nonzero(self._keys))
+
+    def _advance_clock(self) -> None:
+        """Count a use. Before the count exceeds 32 bits, all times move back; those of the older half become equal."""
+        if self._now == _MAX_TIME:
+            self._now -= _MAX_TIME // 2
+            self._last_used -= np.minimum(self._last_used, _MAX_TIME // 2)
+        self._now += 1
 
     def _free(self, slots: Slots) -> None:
         self._keys[slots] = 0

@@ -108,8 +108,8 @@ class RouterWorker:
         """True if no replica is ready, and none is expected to be soon."""
         self._counting: dict[int, _Counting] = {}
         self._last_count = 0
-        self._asked: dict[int, tuple[Replica, SnapshotRequest]] = {}
-        """By `SnapshotRequest.replica`: the last request, and the replica that it was sent to."""
+        self._asked: dict[tuple[int, int], tuple[Replica, SnapshotRequest]] = {}
+        """By worker and `SnapshotRequest.replica`: the last request, and the replica that it was sent to."""
 
     def handle(self, message: Message | CacheEvents) -> None:
         """Handle a message of a tokenizer worker, a replica or the launcher."""
@@ -150,7 +150,7 @@ class RouterWorker:
         if asked is None or asked.send is None:
             self._to_workers[message.worker](NoSnapshot(message.query))
             return
-        self._asked[message.replica] = asked, message
+        self._asked[message.worker, message.replica] = asked, message
         asked.send(message)
 
     def _submit(self, submit: Submit) -> None:
