@@ -18,6 +18,7 @@ from minisgl_core.protocol.messages import (
     ApiRestarted,
     Count,
     Decoder,
+    Detokenize,
     Ended,
     EngineInfo,
     Logprob,
@@ -296,6 +297,11 @@ def test_a_long_prompt_does_not_delay_other_messages(rig: Rig, monkeypatch: pyte
     queue.add(TokenBatch([TokenOut(request_id="runs", token_ids=[5], finish_reason="length")]))
     queue.run_next()
     assert [text.request_id for text in rig.take()] == ["runs"]
+    queue.add(Count(worker=3))
+    queue.add(Detokenize(request_id="text", token_ids=[5]))
+    for _ in range(3):
+        queue.run_next()
+    assert [each.request_id for each in rig.take()] == ["text"], "short messages pass the long prompt"
     may_end.set()
     while len(rig.api) < 2:
         queue.run_next()
@@ -303,6 +309,9 @@ def test_a_long_prompt_does_not_delay_other_messages(rig: Rig, monkeypatch: pyte
     assert (refused.request_id, refused.kind) == ("long", "too_long")
     assert (tokens.request_id, len(tokens.token_ids)) == ("tokens", len(rig.tokenizer(long)["input_ids"]))
     assert rig.scheduler == []
+    queue.run_next()
+    [count] = rig.scheduler
+    assert isinstance(count, Count), "it follows all that was sent before it"
 
 
 def test_abort_and_rejection_free_the_request(rig: Rig) -> None:

@@ -1,4 +1,4 @@
-"""Process of a tokenizer worker."""
+"""Main function of a tokenizer worker's process."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def run_tokenizer_worker(
         Sender(addresses.router_in) as to_scheduler,
         ApiConnection(addresses.of_api_worker(index % addresses.num_api_workers)) as to_api,
     ):
-        # The engine loads meanwhile. Its error comes first, if it has one: it says more about a checkpoint than the tokenizer's.
         phases = StartupTimer(process_age_s())
         path, registry = locate_model(config.model), Registry.from_environment()
         phases.done("started the process")
         try:
             tokenizer = open_weights(path, registry, dummy=config.model.dummy_weight).tokenizer()
         except MinisglError:
+            # Wait until the engine is ready, so that its own error on a broken checkpoint is reported instead of this one.
             receiver.receive()
             raise
         phases.done("loaded the tokenizer")

@@ -27,9 +27,9 @@ _MAX_SKIPS = 16
 class TokenizerQueue:
     """Queue of the messages to one tokenizer worker.
 
-    Tokenizing a long prompt takes seconds, and the text of other requests must not wait for it. Long prompts are therefore
-    tokenized on a thread, one at a time. Prompts wait until no other message is there, or `_MAX_SKIPS` messages have passed
-    them. A prompt that is aborted while it waits is dropped without being tokenized.
+    Tokenizing a long prompt takes seconds, and other requests must not wait for it. Long prompts are therefore tokenized on a
+    thread, one at a time, and short ones pass them meanwhile. Prompts wait until no other message is there, or `_MAX_SKIPS`
+    messages have passed them. A prompt that is aborted while it waits is dropped without being tokenized.
     """
 
     def __init__(self, worker: TokenizerWorker) -> None:
@@ -45,7 +45,7 @@ class TokenizerQueue:
     def run(self, receiver: Receiver[Any]) -> None:
         """Receive and handle messages until `Stop`."""
         while True:
-            timeout_s = _POLL_S if self._in_background is not None else 0 if self._waiting else None
+            timeout_s = 0 if self._next() is not None else None if self._in_background is None else _POLL_S
             message = receiver.receive(timeout_s)
             if isinstance(message, Stop):
                 return
@@ -68,21 +68,29 @@ class TokenizerQueue:
                 self._worker.handle(message)
 
     def run_next(self) -> None:
-        """Handle the first waiting message. A long prompt is started on a thread, and handled once it is tokenized."""
+        """Handle the prompt that the thread has tokenized, or the next waiting message. A long prompt is started on a thread."""
         self._num_skips = 0
-        if self._in_background is not None:
-            message, encoded = self._in_background
-            if encoded.done():
-                self._in_background = None
-                self._handle_prompt(message, encoded)
-        elif self._waiting:
-            first = self._waiting.popleft()
-            if not isinstance(first, Tokenize):
-                self._worker.handle(first)
-            elif _is_slow(first) and not self._aborted_ids.issuperset(first.output_ids):
-                self._in_background = first, self._encode_in_background(first)
+        if self._in_background is not None and self._in_background[1].done():
+            (message, encoded), self._in_background = self._in_background, None
+            self._handle_prompt(message, encoded)
+        elif (index := self._next()) is not None:
+            waiting = self._waiting[index]
+            del self._waiting[index]
+            if not isinstance(waiting, Tokenize):
+                self._worker.handle(waiting)
+            elif _is_slow(waiting) and not self._aborted_ids.issuperset(waiting.output_ids):
+                self._in_background = waiting, self._encode_in_background(waiting)
             else:
-                self._handle_prompt(first, None)
+                self._handle_prompt(waiting, None)
+
+    def _next(self) -> int | None:
+        """Return the index of the next message to handle: while the thread is busy, the first that need not wait for it."""
+        if self._in_background is None:
+            return 0 if self._waiting else None
+        indices = (
+            index for index, each in enumerate(self._waiting) if not isinstance(each, Count) and not _is_slow(each)
+        )
+        return next(indices, None)
 
     def _handle_prompt(self, message: Tokenize, encoded: Future[EncodedPrompt] | None) -> None:
         ids = set(message.output_ids)
@@ -108,7 +116,9 @@ class TokenizerQueue:
         return encoded
 
 
-def _is_slow(message: Tokenize) -> bool:
+def _is_slow(message: Tokenize | Detokenize) -> bool:
     """Return True if a prompt is long, or has a chat template of its own, which is rendered in another process."""
+    if isinstance(message, Detokenize):
+        return False
     num_chars = message.num_chars + _CHARS_PER_MESSAGE * len(message.messages or ())
     return num_chars > _BACKGROUND_CHARS or message.chat_template is not None

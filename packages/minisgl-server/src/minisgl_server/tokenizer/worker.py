@@ -211,7 +211,7 @@ class TokenizerWorker:
             self._reject(message.request_id, error.renamed(message.field_names))
             return
         except Exception:
-            self._fail(message.request_id, "The prompt could not be tokenized.")
+            self._fail(message.request_id, "The request could not be prepared.")
             return
         logger.debug("the prompt has %d tokens", len(token_ids), extra={"request_id": message.request_id})
         self._requests |= requests
