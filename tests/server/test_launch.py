@@ -225,6 +225,15 @@ def test_compile_only_ends_without_serving(start: Launch) -> None:
     assert server.stderr() == ""
 
 
+def test_an_interrupted_compile_only_fails(start: Launch) -> None:
+    server = start("--compile-only")
+    while "scheduler rank 0" not in server.children():
+        time.sleep(0.05)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait_ended() == 128 + signal.SIGTERM
+    assert server.process.stdout.read() == ""
+
+
 def test_the_phases_of_the_start_sum_to_its_duration(start: Launch) -> None:
     server = start("--log-level", "info").wait_started()
     log = server.stderr()

@@ -11,6 +11,7 @@ import re
 import stat
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -215,6 +216,26 @@ with LLM({str(tiny_checkpoint)!r}, num_pages=1100) as llm:
     environ = {**os.environ, "MINISGL_METRICS": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=200)
     assert done.stdout == "3.0\n", done.stderr
+
+
+def test_a_process_that_ended_leaves_counters_but_no_gauges(tmp_path: Path) -> None:
+    code = """
+        import os
+        from minisgl_server.metrics.endpoint import _collect
+        from minisgl_server.metrics.engine_metrics import drop_gauges
+        from minisgl_server.metrics.families import labelled
+        metrics = labelled("m", 0)
+        metrics.kv_pages.set(5)
+        metrics.prompt_tokens.inc(7)
+        values = lambda: {each.name: each.value for family in _collect() for each in family.samples}
+        before = values()
+        drop_gauges(os.getpid())
+        after = values()
+        assert before["minisgl_kv_pages"] == 5 and "minisgl_kv_pages" not in after
+        assert before["minisgl_prompt_tokens_total"] == after["minisgl_prompt_tokens_total"] == 7
+    """
+    environ = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=environ, check=True)
 
 
 def test_metrics_are_disabled_without_disk_space(

@@ -43,7 +43,7 @@ def guarded(launch_shared: Callable[..., Any], tiny_checkpoint: Path, tmp_path_f
     flags += ["--cors-origin", "https://a.example", "--cors-origin", "https://b.example"]
     flags += ["--max-body-size", str(MAX_BODY), "--max-concurrent-requests", "2", "--plugin-routes"]
     flags += ["--log-level", "debug", "--log-format", "json"]
-    return launch_shared(*flags).wait_started()
+    return launch_shared(*flags, MINISGL_API_KEY=KEYS[0]).wait_started()
 
 
 @pytest.fixture(scope="module")
@@ -289,6 +289,7 @@ def test_errors_contain_no_keys(guarded: Any, inside: httpx.Client) -> None:
     processes = [psutil.Process(guarded.process.pid), *guarded.children().values()]
     assert len(processes) >= 4
     told += " ".join(word for process in processes for word in process.cmdline())
+    assert not any("MINISGL_API_KEY" in each.environ() for each in processes[1:])
     assert not [key for key in KEYS if key in told]
     assert "/v1/models" in told
 

@@ -97,7 +97,11 @@ class ApiWorkers(Restarts):
             self._senders[index].send(self._told)
 
     def replace(self, error: WorkerDiedError) -> bool:
-        """Schedule a restart, unless the worker is the only one, the launch is not ready, or all workers fail repeatedly."""
+        """Schedule a restart.
+
+        The launch ends instead if the worker is the only one, the launch is not ready, all workers fail repeatedly, or the user
+        can correct the error.
+        """
         if error.process not in self.names or isinstance(error, WorkerRefusedError):
             return False
         if self._num == 1 or self._told is None:

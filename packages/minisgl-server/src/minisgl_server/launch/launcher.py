@@ -66,7 +66,8 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
     registry.entry("router", options.router)
     digests = api_key_digests(options)
     check_api_workers(options)
-    options = replace(options, api_key=())  # from here on, only the digests are in memory
+    options = replace(options, api_key=())  # the child processes get the digests only
+    os.environ.pop(API_KEY_VARIABLE, None)
     locate_model(config.model)
     phases.done("checked the options")
     with (
@@ -128,7 +129,13 @@ def _compile_in_background(
 
 
 def compile_only(config: EngineConfig, options: ServerOptions, registry: Registry) -> None:
-    """Start an engine, which compiles the kernels that it uses, then compile those that ``auto`` would prefer."""
+    """Start an engine, which compiles the kernels that it uses, then compile those that ``auto`` would prefer.
+
+    Raises:
+        SystemExit: a signal ended the compilation; the exit status is 128 plus its number, as in shells.
+    """
+    setproctitle.setproctitle("minisgl: launch")
+    logs.configure("launch", options.log_level, options.log_format)
     check_providers(config.flat(), registry)
     locate_model(config.model)
     with IpcAddresses.create(1, 1) as addresses, _Signals() as signals:
@@ -137,7 +144,7 @@ def compile_only(config: EngineConfig, options: ServerOptions, registry: Registr
         try:
             replicas.start()
             if not supervisor.wait(replicas.are_ready, wake=signals):
-                return
+                raise SystemExit(128 + signals.last)
             uncompiled = _uncompiled(supervisor)
         finally:
             supervisor.terminate()
@@ -269,10 +276,14 @@ class _Signals:
     """Collects SIGTERM, SIGINT and SIGHUP in a pipe that can be waited for, instead of raising exceptions.
 
     If SIGHUP is ignored when the launch starts, as under nohup, it stays ignored.
+
+    Attributes:
+        count: signals so far.
+        last: number of the last signal.
     """
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count = self.last = 0
         self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._before: dict[int, Any] = {}
 
@@ -285,7 +296,7 @@ class _Signals:
         os.read(self._reader, 1)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
+        self.count, self.last = self.count + 1, number
         os.write(self._writer, b"x")
 
     def __enter__(self) -> Self:

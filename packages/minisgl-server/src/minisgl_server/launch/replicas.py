@@ -20,6 +20,7 @@ from minisgl_core.runtime.executor_selection import make_executor
 from minisgl_core.runtime.ipc import IpcAddresses, Sender
 from minisgl_core.runtime.supervisor import Supervisor
 from minisgl_server.launch.restarts import MAX_FAILURES, Restarts
+from minisgl_server.metrics.engine_metrics import drop_gauges
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +116,9 @@ class Replicas(Restarts):
         if self._num == 1 or replica < 0:
             return False
         engine_id, now_s = self._engine_ids[replica], time.monotonic()
+        pid = self._supervisor.pid(self._names(replica)[0])
         self._supervisor.discard(*self._names(replica))
+        drop_gauges(pid)
         if engine_id in self._ready_s:
             self._tell_router(ReplicaDied(replica, engine_id))
         if self._is_draining:
@@ -131,7 +134,7 @@ class Replicas(Restarts):
         if (
             self.info is not None
             and not is_any_ready
-            and all(self.backoffs[each].num_failures > 1 for each in self._engine_ids)
+            and all(self.backoffs[each].num_failures >= 2 for each in self._engine_ids)
         ):
             self._no_replica = True
             no_replica = NoReplica(max(1.0, min(self.due_s.values()) - now_s))

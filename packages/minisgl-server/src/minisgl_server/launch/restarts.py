@@ -21,7 +21,8 @@ MAX_DELAY_S = 60.0
 SERVED_S = 60.0
 """Time that a process must have served for its earlier failures to be forgotten."""
 MAX_FAILURES = 3
-"""Failures in a row after which a process counts as one that cannot start."""
+"""Failures in a row after which a process counts as one that cannot start. Requests are refused before, once all replicas have
+failed twice in a row; see `Replicas.replace`."""
 
 
 @dataclass(slots=True)

@@ -49,6 +49,13 @@ def prepare_metrics(run_directory: str, is_enabled: bool, served_model_name: str
         os.environ[MODEL_NAME_VARIABLE] = served_model_name
 
 
+def drop_gauges(pid: int) -> None:
+    """Remove the gauges of a process that has ended. Its counters and histograms stay, so that they never decrease."""
+    if directory := os.environ.get(DIRECTORY_VARIABLE):
+        for path in Path(directory).glob(f"gauge_live*_{pid}.db"):
+            path.unlink(missing_ok=True)
+
+
 def make() -> EngineMetrics | None:
     """Return the hooks of one engine, or None if metrics are disabled."""
     return EngineMetrics() if os.environ.get(VARIABLE, "").lower() in ("1", "true", "yes", "on") else None

@@ -32,7 +32,7 @@ def families() -> SimpleNamespace:
     """Return the metrics of this process, registered with prometheus_client. All engines of the process share them."""
 
     def gauge(name: str, help: str) -> Gauge:
-        return Gauge(f"minisgl_{name}", help, LABELS, multiprocess_mode="mostrecent")
+        return Gauge(f"minisgl_{name}", help, LABELS, multiprocess_mode="livemostrecent")
 
     def counter(name: str, help: str, *labels: str) -> Counter:
         return Counter(f"minisgl_{name}", help, (*LABELS, *labels))
