@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -30,9 +31,9 @@ async def test_a_scheduler_that_misses_checks_in_a_row_is_killed(
 ) -> None:
     monkeypatch.setattr(engine_module, "HEALTH_CHECK_S", 0.05)
     engine = Engine.__new__(Engine)
-    engine._endpoints = SimpleNamespace(remove=lambda: None)  # type: ignore[assignment]
+    engine._addresses = SimpleNamespace(remove=lambda: None)  # type: ignore[assignment]
     engine._supervisor = SimpleNamespace(pid={"scheduler rank 0": scheduler.pid}.get)  # type: ignore[assignment]
-    engine._running, engine._callers, engine._num_missed_checks = {}, Connections(), 0
+    engine._running, engine._callers, engine._num_missed_checks, engine._tasks = {}, Connections(), 0, []
     answers = False
 
     def send(message: Count) -> None:
@@ -50,3 +51,15 @@ async def test_a_scheduler_that_misses_checks_in_a_row_is_killed(
             with pytest.raises(TimeoutError):
                 await engine.check_health()
     assert scheduler.wait(5) == -9
+
+
+async def test_a_replica_whose_task_has_failed_is_unhealthy() -> None:
+    async def fail() -> None:
+        raise RuntimeError("broken message")
+
+    engine = Engine.__new__(Engine)
+    engine._addresses = SimpleNamespace(remove=lambda: None)  # type: ignore[assignment]
+    engine._tasks = [asyncio.create_task(fail())]
+    await asyncio.wait(engine._tasks)
+    with pytest.raises(RuntimeError, match="broken message"):
+        await engine.check_health()

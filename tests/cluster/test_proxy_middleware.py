@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -133,3 +134,20 @@ async def test_a_head_that_answers_is_not_lost(monkeypatch: pytest.MonkeyPatch) 
         await send(LAST)
 
     assert await response_to(slow) == [start(), CHUNK, LAST]
+
+
+async def test_a_lost_head_fails_every_response_although_one_client_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxy_middleware, "HEAD_S", -1.0)
+    middleware = ProxyMiddleware(proxy([]))
+    failed: list[str] = []
+
+    async def fail(error: Any) -> None:
+        failed.append(error.code)
+        raise OSError("the client is gone")
+
+    middleware._responses = {number: SimpleNamespace(fail=fail) for number in range(2)}  # type: ignore[misc]
+    watch = asyncio.create_task(middleware._watch_head())
+    while len(failed) < 4:  # it goes on watching
+        assert not watch.done()
+        await asyncio.sleep(0.01)
+    watch.cancel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from contextvars import Context
 from dataclasses import replace
 from typing import Any
@@ -35,6 +36,7 @@ from minisgl_core.runtime.supervisor import Supervisor
 from minisgl_server.api.app import create_app
 from minisgl_server.api.engine_client import EngineClient
 from minisgl_server.api.http.middleware import add_middleware
+from minisgl_server.api.openai.requests import start_numbers
 from minisgl_server.metrics.endpoint import Families, merge
 from minisgl_server.options import ServerOptions
 from minisgl_server.ray import request_router
@@ -99,6 +101,7 @@ class API:
         self._attempts: dict[str, int] = {}
         self._outputs, self._address = open_receiver(CacheEvents)
         self._proxies = Connections()
+        start_numbers(secrets.randbits(31))  # ids of requests must differ from those of other replicas of the API
         self.client = EngineClient(self._addresses)
         names = [f"tokenizer {index}" for index in range(len(self._workers))]
         for index, name in enumerate(names):

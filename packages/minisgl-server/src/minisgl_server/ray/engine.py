@@ -148,7 +148,11 @@ class Engine:
 
         Raises:
             TimeoutError: the scheduler has not answered in time.
+            Exception: a task of this replica has failed.
         """
+        for task in self._tasks:
+            if task.done():
+                task.result()
         self._health = asyncio.get_running_loop().create_future()
         self._scheduler.send(Count(worker=0, query=1))
         try:

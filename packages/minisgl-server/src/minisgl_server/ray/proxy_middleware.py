@@ -95,7 +95,8 @@ class ProxyMiddleware:
                     seen_s = time.monotonic()
                 call = asyncio.create_task(asyncio.to_thread(ray.nodes))
             if time.monotonic() - seen_s > HEAD_S:
-                await asyncio.gather(*(response.fail(head_lost()) for response in self._responses.values()))
+                failing = (response.fail(head_lost()) for response in self._responses.values())
+                await asyncio.gather(*failing, return_exceptions=True)  # some clients may be gone
 
 
 class ProxiedResponse:
