@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -85,6 +86,30 @@ def legend(page: Any) -> dict[str, int]:
     """Pages by kind, as the legend has them."""
     entries = page.locator("#pages-legend li")
     return dict(entries.evaluate_all("nodes => nodes.map((node) => [node.className, Number(node.dataset.count)])"))
+
+
+def test_reasoning_content_is_shown_and_timed(page: Any) -> None:
+    def answer(route: Any) -> None:
+        usage = {"prompt_tokens": 5, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 0}}
+        choices = [
+            {"delta": {"role": "assistant", "content": ""}, "finish_reason": None},
+            {"delta": {"reasoning_content": "Let me think"}, "finish_reason": None},
+            {"delta": {"reasoning_content": " more"}, "finish_reason": "length"},
+        ]
+        chunks = [{"id": "chatcmpl-a", "choices": [each], "usage": usage} for each in choices]
+        body = "".join(f"data: {json.dumps(each)}\n\n" for each in chunks) + "data: [DONE]\n\n"
+        route.fulfill(body=body, headers={"Content-Type": "text/event-stream"})
+        asked.append(route.request.post_data_json["messages"])
+
+    asked: list[Any] = []
+    page.route("**/v1/chat/completions", answer)
+    for number in range(2):
+        page.fill("#message", "Why?")
+        page.press("#message", "Enter")
+        expect(page.locator(".reasoning")).to_have_text(["Let me think more"] * (number + 1))
+        expect(page.locator(".turn").last).to_contain_text("limit reached")
+        wait_until_done(page)
+    assert len(asked[1]) == len(asked[0]) + 2, "a turn without content stays in the conversation"
 
 
 def test_a_message_is_streamed_and_not_parsed_as_html(page: Any, client: openai.OpenAI) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -14,6 +15,7 @@ import pytest
 
 from minisgl_core.errors import MinisglError
 from minisgl_server.shell.chat_models import RemoteModel, _contents
+from minisgl_server.shell.repl import Conversation
 from minisgl_server.shell.settings import parse_setting
 
 PROMPT, ANSWER = r"\x1b\[\?2004h.*>", r"\x1b\[\?2004l"
@@ -145,7 +147,9 @@ def test_an_answer_may_hold_unicode_line_separators(server: Any, separator: str)
     shown: list[str] = []
     answer = f"first{separator}second"
     settings = {"temperature": 0, "structured_outputs": {"choice": [answer]}}
-    statistics = RemoteModel(server.url).chat([{"role": "user", "content": "Hi"}], shown.append, settings)
+    statistics = RemoteModel(server.url).chat(
+        [{"role": "user", "content": "Hi"}], lambda piece, _: shown.append(piece), settings
+    )
     assert "".join(shown) == answer
     assert "output tokens" in statistics, "the events after the text were read, too"
 
@@ -175,6 +179,29 @@ def test_invalid_urls_and_flags_are_refused(server: Any) -> None:
     both = shell("--url", server.url, "--page-size", "16", text="Hi\n")
     assert both.returncode == 2
     assert "--page-size" in both.stderr
+
+
+def test_reasoning_content_is_shown_but_not_sent_again(capsys: pytest.CaptureFixture[str]) -> None:
+    deltas = [
+        {"role": "assistant", "content": ""},
+        {"reasoning_content": "Hm"},
+        {"reasoning_content": "."},
+        {"content": "Yes"},
+    ]
+    lines = [b"data: " + json.dumps({"choices": [{"delta": each}]}).encode() for each in deltas]
+    pieces = [piece for line in lines for piece in _contents(line, {})]
+    assert pieces == [("Hm", True), (".", True), ("Yes", False)]
+
+    class Model:
+        def chat(self, messages: Any, show: Any, settings: Any) -> str:
+            for piece in pieces:
+                show(*piece)
+            return ""
+
+    conversation = Conversation(Model())  # type: ignore[arg-type]
+    conversation.send("Is it?")
+    assert capsys.readouterr().out == "Hm.\n\nYes\n"
+    assert [each["content"] for each in conversation.messages] == ["Is it?", "Yes"]
 
 
 @pytest.mark.parametrize("event", ["{", "[]", '{"choices": [{}]}', '{"error": "no"}', '{"choices": 3}'])

@@ -15,8 +15,8 @@ from minisgl_core.errors import InvalidValueError, MinisglError
 from minisgl_core.sampling_params import SamplingParams
 
 Message = dict[str, str]
-Show = Callable[[str], None]
-"""Called with the next piece of a response."""
+Show = Callable[[str, bool], None]
+"""Called with the next piece of a response, and True if it is reasoning content."""
 
 
 class LocalModel:
@@ -110,8 +110,8 @@ class RemoteModel:
                 await response.aread()
             _raise_for_status(response)
             async for line in _lines(response):
-                for text in _contents(line, usage):
-                    timer.show(text)
+                for text, is_reasoning in _contents(line, usage):
+                    timer.show(text, is_reasoning)
 
 
 class _TurnTimer:
@@ -122,10 +122,10 @@ class _TurnTimer:
         self._start_s = time.perf_counter()
         self._first_s: float | None = None
 
-    def show(self, piece: str) -> None:
+    def show(self, piece: str, is_reasoning: bool = False) -> None:
         if self._first_s is None:
             self._first_s = time.perf_counter() - self._start_s
-        self._show(piece)
+        self._show(piece, is_reasoning)
 
     def describe(self, num_prompt: int | None, num_cached: int | None, num_output: int | None) -> str:
         """Return the statistics as one line at the end of the response. Counts may be None, such as after Ctrl-C."""
@@ -148,8 +148,8 @@ async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
             yield line
 
 
-def _contents(line: bytes, usage: dict[str, Any]) -> Iterator[str]:
-    """Yield the text in a line of server-sent events; a usage in it is added to `usage`."""
+def _contents(line: bytes, usage: dict[str, Any]) -> Iterator[tuple[str, bool]]:
+    """Yield the texts in a line of server-sent events, as `Show` takes them; a usage in it is added to `usage`."""
     data = line.removeprefix(b"data:").strip()
     if not line.startswith(b"data:") or data == b"[DONE]":
         return
@@ -157,13 +157,15 @@ def _contents(line: bytes, usage: dict[str, Any]) -> Iterator[str]:
         chunk = json.loads(data)
         error = chunk["error"]["message"] if "error" in chunk else None
         usage.update(chunk.get("usage") or {})
-        texts = [] if error is not None else [choice["delta"].get("content") for choice in chunk["choices"]]
+        deltas = [] if error is not None else [choice["delta"] for choice in chunk["choices"]]
+        fields = (("reasoning_content", True), ("content", False))
+        texts = [(delta[name], is_reasoning) for delta in deltas for name, is_reasoning in fields if delta.get(name)]
     except (ValueError, LookupError, TypeError, AttributeError):
         text = data[:200].decode(errors="replace")
         raise MinisglError(f"The server sent an event that is not in OpenAI's format: {text}") from None
     if error is not None:
         raise MinisglError(error)
-    yield from filter(None, texts)
+    yield from texts
 
 
 def _raise_for_status(response: httpx.Response) -> None:

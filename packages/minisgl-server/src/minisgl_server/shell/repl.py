@@ -57,16 +57,26 @@ class Conversation:
     def send(self, text: str) -> None:
         """Send a message and print the response as it comes. A response that is stopped stays in the conversation.
 
+        Reasoning content is shown, but does not become part of the conversation.
+
         Raises:
             MinisglError: there is no response; the message does not become part of the conversation.
         """
         start: list[Message] = [] if self.system is None else [{"role": "system", "content": self.system}]
         message: Message = {"role": "user", "content": text}
         shown: list[str] = []
+        was_reasoning = False
 
-        def show(piece: str) -> None:
-            shown.append(piece)
-            click.echo(piece, nl=False)
+        def show(piece: str, is_reasoning: bool) -> None:
+            nonlocal was_reasoning
+            if was_reasoning and not is_reasoning:
+                click.echo("\n")
+            was_reasoning = is_reasoning
+            if is_reasoning:
+                click.secho(piece, dim=True, nl=False)
+            else:
+                shown.append(piece)
+                click.echo(piece, nl=False)
 
         statistics = self.model.chat([*start, *self.messages, message], show, self.settings)
         click.echo()
@@ -132,7 +142,9 @@ def run(conversation: Conversation) -> None:
         if isinstance(sys.stdin, TextIOWrapper):
             # Lines that are not text are then found by `check_text`, as for arguments.
             sys.stdin.reconfigure(errors="surrogateescape")
-        all(conversation.handle(line) for line in sys.stdin)
+        for line in sys.stdin:
+            if not conversation.handle(line):
+                return
 
 
 def _run_terminal(conversation: Conversation) -> None:

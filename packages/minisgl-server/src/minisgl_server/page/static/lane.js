@@ -62,7 +62,7 @@ export class Lane {
     }
     showTurn(turn, result);
     answer.classList.remove("running");
-    if (answer.textContent) this.#messages.push(question, { role: "assistant", content: answer.textContent });
+    if (result.firstS !== null) this.#messages.push(question, { role: "assistant", content: answer.textContent });
     this.#run(false);
   }
 
@@ -72,8 +72,13 @@ export class Lane {
     const choice = event.choices[0];
     if (!choice) return;
     result.reason = choice.finish_reason ?? result.reason;
-    if (!choice.delta.content) return;
-    answer.append(choice.delta.content);
+    const { reasoning_content: reasoning, content } = choice.delta;
+    if (!reasoning && !content) return;
+    if (reasoning) {
+      if (!answer.previousSibling.classList.contains("reasoning")) answer.before(element("p", { className: "said reasoning" }));
+      answer.previousSibling.append(reasoning);
+    }
+    if (content) answer.append(content);
     result.lastS = performance.now() / 1000;
     result.firstS ??= result.lastS;
   }
