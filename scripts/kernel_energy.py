@@ -118,7 +118,7 @@ def measure_gemms(meter: Meter, shape: tuple[int, int], all_rows: tuple[int, ...
     few, many = HopperSmallMGemm(weight, None, StreamKWorkspace(weight.device), gated=True), HopperGatedGemm(weight)
     for rows in all_rows:
         x = torch.randn(rows, shape[1], **MADE)
-        own = few if few.takes(x) else many
+        own = few if few.supports_input(x) else many
         for kind, gemm in (("own", own), ("cuBLAS", lambda x: activated(x, weight))):
             name = f"{shape[0]}x{shape[1]} gated, {rows} rows, {kind}"
             if reason := wrong(gemm, x, weight, gated=True):

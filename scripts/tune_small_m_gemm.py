@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from triton.testing import do_bench_cudagraph
 
 from minisgl_backends.cuda.gated_gemm import HopperGatedGemm, worthwhile
-from minisgl_backends.cuda.gemm_tiling import MAX_ROWS, GemmTiling, choose_tiling
-from minisgl_backends.cuda.small_m_gemm import ROW_SIZES, HopperSmallMGemm, StreamKWorkspace, fits
+from minisgl_backends.cuda.gemm_tiling import MAX_SMALL_M_ROWS, GemmTiling, choose_tiling
+from minisgl_backends.cuda.small_m_gemm import ROW_SIZES, HopperSmallMGemm, StreamKWorkspace, supports_weight
 from minisgl_backends.kernels.activation import silu_and_mul
 
 MATRICES = ((7168, 5120), (5120, 5120), (5120, 17408), (4096, 1024), (1024, 2048), (1024, 3072))
@@ -81,15 +81,15 @@ def measure(shape: tuple[int, int], all_rows: tuple[int, ...], scratch: StreamKW
     """Print a line per number of rows; return False if a GEMM is wrong."""
     count = max(3, COLD_BYTES // (2 * shape[0] * shape[1]))
     weights = [torch.randn(shape, **MADE) / shape[1] ** 0.5 for _ in range(count)]
-    if not fits(weights[0], None, gated=gated):
+    if not supports_weight(weights[0], None, gated=gated):
         raise click.UsageError(f"the kernel takes no matrix of {shape[0]}x{shape[1]}{' gated' if gated else ''}")
-    few = tuple(rows for rows in all_rows if rows <= MAX_ROWS)
+    few = tuple(rows for rows in all_rows if rows <= MAX_SMALL_M_ROWS)
     right = measure_few(weights, few, scratch, gated=gated)
-    return right and (not gated or measure_many(weights, [rows for rows in all_rows if rows > MAX_ROWS]))
+    return right and (not gated or measure_many(weights, [rows for rows in all_rows if rows > MAX_SMALL_M_ROWS]))
 
 
 def measure_many(weights: list[torch.Tensor], all_rows: list[int]) -> bool:
-    """Measure a gated MLP's GEMM with more than MAX_ROWS rows."""
+    """Measure a gated MLP's GEMM with more than MAX_SMALL_M_ROWS rows."""
     shape, all_right = weights[0].shape, True
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     gemms = [HopperGatedGemm(weight) for weight in weights]
@@ -110,7 +110,7 @@ def measure_many(weights: list[torch.Tensor], all_rows: list[int]) -> bool:
 def measure_few(
     weights: list[torch.Tensor], all_rows: tuple[int, ...], scratch: StreamKWorkspace, *, gated: bool
 ) -> bool:
-    """Measure GEMMs with at most MAX_ROWS rows."""
+    """Measure GEMMs with at most MAX_SMALL_M_ROWS rows."""
     shape = (weights[0].shape[0], weights[0].shape[1])
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     chosen = {size: choose_tiling(size, *shape, processors) for size in ROW_SIZES}
@@ -155,7 +155,9 @@ def shape_of(_context: click.Context, _parameter: click.Parameter, values: tuple
 @click.command()
 @click.option("--matrix", multiple=True, callback=shape_of, help="Outputs x inputs; those of Qwen3-14B and 0.6B.")
 @click.option("--gated", multiple=True, callback=shape_of, help="The same of a gated MLP's matrix, gate before up.")
-@click.option("--rows", multiple=True, type=click.IntRange(1, 16_384), default=(16, 64, 128, 192, MAX_ROWS, 8192))
+@click.option(
+    "--rows", multiple=True, type=click.IntRange(1, 16_384), default=(16, 64, 128, 192, MAX_SMALL_M_ROWS, 8192)
+)
 def main(matrix: list[tuple[int, int]], gated: list[tuple[int, int]], rows: tuple[int, ...]) -> None:
     """Check and time."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:

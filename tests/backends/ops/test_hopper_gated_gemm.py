@@ -10,8 +10,8 @@ import torch
 from compile_cuda import compile_by_nvcc
 from hopper_reference import HAS_HOPPER, reference
 
-from minisgl_backends.cuda.gated_gemm import HopperGatedGemm, fits, source, worthwhile
-from minisgl_backends.cuda.gemm_tiling import MAX_ROWS
+from minisgl_backends.cuda.gated_gemm import HopperGatedGemm, source, supports_weight, worthwhile
+from minisgl_backends.cuda.gemm_tiling import MAX_SMALL_M_ROWS
 from minisgl_backends.ops.hopper import HopperOps
 
 
@@ -25,7 +25,7 @@ def test_it_compiles_without_spilling(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("outputs", "inputs"), [(17_408, 5120), (3072, 1024), (6400, 5120), (1024, 512)])
 def test_it_is_selected_only_with_little_wave_quantization(outputs: int, inputs: int) -> None:
     taken = [rows for rows in range(20_000) if worthwhile(rows, outputs, inputs, 132)]
-    assert taken[0] > MAX_ROWS
+    assert taken[0] > MAX_SMALL_M_ROWS
     assert worthwhile(8192, outputs, inputs, 132)
     for rows in taken:
         tiles = -(-rows // 256) * -(-outputs // 128)
@@ -43,7 +43,7 @@ class TestOnHopper:
     def test_results_match_a_float64_reference(self, matrix_rows: int, inputs: int) -> None:
         device = torch.device("cuda")
         weight = torch.randn(matrix_rows, inputs, device=device, dtype=torch.bfloat16) / inputs**0.5
-        assert fits(weight, None)
+        assert supports_weight(weight, None)
         gemm = HopperGatedGemm(weight)
         for num_rows in (1, 64, 129, 256, 300, 1000, 2049, 4500):
             x = torch.randn(num_rows, inputs + 8, device=device, dtype=torch.bfloat16)[:, :inputs]
@@ -59,15 +59,15 @@ class TestOnHopper:
         ops = HopperOps(device, dtype)
         weight = torch.randn(512, 128, device=device, dtype=dtype) / 12
         bias = torch.randn(512, device=device, dtype=dtype)
-        assert not fits(weight, bias)
-        assert not fits(weight[:, :64].contiguous(), None)
-        assert not fits(weight[:504], None)
+        assert not supports_weight(weight, bias)
+        assert not supports_weight(weight[:, :64].contiguous(), None)
+        assert not supports_weight(weight[:504], None)
         x = torch.randn(66 * 128, 128, device=device, dtype=dtype)  # tiles for 66 pairs of SMs
         gemm = HopperGatedGemm(weight)
-        assert gemm.takes(x)
-        assert not gemm.takes(x[:256])
-        assert not gemm.takes(x.half())
-        assert not gemm.takes(x.t().contiguous().t())
+        assert gemm.supports_input(x)
+        assert not gemm.supports_input(x[:256])
+        assert not gemm.supports_input(x.half())
+        assert not gemm.supports_input(x.t().contiguous().t())
         for each, its_bias in (
             (x, None), (x[:256], None), (x.view(2, -1, 128), None), (x.t().contiguous().t(), None), (x, bias),
         ):  # fmt: skip

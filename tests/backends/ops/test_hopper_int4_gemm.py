@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from minisgl_backends.cuda.gemm_tiling import MAX_ROWS, GemmTiling
-from minisgl_backends.cuda.int4_gemm import ROW_SIZES, HopperInt4Gemm, Variant, choose_tiling, fits
+from minisgl_backends.cuda.gemm_tiling import MAX_SMALL_M_ROWS, GemmTiling
+from minisgl_backends.cuda.int4_gemm import ROW_SIZES, HopperInt4Gemm, Variant, choose_tiling, supports_weight
 from minisgl_backends.cuda.small_m_gemm import StreamKWorkspace
 from minisgl_backends.kernels.int4_gemm import scale_words
 from minisgl_backends.kernels.int4_stages import INPUTS, dequantize_stages, fragment_order, pack_stages
@@ -44,10 +44,10 @@ def test_a_threads_words_are_its_registers_of_wgmma() -> None:
 def test_inputs_that_tma_cannot_map_do_not_fit() -> None:
     with FakeTensorMode():
         weights = (Int4Weight.empty(64, size, None, torch.bfloat16, torch.device("cuda")) for size in (128, 124, 0))
-        assert [fits(each) for each in weights] == [True, False, False]
+        assert [supports_weight(each) for each in weights] == [True, False, False]
 
 
-@given(st.integers(1, MAX_ROWS), st.integers(1, 400), st.integers(78, 160))
+@given(st.integers(1, MAX_SMALL_M_ROWS), st.integers(1, 400), st.integers(78, 160))
 def test_tilings_fit_registers_and_clusters(rows: int, blocks: int, num_sms: int) -> None:
     tiling = choose_tiling(rows, blocks, num_sms)
     assert tiling.splits == 1
@@ -70,8 +70,8 @@ def test_stages_hide_the_latency_of_memory(rows: int, scales: int) -> None:
         Variant(8, 2, 1, 1, gated=True, has_bias=False),
         Variant(64, 1, 1, 4, gated=False, has_bias=True),
         Variant(128, 2, 1, 2, gated=True, has_bias=True),
-        Variant(MAX_ROWS, 1, 2, 1, gated=True, has_bias=False),
-        Variant(MAX_ROWS, 4, 2, 4, gated=False, has_bias=False),
+        Variant(MAX_SMALL_M_ROWS, 1, 2, 1, gated=True, has_bias=False),
+        Variant(MAX_SMALL_M_ROWS, 4, 2, 4, gated=False, has_bias=False),
     ],
 )
 def test_variants_compile_without_spilling(variant: Variant, tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ class TestOnHopper:
         workspace = StreamKWorkspace(torch.device("cuda"))
         gemm = int4_gpu.prepare(weight, bias, SplitKWorkspace(torch.device("cuda")), workspace)
         assert isinstance(gemm, int4_gpu.HopperInt4Linear)
-        check(gemm, known, bias, gated=gated, all_rows=(1, 8, 17, 64, 100, 129, 200, MAX_ROWS, 300, 800))
+        check(gemm, known, bias, gated=gated, all_rows=(1, 8, 17, 64, 100, 129, 200, MAX_SMALL_M_ROWS, 300, 800))
         assert not workspace.arrived.any()
 
     @pytest.mark.parametrize("gated", [False, True])
@@ -150,7 +150,7 @@ class TestOnHopper:
             return GemmTiling(128, cluster=cluster, row_parts=max(parts, -(-num_rows // 128)))
 
         gemm = HopperInt4Gemm(weight, stages, None, workspace, choose=choose)
-        check(gemm, known, None, gated=gated, all_rows=(1, 16, 33, 128, 144, MAX_ROWS))
+        check(gemm, known, None, gated=gated, all_rows=(1, 16, 33, 128, 144, MAX_SMALL_M_ROWS))
         assert not workspace.arrived.any()
 
 

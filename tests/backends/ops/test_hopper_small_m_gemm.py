@@ -12,9 +12,9 @@ from hopper_reference import HAS_HOPPER, reference
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minisgl_backends.cuda.gemm_common import DEPTH
-from minisgl_backends.cuda.gemm_tiling import MAX_ROWS, choose_tiling, worthwhile_rows
-from minisgl_backends.cuda.small_m_gemm import HopperSmallMGemm, StreamKWorkspace, Variant, fits
+from minisgl_backends.cuda.gemm_common import BLOCK_K
+from minisgl_backends.cuda.gemm_tiling import MAX_SMALL_M_ROWS, choose_tiling, worthwhile_rows
+from minisgl_backends.cuda.small_m_gemm import HopperSmallMGemm, StreamKWorkspace, Variant, supports_weight
 from minisgl_backends.ops.hopper import HopperOps
 from minisgl_core.testing.ops_kit import OpsTests
 
@@ -34,9 +34,14 @@ MATRICES = [
 ]
 
 
-@given(st.integers(1, MAX_ROWS), st.integers(1, 20_000).map(lambda n: 8 * n), st.integers(1, 400), st.integers(78, 160))
+@given(
+    st.integers(1, MAX_SMALL_M_ROWS),
+    st.integers(1, 20_000).map(lambda n: 8 * n),
+    st.integers(1, 400),
+    st.integers(78, 160),
+)
 def test_tilings_give_work_to_every_thread_block(rows: int, outputs: int, depth: int, num_sms: int) -> None:
-    tiling = choose_tiling(rows, outputs, depth * DEPTH, num_sms)
+    tiling = choose_tiling(rows, outputs, depth * BLOCK_K, num_sms)
     tiles = -(-outputs // tiling.outputs)
     assert tiling.outputs in (64, 128)
     assert 1 <= tiling.cluster * tiling.splits * tiling.row_parts <= 8  # the portable cluster size
@@ -51,18 +56,19 @@ def test_tilings_give_work_to_every_thread_block(rows: int, outputs: int, depth:
 
 
 def test_cublas_takes_over_at_fewer_rows_for_large_matrices() -> None:
-    assert worthwhile_rows(6144, 1024, gated=True) == MAX_ROWS
-    assert worthwhile_rows(34816, 5120, gated=False) < worthwhile_rows(34816, 5120, gated=True) < MAX_ROWS
+    assert worthwhile_rows(6144, 1024, gated=True) == MAX_SMALL_M_ROWS
+    assert worthwhile_rows(34816, 5120, gated=False) < worthwhile_rows(34816, 5120, gated=True) < MAX_SMALL_M_ROWS
 
 
 @pytest.mark.parametrize(
-    ("rows", "row_parts"), [(rows, parts) for parts in (1, 2) for rows in range(16 * parts, MAX_ROWS + 1, 16 * parts)]
+    ("rows", "row_parts"),
+    [(rows, parts) for parts in (1, 2) for rows in range(16 * parts, MAX_SMALL_M_ROWS + 1, 16 * parts)],
 )
 @pytest.mark.parametrize("outputs", [64, 128])
 def test_the_ring_fits_its_stages_and_the_exchanged_sums(rows: int, row_parts: int, outputs: int) -> None:
     variant = Variant(rows, outputs, 1, 3, row_parts, gated=False, has_bias=False)
     assert variant.stages >= 4
-    ring = variant.stages * (outputs + variant.block_rows) * DEPTH * 2
+    ring = variant.stages * (outputs + variant.block_rows) * BLOCK_K * 2
     row_groups = (variant.block_rows // 2 if outputs == 64 else variant.block_rows) // 8
     for splits in range(2, 8 // row_parts + 1):
         reduced = -(-row_groups // splits)
@@ -74,16 +80,16 @@ def test_the_ring_fits_its_stages_and_the_exchanged_sums(rows: int, row_parts: i
 @pytest.mark.parametrize(
     "variant",
     [
-        Variant(MAX_ROWS, 128, 2, 1, 1, gated=True, has_bias=False),
-        Variant(MAX_ROWS, 64, 1, 6, 1, gated=False, has_bias=False),
+        Variant(MAX_SMALL_M_ROWS, 128, 2, 1, 1, gated=True, has_bias=False),
+        Variant(MAX_SMALL_M_ROWS, 64, 1, 6, 1, gated=False, has_bias=False),
         Variant(232, 128, 2, 1, 1, gated=True, has_bias=False),
         Variant(160, 64, 1, 1, 1, gated=True, has_bias=True),
         Variant(96, 128, 1, 1, 1, gated=False, has_bias=True),
         Variant(16, 64, 1, 1, 1, gated=True, has_bias=True),
         Variant(128, 64, 1, 3, 1, gated=False, has_bias=True),
         Variant(160, 64, 1, 2, 2, gated=False, has_bias=False),
-        Variant(MAX_ROWS, 64, 1, 3, 2, gated=False, has_bias=True),
-        Variant(MAX_ROWS, 64, 1, 1, 2, gated=True, has_bias=False),
+        Variant(MAX_SMALL_M_ROWS, 64, 1, 3, 2, gated=False, has_bias=True),
+        Variant(MAX_SMALL_M_ROWS, 64, 1, 1, 2, gated=True, has_bias=False),
     ],
 )
 def test_variants_compile_without_spilling(variant: Variant, tmp_path: Path) -> None:
@@ -107,12 +113,12 @@ class TestOnHopper:
         weight = torch.randn(rows, inputs, device=device, dtype=torch.bfloat16) / inputs**0.5
         bias = torch.randn(rows, device=device, dtype=torch.bfloat16) if has_bias else None
         workspace = StreamKWorkspace(device)
-        assert fits(weight, bias, gated=gated)
-        sizes = (16, 32, 48, 64, 96, 128, 152, 160, 192, 224, MAX_ROWS)
+        assert supports_weight(weight, bias, gated=gated)
+        sizes = (16, 32, 48, 64, 96, 128, 152, 160, 192, 224, MAX_SMALL_M_ROWS)
         gemm = HopperSmallMGemm(weight, bias, workspace, gated=gated, row_sizes=sizes)
-        for num_rows in (1, 7, 16, 17, 33, 64, 90, 128, 145, 160, 190, 224, MAX_ROWS):
+        for num_rows in (1, 7, 16, 17, 33, 64, 90, 128, 145, 160, 190, 224, MAX_SMALL_M_ROWS):
             x = torch.randn(num_rows, inputs + 8, device=device, dtype=torch.bfloat16)[:, :inputs]
-            assert gemm.takes(x)
+            assert gemm.supports_input(x)
             wanted = reference(x, weight, bias, gated=gated)
             results = []
             for _ in range(3):  # each call must leave the workspace ready for the next

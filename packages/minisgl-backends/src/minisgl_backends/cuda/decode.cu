@@ -141,8 +141,8 @@ decode(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMa
             for (int i = 0; i < each; i++) own += tiles_of(lane * each + i);
             int own_end = own;
             for (int i = 1; i < 32; i *= 2) {
-                int other = __shfl_up_sync(ALL, own_end, i);
-                if (lane >= i) own_end += other;
+                int earlier = __shfl_up_sync(ALL, own_end, i);
+                if (lane >= i) own_end += earlier;
             }
             const int num_tiles = __shfl_sync(ALL, own_end, 31);
             partition.size = max((num_tiles + num_partitions - 1) / num_partitions, MIN_TILES);
@@ -185,7 +185,7 @@ decode(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMa
                 }
                 const int length = __shfl_sync(ALL, length_of, request - first_loaded), row = __shfl_sync(ALL, row_of, request - first_loaded);
                 const int count = (length + KEYS - 1) / KEYS, after = first + count, until = min(after, last);
-                const int one = first / size, other = (after - 1) / size;
+                const int first_partition = first / size, last_partition = (after - 1) / size;
                 unit = -1;
                 for (const int from = tile; tile < until; tile++) {
                     const int offset = tile - first, keys = min(KEYS, length - offset * KEYS);
@@ -213,7 +213,7 @@ decode(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMa
                     const int box = keys == KEYS ? UNIT : SMALL_BOX, copies = (keys + box - 1) / box * 2;
                     const u32 barrier = full + 8 * s;
                     if (lane == 0) {
-                        tiles[s] = Tile{request, keys, until < last ? request + 1 : -1, other - one, partition.index, partition.index > one, tile == from, tile == until - 1, offset == count - 1};
+                        tiles[s] = Tile{request, keys, until < last ? request + 1 : -1, last_partition - first_partition, partition.index, partition.index > first_partition, tile == from, tile == until - 1, offset == count - 1};
                         barrier_expect(barrier, copies * box * LINES * 128);
                     }
                     __syncwarp();

@@ -13,7 +13,7 @@
 #include "gemm_common.cuh"
 
 constexpr int ROWS = 128, OUTPUTS = 128, STAGES = 4, LAG = 2, HEIGHT = 8;
-constexpr int X_BYTES = ROWS * DEPTH * 2, HALF_BYTES = OUTPUTS * DEPTH * 2, STAGE_BYTES = X_BYTES + 2 * HALF_BYTES;
+constexpr int X_BYTES = ROWS * BLOCK_K * 2, HALF_BYTES = OUTPUTS * BLOCK_K * 2, STAGE_BYTES = X_BYTES + 2 * HALF_BYTES;
 constexpr int SUMS = OUTPUTS;                      // per thread: gates of two rows, then their ups
 constexpr int BOX = 64, BOX_BYTES = 64 * BOX * 2;  // outputs of 64 rows per TMA store
 
@@ -60,7 +60,7 @@ gated_gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant__
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
     u32 rank;
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    const int depth = K / DEPTH, pairs = (M + 2 * ROWS - 1) / (2 * ROWS), columns = (N + OUTPUTS - 1) / OUTPUTS;
+    const int num_k_blocks = K / BLOCK_K, pairs = (M + 2 * ROWS - 1) / (2 * ROWS), columns = (N + OUTPUTS - 1) / OUTPUTS;
     const int tiles = pairs * columns, clusters = gridDim.x / 2;
     auto tile_origin = [&](int tile, int& row, int& column) {
         const int first = tile / (HEIGHT * columns) * HEIGHT, height = min(HEIGHT, pairs - first), inside = tile - first * columns;
@@ -89,12 +89,12 @@ gated_gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant__
         for (int tile = blockIdx.x / 2; tile < tiles && lane == 0; tile += clusters) {
             int row, column;
             tile_origin(tile, row, column);
-            for (int k = 0; k < depth; k++) {
+            for (int k = 0; k < num_k_blocks; k++) {
                 const u32 to = ring + s * STAGE_BYTES, barrier = full + 8 * s;
                 barrier_wait(empty + 8 * s, parity ^ 1);
                 barrier_expect(barrier, STAGE_BYTES);
-                fetch(to, &x_map, k * DEPTH, row, barrier, EVICT_NORMAL);
-                fetch_multicast(3, to + X_BYTES + rank * HALF_BYTES, &weight_map, k * DEPTH, rank * N + column, barrier, EVICT_NORMAL);
+                fetch(to, &x_map, k * BLOCK_K, row, barrier, EVICT_NORMAL);
+                fetch_multicast(3, to + X_BYTES + rank * HALF_BYTES, &weight_map, k * BLOCK_K, rank * N + column, barrier, EVICT_NORMAL);
                 next_stage();
             }
         }
@@ -106,7 +106,7 @@ gated_gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant__
         bool is_ahead = warpgroup == 0;
         if (!is_ahead) sync<CONSUMERS>(3);
         for (int tile = blockIdx.x / 2; tile < tiles; tile += clusters) {
-            for (int k = 0; k < depth; k++) {
+            for (int k = 0; k < num_k_blocks; k++) {
                 barrier_wait(full + 8 * s, parity);
                 const u32 stage = ring + s * STAGE_BYTES;
                 wgmma_stage(sums, descriptor(stage + warpgroup * (X_BYTES / 2)), descriptor(stage + X_BYTES), k > 0);

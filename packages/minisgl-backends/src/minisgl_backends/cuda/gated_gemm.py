@@ -12,14 +12,14 @@ import torch
 from minisgl_backends.cuda.compiler import compile_async, program
 from minisgl_backends.cuda.driver import Kernel, TensorMap
 from minisgl_backends.cuda.gemm_common import (
-    DEPTH,
+    BLOCK_K,
     SHARED_BYTES,
     THREADS,
-    supports_input,
-    supports_weight,
+    can_load_input,
+    can_load_weight,
     wgmma_source,
 )
-from minisgl_backends.cuda.gemm_tiling import MAX_ROWS
+from minisgl_backends.cuda.gemm_tiling import MAX_SMALL_M_ROWS
 
 _ROWS, _OUTPUTS, _STORED_ROWS = 128, 128, 64
 
@@ -36,7 +36,7 @@ def worthwhile(num_rows: int, num_outputs: int, num_inputs: int, num_sms: int) -
         num_inputs: K.
         num_sms: SMs of the device.
     """
-    if num_rows <= MAX_ROWS:
+    if num_rows <= MAX_SMALL_M_ROWS:
         return False
     pairs = num_sms // 2
     waves = -(-_tiles(num_rows, num_outputs) // pairs)
@@ -67,16 +67,16 @@ class HopperGatedGemm:
     """``silu(x @ gate.T) * (x @ up.T)`` of many rows, rounded where torch rounds."""
 
     def __init__(self, weight: torch.Tensor) -> None:
-        """Prepare a weight matrix that `fits`, and start compiling."""
+        """Prepare a weight matrix for which `supports_weight` is True, and start compiling."""
         self._weight, self._num_outputs = weight, len(weight) // 2
-        self._weight_map = TensorMap(weight, (_OUTPUTS, DEPTH))
+        self._weight_map = TensorMap(weight, (_OUTPUTS, BLOCK_K))
         self._num_sms = torch.cuda.get_device_properties(weight.device).multi_processor_count
         compile_async(source())
 
-    def takes(self, x: torch.Tensor) -> bool:
+    def supports_input(self, x: torch.Tensor) -> bool:
         """Return True if the kernel supports x, with two dimensions, and is `worthwhile`."""
         sizes = len(x), self._num_outputs, self._weight.shape[1]
-        return worthwhile(*sizes, self._num_sms) and supports_input(x, self._weight)
+        return worthwhile(*sizes, self._num_sms) and can_load_input(x, self._weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return [M, N] from x [M, K]."""
@@ -84,11 +84,11 @@ class HopperGatedGemm:
         num_rows, num_inputs = x.shape
         tiles = _tiles(num_rows, self._num_outputs)
         out = torch.empty(num_rows, self._num_outputs, dtype=x.dtype, device=x.device)
-        maps = self._weight_map, TensorMap(x, (_ROWS, DEPTH)), TensorMap(out, (_STORED_ROWS, 64))
+        maps = self._weight_map, TensorMap(x, (_ROWS, BLOCK_K)), TensorMap(out, (_STORED_ROWS, 64))
         kernel.launch(min(max_blocks, 2 * tiles), (*maps, num_rows, self._num_outputs, num_inputs))
         return out
 
 
-def fits(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+def supports_weight(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Return True if `HopperGatedGemm` supports this weight; a bias is not supported."""
-    return bias is None and supports_weight(weight) and len(weight) % 16 == 0 and weight.shape[1] >= 2 * DEPTH
+    return bias is None and can_load_weight(weight) and len(weight) % 16 == 0 and weight.shape[1] >= 2 * BLOCK_K

@@ -6,7 +6,7 @@
 #include "common.cuh"
 #include WGMMA
 
-constexpr int DEPTH = 64;       // inputs per stage: 128 bytes, the width of the swizzle
+constexpr int BLOCK_K = 64;     // inputs per stage: 128 bytes, the width of the swizzle
 constexpr int CONSUMERS = 256;  // consumer threads, two warpgroups
 
 // No .release.cluster: the stage was only read, and the fence would take a microsecond.
@@ -40,7 +40,7 @@ template <int SUMS> __device__ __forceinline__ void wgmma_stage(float (&sums)[SU
     for (int i = 0; i < SUMS; i++) asm volatile("" : "+f"(sums[i])::"memory");
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
     #pragma unroll
-    for (int i = 0; i < DEPTH / 16; i++) wgmma(sums, a + 2 * i, b + 2 * i, keep || i > 0);
+    for (int i = 0; i < BLOCK_K / 16; i++) wgmma(sums, a + 2 * i, b + 2 * i, keep || i > 0);
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 template <int LEFT> __device__ __forceinline__ void wgmma_wait() {

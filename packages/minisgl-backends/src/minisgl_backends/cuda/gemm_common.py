@@ -12,7 +12,7 @@ import torch
 from minisgl_backends.cuda.compiler import compile_async
 from minisgl_backends.cuda.driver import Kernel
 
-DEPTH = 64
+BLOCK_K = 64
 """Inputs per pipeline stage."""
 THREADS = 288
 """Threads per block: two consumer warpgroups and a producer warp."""
@@ -71,18 +71,18 @@ def wgmma_source(rows: int, *, from_registers: bool = False) -> str:
     )
 
 
-def supports_weight(weight: torch.Tensor) -> bool:
-    """Return True if TMA can load the weight matrix, and K is a multiple of DEPTH."""
+def can_load_weight(weight: torch.Tensor) -> bool:
+    """Return True if TMA can load the weight matrix, and K is a multiple of BLOCK_K."""
     return (
         weight.is_cuda
         and weight.dtype == torch.bfloat16
         and weight.is_contiguous()
-        and weight.shape[1] % DEPTH == 0
+        and weight.shape[1] % BLOCK_K == 0
         and weight.data_ptr() % 16 == 0
     )
 
 
-def supports_input(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def can_load_input(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Return True if TMA can load x, with two dimensions, and its rows are as long as the weight's."""
     num_inputs = weight.shape[1]
     return (

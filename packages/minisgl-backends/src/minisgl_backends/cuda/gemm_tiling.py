@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from minisgl_backends.cuda.gemm_common import DEPTH
+from minisgl_backends.cuda.gemm_common import BLOCK_K
 
-MAX_ROWS = 256
+MAX_SMALL_M_ROWS = 256
 """Largest number of rows of x that small_m_gemm.cu is compiled for."""
 _SMALL_MATRIX = 8 << 20
 """Number of weights up to which the overlap with neighbouring kernels (PDL) matters more than the time of the GEMM itself."""
@@ -50,7 +50,7 @@ def worthwhile_rows(matrix_rows: int, num_inputs: int, *, gated: bool) -> int:
         gated: the GEMM has a fused activation, which is a separate kernel after cuBLAS.
     """
     if matrix_rows * num_inputs <= _SMALL_MATRIX:
-        return MAX_ROWS
+        return MAX_SMALL_M_ROWS
     return 240 if gated else 192
 
 
@@ -65,22 +65,22 @@ def choose_tiling(num_rows: int, matrix_rows: int, num_inputs: int, num_sms: int
         num_inputs: K.
         num_sms: SMs of the device.
     """
-    tiles, depth = -(-matrix_rows // 64), num_inputs // DEPTH
+    tiles, num_k_blocks = -(-matrix_rows // 64), num_inputs // BLOCK_K
     if tiles > num_sms:
         return GemmTiling(128, cluster=1 if num_rows <= 64 else 2)
     if tiles >= 0.48 * num_sms:
-        if num_rows <= 16 and depth <= 16:  # prologue and epilogue of a thread block dominate
+        if num_rows <= 16 and num_k_blocks <= 16:  # prologue and epilogue of a thread block dominate
             return GemmTiling(128, num_blocks=-(-tiles // 2))
-        if depth >= 64 and tiles > 0.8 * num_sms and num_rows > 64 and tiles % 2 == 0:
+        if num_k_blocks >= 64 and tiles > 0.8 * num_sms and num_rows > 64 and tiles % 2 == 0:
             return GemmTiling(128, splits=2)
-        if depth < 64 or tiles > 0.8 * num_sms:
+        if num_k_blocks < 64 or tiles > 0.8 * num_sms:
             return GemmTiling(64, num_blocks=tiles)
         if num_rows <= 64:
             return GemmTiling(64)
         pairs = -(-tiles // 2)
         return GemmTiling(128, num_blocks=max(num_sms // pairs, 1) * pairs)
     if num_rows > 144 and tiles <= num_sms // 8:
-        return GemmTiling(64, splits=max(min(depth // 16, 4), 1), row_parts=2)
-    used_sms = (0.75 if num_rows > 128 and depth > 32 else 0.53) * num_sms
-    splits = min(8, int(used_sms / tiles + 0.5), depth // 8)
+        return GemmTiling(64, splits=max(min(num_k_blocks // 16, 4), 1), row_parts=2)
+    used_sms = (0.75 if num_rows > 128 and num_k_blocks > 32 else 0.53) * num_sms
+    splits = min(8, int(used_sms / tiles + 0.5), num_k_blocks // 8)
     return GemmTiling(64, splits=splits) if splits > 1 else GemmTiling(64, num_blocks=tiles)

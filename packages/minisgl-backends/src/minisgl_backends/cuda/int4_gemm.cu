@@ -22,7 +22,7 @@
 #define SPLITS 1
 #include "gemm_common.cuh"
 
-constexpr int GROUPS_AT_ONCE = 4;
+constexpr int OCTETS_AT_ONCE = 4;
 #include "small_m_epilogue.cuh"
 
 constexpr int INPUTS = 128;                          // per stage: two boxes of x, whose rows have 128 bytes each
@@ -80,11 +80,11 @@ __device__ __forceinline__ u32 dequantize(u32 word, int step, const Scale& scale
     return both;
 }
 
-// weights: [blocks of 2 * 64 outputs, depth, 2, PACKED_BYTES], with 64 gate and 64 up outputs per block if GATED; x: [M, K]; out: [M, N];
+// weights: [blocks of 2 * 64 outputs, num_k_blocks, 2, PACKED_BYTES], with 64 gate and 64 up outputs per block if GATED; x: [M, K]; out: [M, N];
 // bias: one value per output. partials, arrived and thread blocks: as in small_m_gemm.cu.
 extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1)
 int4_gemm(const char* __restrict__ weights, const __grid_constant__ TensorMap x_map, bf16* __restrict__ out, const bf16* __restrict__ bias,
-          float4* __restrict__ partials, int* __restrict__ arrived, int M, int N, int num_blocks, int depth) {
+          float4* __restrict__ partials, int* __restrict__ arrived, int M, int N, int num_blocks, int num_k_blocks) {
     extern __shared__ char memory[];
     __shared__ __align__(8) u64 barriers[2 * STAGES];
     const u32 ring = (shared_address(memory) + 1023) & ~1023u, staging = ring + STAGES * STAGE_BYTES;
@@ -94,7 +94,7 @@ int4_gemm(const char* __restrict__ weights, const __grid_constant__ TensorMap x_
     if (SHARING_BLOCKS > 1) asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     const int cluster = blockIdx.x / SHARING_BLOCKS, num_clusters = gridDim.x / SHARING_BLOCKS, sharing_rank = rank;
     const int row_part = ROW_PARTS > 1 ? rank % ROW_PARTS : 0, tile_part = CLUSTER > 1 ? rank / ROW_PARTS : 0, first_row = row_part * ROWS;
-    const int total = (N + COLUMNS * CLUSTER - 1) / (COLUMNS * CLUSTER) * depth;
+    const int total = (N + COLUMNS * CLUSTER - 1) / (COLUMNS * CLUSTER) * num_k_blocks;
     const int begin = part_begin(total, cluster, num_clusters), end = part_begin(total, cluster + 1, num_clusters);
     auto column_of = [&](int tile) { return (tile * CLUSTER + tile_part) * COLUMNS; };
 
@@ -120,7 +120,7 @@ int4_gemm(const char* __restrict__ weights, const __grid_constant__ TensorMap x_
             const long long block = min(tile * CLUSTER + tile_part, num_blocks - 1);
             const int offset = row_part * PACKED_BYTES;
             expect(barrier, STAGE_TX_BYTES, leader);
-            copy_weights(ring + s * STAGE_BYTES + 2 * BOX_BYTES + offset, weights + (block * depth + k) * 2 * PACKED_BYTES + offset,
+            copy_weights(ring + s * STAGE_BYTES + 2 * BOX_BYTES + offset, weights + (block * num_k_blocks + k) * 2 * PACKED_BYTES + offset,
                          2 * PACKED_BYTES / ROW_PARTS, barrier, weight_mask, leader);
         };
         auto fetch_x = [&](int k, int s) {
@@ -134,24 +134,24 @@ int4_gemm(const char* __restrict__ weights, const __grid_constant__ TensorMap x_
             }
         };
         const int ahead = min(STAGES, end - begin);
-        int tile = begin / depth, k = begin % depth, x_k = k;
+        int tile = begin / num_k_blocks, k = begin % num_k_blocks, x_k = k;
         if (ROW_PARTS > 1) cluster_sync();  // the other blocks' barriers are initialized
         for (int s = 0; s < ahead; s++) {
             fetch_weights(tile, k, s);
-            if (++k == depth) { k = 0; tile++; }
+            if (++k == num_k_blocks) { k = 0; tile++; }
         }
         if (CLUSTER > 1 && ROW_PARTS == 1) cluster_sync();
         previous_kernel_wait();
         for (int s = 0; s < ahead; s++) {
             fetch_x(x_k, s);
-            if (++x_k == depth) x_k = 0;
+            if (++x_k == num_k_blocks) x_k = 0;
         }
         int s = 0, parity = 0;
         for (int step = begin + ahead; step < end; step++) {
             barrier_wait(empty + 8 * s, parity);
             fetch_weights(tile, k, s);
             fetch_x(k, s);
-            if (++k == depth) { k = 0; tile++; }
+            if (++k == num_k_blocks) { k = 0; tile++; }
             if (++s == STAGES) { s = 0; parity ^= 1; }
         }
         __syncwarp();
@@ -168,7 +168,7 @@ int4_gemm(const char* __restrict__ weights, const __grid_constant__ TensorMap x_
         float sums[SUMS];
         u32 fragments[2][4][4];  // A of the halves of a stage: wgmma may still read one while the other is written
         for (int step = begin; step < end;) {
-            const int tile = step / depth, first = step % depth, last = min(depth, first + end - step);
+            const int tile = step / num_k_blocks, first = step % num_k_blocks, last = min(num_k_blocks, first + end - step);
             step += last - first;
             for (int k = first; k < last; k++) {
                 barrier_wait(full + 8 * s, parity);
@@ -179,21 +179,21 @@ int4_gemm(const char* __restrict__ weights, const __grid_constant__ TensorMap x_
                     const uint4 packed = load_shared(own_codes + s * STAGE_BYTES + half * CODE_BYTES / 2);
                     u32 (&a)[4][4] = fragments[half];
                     #pragma unroll
-                    for (int step = 0; step < 4; step++) {
-                        const int scale = step * SCALES / 4;
-                        if (half == 0 && step == 0 || scale != (step + 3) % 4 * SCALES / 4)
-                            for (int row = 0; row < 2; row++) scales[row] = load_scale(own_scales + s * STAGE_BYTES + scale * SCALE_BYTES + row * 8 * 4);
-                        a[step][0] = dequantize(packed.x, step, scales[0]);
-                        a[step][1] = dequantize(packed.y, step, scales[1]);
-                        a[step][2] = dequantize(packed.z, step, scales[0]);
-                        a[step][3] = dequantize(packed.w, step, scales[1]);
+                    for (int fragment = 0; fragment < 4; fragment++) {
+                        const int scale_index = fragment * SCALES / 4;
+                        if (half == 0 && fragment == 0 || scale_index != (fragment + 3) % 4 * SCALES / 4)
+                            for (int row = 0; row < 2; row++) scales[row] = load_scale(own_scales + s * STAGE_BYTES + scale_index * SCALE_BYTES + row * 8 * 4);
+                        a[fragment][0] = dequantize(packed.x, fragment, scales[0]);
+                        a[fragment][1] = dequantize(packed.y, fragment, scales[1]);
+                        a[fragment][2] = dequantize(packed.z, fragment, scales[0]);
+                        a[fragment][3] = dequantize(packed.w, fragment, scales[1]);
                     }
                     #pragma unroll
                     for (int i = 0; i < SUMS; i++) asm volatile("" : "+f"(sums[i])::"memory");
                     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
                     #pragma unroll
-                    for (int step = 0; step < 4; step++)  // inputs 32 * step + 16 * half
-                        wgmma(sums, a[step], descriptor(x_at + step / 2 * BOX_BYTES) + 2 * (step % 2 * 2 + half), k > first || half > 0 || step > 0);
+                    for (int fragment = 0; fragment < 4; fragment++)  // inputs 32 * fragment + 16 * half
+                        wgmma(sums, a[fragment], descriptor(x_at + fragment / 2 * BOX_BYTES) + 2 * (fragment % 2 * 2 + half), k > first || half > 0 || fragment > 0);
                     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
                     wgmma_wait<1>();
                     if (half == 0 && k > first) release_last();  // its wgmmas have completed
@@ -203,7 +203,7 @@ int4_gemm(const char* __restrict__ weights, const __grid_constant__ TensorMap x_
             wgmma_wait_all(sums);
             release_last();
             previous_kernel_wait();
-#include "finish_tile.cuh"
+#include "stream_k_fixup.cuh"
         }
     }
     if (SHARING_BLOCKS > 1) cluster_sync();  // no block exits before its multicast loads have arrived in the others

@@ -13,14 +13,14 @@ import torch
 from minisgl_backends.cuda.compiler import program
 from minisgl_backends.cuda.driver import TensorMap
 from minisgl_backends.cuda.gemm_common import SHARED_BYTES, compiled, load_kernel, wgmma_source
-from minisgl_backends.cuda.gemm_tiling import MAX_ROWS, GemmTiling
+from minisgl_backends.cuda.gemm_tiling import MAX_SMALL_M_ROWS, GemmTiling
 from minisgl_backends.cuda.small_m_gemm import StreamKWorkspace
 from minisgl_backends.kernels import int4_stages
 from minisgl_backends.kernels.int4_stages import CODE_BYTES, INPUTS
 from minisgl_backends.kernels.int4_weight import Int4Weight
 from minisgl_backends.kernels.packed_matrix import TILE
 
-ROW_SIZES = (8, 16, 32, 48, 64, 96, 128, 160, 192, 224, MAX_ROWS)
+ROW_SIZES = (8, 16, 32, 48, 64, 96, 128, 160, 192, 224, MAX_SMALL_M_ROWS)
 """Numbers of rows with a kernel of their own; other numbers of rows are padded."""
 _OUTPUTS = 2 * TILE
 _MAX_BLOCK_ROWS = 128
@@ -115,7 +115,7 @@ class HopperInt4Gemm:
         *,
         choose: Callable[[int, int, int], GemmTiling] = choose_tiling,
     ) -> None:
-        """Prepare a weight that `fits`, and start compiling.
+        """Prepare a weight for which `supports_weight` is True, and start compiling.
 
         Args:
             weight: the weight, whose codes and scales are not read.
@@ -137,13 +137,13 @@ class HopperInt4Gemm:
             compiled(self._variants[rows])
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [M, N] from x, [M, K or more], by one launch per MAX_ROWS rows."""
+        """Return [M, N] from x, [M, K or more], by one launch per MAX_SMALL_M_ROWS rows."""
         out = torch.empty(len(x), self._num_outputs, dtype=x.dtype, device=x.device)
         x = x[:, : self._weight.num_inputs]
         if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:  # TMA cannot load it
             x = x.contiguous()
-        for start in range(0, len(x), MAX_ROWS):
-            self._multiply(x[start : start + MAX_ROWS], out[start : start + MAX_ROWS])
+        for start in range(0, len(x), MAX_SMALL_M_ROWS):
+            self._multiply(x[start : start + MAX_SMALL_M_ROWS], out[start : start + MAX_SMALL_M_ROWS])
         return out
 
     def _multiply(self, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -153,17 +153,17 @@ class HopperInt4Gemm:
         num_blocks = min(max_blocks // group, tiles * self._num_chunks) * group
         x_map = TensorMap(x, (variant.box_rows, 64))
         bias = out if self._bias is None else self._bias
-        workspace = self._workspace.parts, self._workspace.arrived
+        workspace = self._workspace.partials, self._workspace.arrived
         sizes = len(x), self._num_outputs, self._num_blocks, self._num_chunks
         kernel.launch(num_blocks, (self._stages, x_map, out, bias, *workspace, *sizes))
 
 
-def fits(weight: Int4Weight) -> bool:
+def supports_weight(weight: Int4Weight) -> bool:
     """Return True if `HopperInt4Gemm` supports this weight."""
     return (
         weight.codes.is_cuda
         and weight.scales.dtype == torch.bfloat16
-        and int4_stages.supports(weight)
+        and int4_stages.supports_weight(weight)
         and weight.num_outputs % (8 * (1 + weight.gated)) == 0
         and weight.num_inputs % 8 == 0
         and weight.num_inputs > 0  # TMA maps no empty tensor

@@ -1,9 +1,9 @@
 // Epilogue of small_m_gemm.cu and int4_gemm.cu: reduction of partial sums, bias, activation and store.
 // Macros: see small_m_gemm.cu.
 
-constexpr int GROUP_ROWS = OUTPUTS == 64 ? ROWS / 2 : ROWS;
-constexpr int SUMS = GROUP_ROWS / 2;               // of a thread
-constexpr int ROW_GROUPS = GROUP_ROWS / 8;             // a thread has 4 sums of each 8 rows: 2 rows, outputs n and n + 8
+constexpr int WARPGROUP_ROWS = OUTPUTS == 64 ? ROWS / 2 : ROWS;  // rows of x that a warpgroup multiplies
+constexpr int SUMS = WARPGROUP_ROWS / 2;                         // of a thread
+constexpr int ROW_OCTETS = WARPGROUP_ROWS / 8;                   // a thread has 4 sums of each 8 rows: 2 rows, outputs n and n + 8
 constexpr int PITCH = OUTPUTS * 2 + 16;            // of a row that waits to be stored: no two threads meet in a bank
 constexpr int STORE_THREADS = OUTPUTS == 64 ? 128 : 256; // threads that store the same rows
 constexpr int COLUMNS = GATED ? OUTPUTS / 2 : OUTPUTS;
@@ -52,54 +52,54 @@ __device__ __forceinline__ void stage_rows(u32 staging, float a, float b, float 
                  ::"r"(to), "r"(pack_bf16(a, b)), "r"(pack_bf16(c, d)) : "memory");
 }
 
-// Store a complete tile to `out` from `first_row` on, GROUPS_AT_ONCE * 8 rows at a time.
-template <int GROUPS_AT_ONCE> __device__ __forceinline__ void store_sums(float (&sums)[SUMS], u32 staging, bf16* out, const bf16* bias, int first_row, int column,
+// Store a complete tile to `out` from `first_row` on, OCTETS_AT_ONCE * 8 rows at a time.
+template <int OCTETS_AT_ONCE> __device__ __forceinline__ void store_sums(float (&sums)[SUMS], u32 staging, bf16* out, const bf16* bias, int first_row, int column,
                                            int M, int N) {
-    int warpgroup = threadIdx.x >> 7, row = first_row + (OUTPUTS == 64 ? warpgroup * GROUP_ROWS : 0), id = OUTPUTS == 64 ? 2 + warpgroup : 1;
-    if (OUTPUTS == 64) staging += warpgroup * GROUPS_AT_ONCE * 8 * PITCH;
+    int warpgroup = threadIdx.x >> 7, row = first_row + (OUTPUTS == 64 ? warpgroup * WARPGROUP_ROWS : 0), id = OUTPUTS == 64 ? 2 + warpgroup : 1;
+    if (OUTPUTS == 64) staging += warpgroup * OCTETS_AT_ONCE * 8 * PITCH;
     float2 own_bias = biases(bias, column, N);
     #pragma unroll
-    for (int row_group = 0; row_group < ROW_GROUPS; row_group += GROUPS_AT_ONCE) {
-        const int count = ROW_GROUPS - row_group < GROUPS_AT_ONCE ? ROW_GROUPS - row_group : GROUPS_AT_ONCE;
-        if (row + row_group * 8 >= M) continue;
+    for (int octet = 0; octet < ROW_OCTETS; octet += OCTETS_AT_ONCE) {
+        const int count = ROW_OCTETS - octet < OCTETS_AT_ONCE ? ROW_OCTETS - octet : OCTETS_AT_ONCE;
+        if (row + octet * 8 >= M) continue;
         sync<STORE_THREADS>(id);
         #pragma unroll
         for (int j = 0; j < count; j++) {
-            const int i = 4 * (row_group + j);
+            const int i = 4 * (octet + j);
             stage_rows(staging + j * 8 * PITCH, sums[i] + own_bias.x, sums[i + 1] + own_bias.x, sums[i + 2] + own_bias.y,
                       sums[i + 3] + own_bias.y);
         }
         sync<STORE_THREADS>(id);
-        store_rows(staging, out, row + row_group * 8, count * 8, column, M, N);
+        store_rows(staging, out, row + octet * 8, count * 8, column, M, N);
     }
 }
 
-// First row group that the thread block with part `split` of the inputs reduces, and the largest number of them.
-__device__ __forceinline__ int first_row_group(int split) { return ROW_GROUPS * split / SPLITS; }
-constexpr int MAX_ROW_GROUPS = (ROW_GROUPS + SPLITS - 1) / SPLITS;
+// First octet of rows that the thread block with part `split` of the inputs reduces, and the largest number of them.
+__device__ __forceinline__ int first_octet(int split) { return ROW_OCTETS * split / SPLITS; }
+constexpr int MAX_ROW_OCTETS = (ROW_OCTETS + SPLITS - 1) / SPLITS;
 
 // Reduce the sums of the SPLITS thread blocks that have the same rows and other inputs; each reduces and stores a part of the rows.
 __device__ __forceinline__ void reduce_and_store(float (&sums)[SUMS], u32 ring, u32 reduce_barrier, bf16* out, const bf16* bias, int first_row,
                                                   int column, int split, int row_part, int M, int N) {
     int thread = threadIdx.x, warpgroup = thread >> 7;
-    u32 own = ring + thread * 16, remote[SPLITS], barrier[SPLITS];  // [SPLITS][MAX_ROW_GROUPS][CONSUMERS] of 4 sums
+    u32 own = ring + thread * 16, remote[SPLITS], barrier[SPLITS];  // [SPLITS][MAX_ROW_OCTETS][CONSUMERS] of 4 sums
     #pragma unroll
     for (int to = 0; to < SPLITS; to++) {
         int block = to * ROW_PARTS + row_part;
-        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote[to]) : "r"(own + split * MAX_ROW_GROUPS * CONSUMERS * 16), "r"(block));
+        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote[to]) : "r"(own + split * MAX_ROW_OCTETS * CONSUMERS * 16), "r"(block));
         asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(barrier[to]) : "r"(reduce_barrier), "r"(block));
     }
     cluster_sync();  // all blocks have read their stages, which the sums overwrite
     #pragma unroll
-    for (int j = 0; j < ROW_GROUPS; j++) {
-        const int to = ((j + 1) * SPLITS - 1) / ROW_GROUPS;  // the block that reduces row group j
+    for (int j = 0; j < ROW_OCTETS; j++) {
+        const int to = ((j + 1) * SPLITS - 1) / ROW_OCTETS;  // the block that reduces octet j
         asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
-                     ::"r"(remote[to] + (j - ROW_GROUPS * to / SPLITS) * CONSUMERS * 16), "f"(sums[4 * j]), "f"(sums[4 * j + 1]),
+                     ::"r"(remote[to] + (j - ROW_OCTETS * to / SPLITS) * CONSUMERS * 16), "f"(sums[4 * j]), "f"(sums[4 * j + 1]),
                        "f"(sums[4 * j + 2]), "f"(sums[4 * j + 3]), "r"(barrier[to]) : "memory");
     }
     barrier_wait(reduce_barrier, 0);
-    int begin = first_row_group(split), count = first_row_group(split + 1) - begin;
-    u32 staging = ring + SPLITS * MAX_ROW_GROUPS * CONSUMERS * 16 + (OUTPUTS == 64 ? warpgroup * MAX_ROW_GROUPS * 8 * PITCH : 0);
+    int begin = first_octet(split), count = first_octet(split + 1) - begin;
+    u32 staging = ring + SPLITS * MAX_ROW_OCTETS * CONSUMERS * 16 + (OUTPUTS == 64 ? warpgroup * MAX_ROW_OCTETS * 8 * PITCH : 0);
     float2 own_bias = biases(bias, column, N);
     for (int j = 0; j < count; j++) {
         float a = own_bias.x, b = own_bias.x, c = own_bias.y, d = own_bias.y;
@@ -107,13 +107,13 @@ __device__ __forceinline__ void reduce_and_store(float (&sums)[SUMS], u32 ring, 
         for (int from = 0; from < SPLITS; from++) {
             float4 part;
             asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(part.x), "=f"(part.y), "=f"(part.z), "=f"(part.w)
-                         : "r"(own + (from * MAX_ROW_GROUPS + j) * CONSUMERS * 16) : "memory");
+                         : "r"(own + (from * MAX_ROW_OCTETS + j) * CONSUMERS * 16) : "memory");
             a += part.x; b += part.y; c += part.z; d += part.w;
         }
         stage_rows(staging + j * 8 * PITCH, a, b, c, d);
     }
     sync<STORE_THREADS>(OUTPUTS == 64 ? 2 + warpgroup : 1);
-    store_rows(staging, out, first_row + (OUTPUTS == 64 ? warpgroup * GROUP_ROWS : 0) + begin * 8, count * 8, column, M, N);
+    store_rows(staging, out, first_row + (OUTPUTS == 64 ? warpgroup * WARPGROUP_ROWS : 0) + begin * 8, count * 8, column, M, N);
 }
 
 // First step of a part, with `total` steps divided into equal parts.

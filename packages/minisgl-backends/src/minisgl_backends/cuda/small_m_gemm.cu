@@ -22,12 +22,12 @@
 
 #include "gemm_common.cuh"
 
-constexpr int GROUPS_AT_ONCE = 4;  // groups of 8 rows that are staged at once for the store, while loads go on
+constexpr int OCTETS_AT_ONCE = 4;  // groups of 8 rows that are staged at once for the store, while loads go on
 #include "small_m_epilogue.cuh"
 
-constexpr int WEIGHT_BYTES = OUTPUTS * DEPTH * 2, X_BYTES = ROWS * DEPTH * 2, STAGE_BYTES = WEIGHT_BYTES + X_BYTES;
+constexpr int WEIGHT_BYTES = OUTPUTS * BLOCK_K * 2, X_BYTES = ROWS * BLOCK_K * 2, STAGE_BYTES = WEIGHT_BYTES + X_BYTES;
 constexpr int BOX_ROWS = (ROWS / CLUSTER + 7) / 8 * 8;  // rows of x that each of them loads; the last boxes may overlap
-constexpr int STAGE_TX_BYTES = WEIGHT_BYTES + CLUSTER * BOX_ROWS * DEPTH * 2;
+constexpr int STAGE_TX_BYTES = WEIGHT_BYTES + CLUSTER * BOX_ROWS * BLOCK_K * 2;
 
 // weight: [N, K], or [2 N, K] if GATED; x: [M, K]; out: [M, N]; bias: one value per row of weight. K is a multiple of 64, N of 8.
 // partials: float32 [thread blocks, SUMS / 4, 256, 4]. arrived: [thread blocks], 0 before and after the kernel.
@@ -45,11 +45,11 @@ small_m_gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant
     const int cluster = blockIdx.x / (SHARING_BLOCKS * SPLITS), num_clusters = gridDim.x / (SHARING_BLOCKS * SPLITS);
     const u32 sharing_rank = SHARING_BLOCKS > 1 ? rank % SHARING_BLOCKS : 0, split = rank / SHARING_BLOCKS, first_sharing_rank = rank - sharing_rank;
     const int row_part = ROW_PARTS > 1 ? sharing_rank : 0, first_row = row_part * ROWS;
-    const int depth = K / DEPTH, total = (N + COLUMNS * CLUSTER - 1) / (COLUMNS * CLUSTER) * depth;
+    const int num_k_blocks = K / BLOCK_K, total = (N + COLUMNS * CLUSTER - 1) / (COLUMNS * CLUSTER) * num_k_blocks;
     int begin = part_begin(total, cluster, num_clusters), end = part_begin(total, cluster + 1, num_clusters);
     if (SPLITS > 1) {
-        begin = cluster * depth + depth * split / SPLITS;
-        end = cluster * depth + depth * (split + 1) / SPLITS;
+        begin = cluster * num_k_blocks + num_k_blocks * split / SPLITS;
+        end = cluster * num_k_blocks + num_k_blocks * (split + 1) / SPLITS;
     }
     auto column_of = [&](int tile) { return (tile * CLUSTER + (CLUSTER > 1 ? sharing_rank : 0)) * COLUMNS; };
 
@@ -64,7 +64,7 @@ small_m_gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant
         }
         barrier_init(reduce_barrier, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        if (SPLITS > 1) barrier_expect(reduce_barrier, SPLITS * (first_row_group(split + 1) - first_row_group(split)) * CONSUMERS * 16);
+        if (SPLITS > 1) barrier_expect(reduce_barrier, SPLITS * (first_octet(split + 1) - first_octet(split)) * CONSUMERS * 16);
     }
     __syncthreads();
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -75,9 +75,9 @@ small_m_gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant
         auto fetch_weight_box = [&](u32 to, int k, int column, u32 barrier) {
             constexpr int PART = COLUMNS / ROW_PARTS;
             if (ROW_PARTS == 1)
-                fetch(to, &weight_map, k * DEPTH, column, barrier, EVICT_FIRST);
+                fetch(to, &weight_map, k * BLOCK_K, column, barrier, EVICT_FIRST);
             else
-                fetch_multicast(sharing_mask, to + row_part * PART * 128, &weight_map, k * DEPTH, column + row_part * PART, barrier, EVICT_FIRST);
+                fetch_multicast(sharing_mask, to + row_part * PART * 128, &weight_map, k * BLOCK_K, column + row_part * PART, barrier, EVICT_FIRST);
         };
         auto fetch_weights = [&](int tile, int k, int s) {
             u32 to = ring + s * STAGE_BYTES, barrier = full + 8 * s;
@@ -89,17 +89,17 @@ small_m_gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant
             u32 to = ring + s * STAGE_BYTES + WEIGHT_BYTES, barrier = full + 8 * s;
             const int row = min((int)rank * BOX_ROWS, ROWS - BOX_ROWS);
             if (CLUSTER == 1)
-                fetch(to, &x_map, k * DEPTH, first_row, barrier, EVICT_LAST);
+                fetch(to, &x_map, k * BLOCK_K, first_row, barrier, EVICT_LAST);
             else
-                fetch_multicast(sharing_mask, to + row * DEPTH * 2, &x_map, k * DEPTH, row, barrier, EVICT_LAST);
+                fetch_multicast(sharing_mask, to + row * BLOCK_K * 2, &x_map, k * BLOCK_K, row, barrier, EVICT_LAST);
         };
         const int ahead = min(STAGES, end - begin);
-        int tile = begin / depth, k = begin % depth, x_k = k;
+        int tile = begin / num_k_blocks, k = begin % num_k_blocks, x_k = k;
         if (ROW_PARTS > 1) cluster_sync();  // the other blocks' barriers are initialized
         if (lane == 0)
             for (int s = 0; s < ahead; s++) {
                 fetch_weights(tile, k, s);
-                if (++k == depth) { k = 0; tile++; }
+                if (++k == num_k_blocks) { k = 0; tile++; }
             }
         __syncwarp();
         if (CLUSTER > 1) cluster_sync();
@@ -107,14 +107,14 @@ small_m_gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant
         if (lane == 0) {
             for (int s = 0; s < ahead; s++) {
                 fetch_x(x_k, s);
-                if (++x_k == depth) x_k = 0;
+                if (++x_k == num_k_blocks) x_k = 0;
             }
             int s = 0, parity = 0;
             for (int step = begin + ahead; step < end; step++) {
                 barrier_wait(empty + 8 * s, parity);
                 fetch_weights(tile, k, s);
                 fetch_x(k, s);
-                if (++k == depth) { k = 0; tile++; }
+                if (++k == num_k_blocks) { k = 0; tile++; }
                 if (++s == STAGES) { s = 0; parity ^= 1; }
             }
         }
@@ -123,7 +123,7 @@ small_m_gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant
     } else {
         if (SHARING_BLOCKS > 1) cluster_sync();
         const int warpgroup = warp >> 2;
-        const u32 weight_offset = OUTPUTS == 128 ? warpgroup * 64 * 128 : 0, x_offset = OUTPUTS == 64 ? warpgroup * GROUP_ROWS * 128 : 0;
+        const u32 weight_offset = OUTPUTS == 128 ? warpgroup * 64 * 128 : 0, x_offset = OUTPUTS == 64 ? warpgroup * WARPGROUP_ROWS * 128 : 0;
         int s = 0, parity = 0, released = begin;
         auto release_last = [&] {  // only if the stage is refilled: then the block that it arrives at waits for it, and so has not exited
             const u32 last = empty + 8 * (s == 0 ? STAGES - 1 : s - 1);
@@ -131,7 +131,7 @@ small_m_gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant
         };
         float sums[SUMS];
         for (int step = begin; step < end;) {
-            const int tile = step / depth, first = step % depth, last = min(depth, first + end - step);
+            const int tile = step / num_k_blocks, first = step % num_k_blocks, last = min(num_k_blocks, first + end - step);
             step += last - first;
             for (int k = first; k < last; k++) {
                 barrier_wait(full + 8 * s, parity);
@@ -149,7 +149,7 @@ small_m_gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant
                 reduce_and_store(sums, ring, reduce_barrier, out, bias, first_row, column_of(tile), split, row_part, M, N);
                 break;
             }
-#include "finish_tile.cuh"
+#include "stream_k_fixup.cuh"
         }
     }
     if (SHARING_BLOCKS > 1 && SPLITS == 1) cluster_sync();  // no block exits before its multicast loads have arrived in the others

@@ -13,17 +13,17 @@ import torch
 from minisgl_backends.cuda.compiler import program
 from minisgl_backends.cuda.driver import TensorMap
 from minisgl_backends.cuda.gemm_common import (
-    DEPTH,
+    BLOCK_K,
     SHARED_BYTES,
+    can_load_input,
+    can_load_weight,
     compiled,
     load_kernel,
-    supports_input,
-    supports_weight,
     wgmma_source,
 )
-from minisgl_backends.cuda.gemm_tiling import MAX_ROWS, GemmTiling, choose_tiling
+from minisgl_backends.cuda.gemm_tiling import MAX_SMALL_M_ROWS, GemmTiling, choose_tiling
 
-ROW_SIZES = (*range(16, 64, 16), *range(64, MAX_ROWS + 1, 8))
+ROW_SIZES = (*range(16, 64, 16), *range(64, MAX_SMALL_M_ROWS + 1, 8))
 """Numbers of rows with a kernel of their own, if the `GemmTiling` allows them; other numbers of rows are padded."""
 _MAX_STAGES = 16
 
@@ -68,7 +68,7 @@ class Variant:
     @property
     def stages(self) -> int:
         """Return the pipeline stages: as many as fit into shared memory."""
-        stage = (self.outputs + self.block_rows) * DEPTH * 2
+        stage = (self.outputs + self.block_rows) * BLOCK_K * 2
         # Rows are staged for the store, 32 at a time for each group of threads that stores.
         staged = 32 * (2 * self.outputs + 16) * (2 if self.outputs == 64 else 1)
         return int(min(_MAX_STAGES, (SHARED_BYTES - 1024 - staged) // stage))
@@ -85,8 +85,8 @@ class Variant:
             "GATED": int(self.gated),
             "HAS_BIAS": int(self.has_bias),
         }
-        group_rows = self.block_rows // 2 if self.outputs == 64 else self.block_rows
-        return program("small_m_gemm.cu", macros).replace("#include WGMMA", wgmma_source(group_rows))
+        warpgroup_rows = self.block_rows // 2 if self.outputs == 64 else self.block_rows
+        return program("small_m_gemm.cu", macros).replace("#include WGMMA", wgmma_source(warpgroup_rows))
 
 
 def compile_variants(
@@ -114,13 +114,13 @@ class StreamKWorkspace:
     """Partial sums of Stream-K tiles that several thread blocks compute. All GEMMs of a CUDA stream share one workspace.
 
     Attributes:
-        parts: partial sums, float32.
+        partials: partial sums, float32.
         arrived: 1 for each thread block that has stored its partial sums, int32; 0 between launches.
     """
 
     def __init__(self, device: torch.device) -> None:
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-        self.parts = torch.empty(num_sms * 128 * MAX_ROWS, dtype=torch.float32, device=device)
+        self.partials = torch.empty(num_sms * 128 * MAX_SMALL_M_ROWS, dtype=torch.float32, device=device)
         self.arrived = torch.zeros(num_sms, dtype=torch.int32, device=device)
 
 
@@ -140,7 +140,7 @@ class HopperSmallMGemm:
         row_sizes: Sequence[int] = ROW_SIZES,
         choose: Callable[[int, int, int, int], GemmTiling] = choose_tiling,
     ) -> None:
-        """Prepare a weight matrix that `fits`, and start compiling.
+        """Prepare a weight matrix for which `supports_weight` is True, and start compiling.
 
         Args:
             weight: [N, K], or [2 * N, K] if `gated`.
@@ -157,15 +157,15 @@ class HopperSmallMGemm:
         for variant, tiling in compile_variants(weight, bias, gated=gated, row_sizes=row_sizes, choose=choose):
             box = tiling.outputs // (1 + gated) // tiling.row_parts
             if box not in maps:
-                maps[box] = TensorMap(weight, (box, DEPTH))
+                maps[box] = TensorMap(weight, (box, BLOCK_K))
             self._variants[variant.rows] = variant, tiling, maps[box]
 
-    def takes(self, x: torch.Tensor) -> bool:
+    def supports_input(self, x: torch.Tensor) -> bool:
         """Return True if the kernel supports x, with two dimensions."""
-        return 0 < len(x) <= max(self._variants) and supports_input(x, self._weight)
+        return 0 < len(x) <= max(self._variants) and can_load_input(x, self._weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [M, N] from an x that it `takes`, [M, K]."""
+        """Return [M, N] from an x, [M, K], for which `supports_input` is True."""
         rows = next(rows for rows in self._variants if len(x) <= rows)
         variant, tiling, weight_map = self._variants[rows]
         kernel, max_blocks = load_kernel(variant, "small_m_gemm", x.device)
@@ -174,21 +174,21 @@ class HopperSmallMGemm:
         if tiling.splits > 1:
             num_blocks = tiles * group
         else:
-            steps = tiles * (self._num_inputs // DEPTH)
+            steps = tiles * (self._num_inputs // BLOCK_K)
             num_blocks = min((tiling.num_blocks or max_blocks) // group, max_blocks // group, steps) * group
         out = torch.empty(len(x), self._num_outputs, dtype=x.dtype, device=x.device)
-        x_map = TensorMap(x, (variant.box_rows, DEPTH))
+        x_map = TensorMap(x, (variant.box_rows, BLOCK_K))
         bias = out if self._bias is None else self._bias
-        workspace = self._workspace.parts, self._workspace.arrived
+        workspace = self._workspace.partials, self._workspace.arrived
         sizes = len(x), self._num_outputs, self._num_inputs
         kernel.launch(num_blocks, (weight_map, x_map, out, bias, *workspace, *sizes))
         return out
 
 
-def fits(weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool) -> bool:
+def supports_weight(weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool) -> bool:
     """Return True if `HopperSmallMGemm` supports this weight and bias."""
     return (
-        supports_weight(weight)
+        can_load_weight(weight)
         and (bias is None or (bias.dtype == weight.dtype and bias.is_contiguous() and bias.device == weight.device))
         and len(weight) % (8 * (1 + gated)) == 0
     )

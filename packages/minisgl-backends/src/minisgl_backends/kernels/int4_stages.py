@@ -21,7 +21,7 @@ CODE_BYTES = TILE * INPUTS // 2
 """Size of the codes of a tile in a stage."""
 
 
-def supports(weight: Int4Weight) -> bool:
+def supports_weight(weight: Int4Weight) -> bool:
     """Return True if each group of inputs with a scale divides a stage, or contains whole stages."""
     return weight.codes.shape[3] == 32 and (INPUTS % weight.block == 0 or weight.block % INPUTS == 0)
 
@@ -30,7 +30,7 @@ def pack_stages(weight: Int4Weight, words: torch.Tensor) -> torch.Tensor:
     """Return the weight in stages.
 
     Args:
-        weight: a weight that this module `supports`.
+        weight: a weight for which `supports_weight` is True.
         words: scales and zero points of 16 bits each, int32 [B, T * 64]; see `int4_gemm.scale_words`.
 
     Returns:
@@ -83,8 +83,8 @@ def _dequantize_stages(stages, out, first, half, chunks, K, SCALES: tl.constexpr
     word = depth // 2
     thread = (line // 16 * 32 + line % 8 * 4)[:, None] + (word % 4)[None, :]
     register = (line // 8 % 2)[:, None] + 2 * (word // 4 % 2)[None, :]
-    place = (((word // 8)[None, :] * 128 + thread) * 4 + register) * 2 + (depth % 2)[None, :]
-    packed = tl.load(stage.to(tl.pointer_type(tl.int16), bitcast=True) + place)
+    index = (((word // 8)[None, :] * 128 + thread) * 4 + register) * 2 + (depth % 2)[None, :]
+    packed = tl.load(stage.to(tl.pointer_type(tl.int16), bitcast=True) + index)
     scales = (stage + 4096).to(tl.pointer_type(tl.int32), bitcast=True)
     for i in tl.static_range(4):
         part = chunk * 128 + i * 32

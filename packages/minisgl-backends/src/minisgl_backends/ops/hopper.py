@@ -34,13 +34,13 @@ class HopperOps(TritonLinear, TritonNorm, TritonRotary):
         self._small_m, self._stream_k_workspace = small_m_gemm, small_m_gemm.StreamKWorkspace(device)
         self._max_small_m_rows = 0
 
-    def overlaps(self, num_rows: int) -> bool:
+    def uses_pdl(self, num_rows: int) -> bool:
         """Return True if GEMMs over `num_rows` tokens run in the small-M kernel, which launches with PDL."""
         return num_rows <= self._max_small_m_rows
 
     def expect(self, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool) -> None:
         """Start compiling, while weights are loaded."""
-        if self._small_m.fits(weight, bias, gated=gated):
+        if self._small_m.supports_weight(weight, bias, gated=gated):
             row_sizes = self._row_sizes(weight, gated=gated)
             self._small_m.compile_variants(weight, bias, gated=gated, row_sizes=row_sizes)
 
@@ -50,24 +50,24 @@ class HopperOps(TritonLinear, TritonNorm, TritonRotary):
 
     def prepare_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
         """See `LinearOps.prepare_gated`."""
-        other = self._with_small_m_gemm(super().prepare_gated(weight, bias), weight, bias, gated=True)
-        if not self._gated.fits(weight, bias):
-            return other
+        fallback = self._with_small_m_gemm(super().prepare_gated(weight, bias), weight, bias, gated=True)
+        if not self._gated.supports_weight(weight, bias):
+            return fallback
         large = self._gated.HopperGatedGemm(weight)
-        return lambda x: large(x) if x.dim() == 2 and large.takes(x) else other(x)
+        return lambda x: large(x) if x.dim() == 2 and large.supports_input(x) else fallback(x)
 
     def _row_sizes(self, weight: torch.Tensor, *, gated: bool) -> list[int]:
         max_rows = worthwhile_rows(*weight.shape, gated=gated)
         return [rows for rows in self._small_m.ROW_SIZES if rows <= max_rows]
 
     def _with_small_m_gemm(
-        self, other: LinearOp, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool
+        self, fallback: LinearOp, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool
     ) -> LinearOp:
-        if not self._small_m.fits(weight, bias, gated=gated):
-            return other
+        if not self._small_m.supports_weight(weight, bias, gated=gated):
+            return fallback
         row_sizes = self._row_sizes(weight, gated=gated)
         self._max_small_m_rows = max(self._max_small_m_rows, *row_sizes)
         small_m = self._small_m.HopperSmallMGemm(
             weight, bias, self._stream_k_workspace, gated=gated, row_sizes=row_sizes
         )
-        return lambda x: small_m(x) if x.dim() == 2 and small_m.takes(x) else other(x)
+        return lambda x: small_m(x) if x.dim() == 2 and small_m.supports_input(x) else fallback(x)

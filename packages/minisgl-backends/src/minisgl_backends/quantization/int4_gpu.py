@@ -12,7 +12,7 @@ from minisgl_backends.kernels.int4_weight import Int4Weight
 from minisgl_backends.kernels.packed_gemm import matmul_by_panels
 from minisgl_backends.kernels.split_k import SplitKWorkspace
 
-_MAX_ROWS = 768
+_MAX_HOPPER_ROWS = 768
 """Rows up to which the kernel for Hopper is used.
 
 On an H200, it takes about 12 ms per 256 rows for the linear layers of Qwen3-14B. Dequantizing all of them takes 12 ms, and their
@@ -25,7 +25,7 @@ class HopperInt4Linear:
     """`Int4Gemm` for Hopper, with a kernel in CUDA C++ for small numbers of rows."""
 
     def __init__(self, weight: Int4Weight, bias: torch.Tensor | None, workspace: StreamKWorkspace) -> None:
-        """Prepare a weight that `int4_gemm.fits`, whose tensors are released.
+        """Prepare a weight for which `int4_gemm.supports_weight` is True, whose tensors are released.
 
         Args:
             weight: packed weight in bfloat16.
@@ -44,7 +44,7 @@ class HopperInt4Linear:
             return out.view(*x.shape[:-1], out.shape[-1])
         if self._weight.order is not None:
             x = x.index_select(1, self._weight.order)
-        if len(x) <= _MAX_ROWS:
+        if len(x) <= _MAX_HOPPER_ROWS:
             return self._small_m(x)
         return matmul_by_panels(x, self._weight, self._num_tiles, self._bias, self._dequantize)
 
@@ -56,6 +56,6 @@ def prepare(
     weight: Int4Weight, bias: torch.Tensor | None, workspace: SplitKWorkspace, hopper: StreamKWorkspace | None
 ) -> Int4Gemm | HopperInt4Linear:
     """Return the GEMM of a weight; `hopper` is None on other GPUs."""
-    if hopper is not None and int4_gemm.fits(weight):
+    if hopper is not None and int4_gemm.supports_weight(weight):
         return HopperInt4Linear(weight, bias, hopper)
     return Int4Gemm(weight, bias, workspace)

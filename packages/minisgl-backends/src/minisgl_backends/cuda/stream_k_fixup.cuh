@@ -1,4 +1,4 @@
-// End of the loop over tiles in small_m_gemm.cu and int4_gemm.cu, with SPLITS == 1 (Stream-K). The thread block has the sums of a
+// Fixup of Stream-K (arXiv 2301.03598): the end of the loop over tiles in small_m_gemm.cu and int4_gemm.cu, with SPLITS == 1 (Stream-K). The thread block has the sums of a
 // tile's steps from `first` to `last`. It stores them for an earlier thread block, or adds those of later ones and stores the tile.
 // Included as text, not as a function: nvcc unrolls the loop over the stages less often if `sums` is passed to one.
 if (first > 0) {  // the tile belongs to an earlier thread block
@@ -9,9 +9,9 @@ if (first > 0) {  // the tile belongs to an earlier thread block
     if (thread == 0) asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(arrived + blockIdx.x) : "memory");
     continue;
 }
-if (last < depth) {
+if (last < num_k_blocks) {
     int others = 0;
-    while (cluster + 1 + others < num_clusters && part_begin(total, cluster + 1 + others, num_clusters) < (tile + 1) * depth) others++;
+    while (cluster + 1 + others < num_clusters && part_begin(total, cluster + 1 + others, num_clusters) < (tile + 1) * num_k_blocks) others++;
     if (thread < others) {
         int remote, *flag = arrived + (cluster + 1 + thread) * SHARING_BLOCKS + sharing_rank;
         do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(remote) : "l"(flag) : "memory"); while (!remote);
@@ -27,9 +27,9 @@ if (last < depth) {
         }
     }
 }
-if (ROW_GROUPS <= GROUPS_AT_ONCE || step < end)
-    store_sums<GROUPS_AT_ONCE>(sums, staging, out, bias, first_row, column_of(tile), M, N);
+if (ROW_OCTETS <= OCTETS_AT_ONCE || step < end)
+    store_sums<OCTETS_AT_ONCE>(sums, staging, out, bias, first_row, column_of(tile), M, N);
 else {  // no more loads: the ring becomes the staging buffer
     sync<CONSUMERS>(1);  // all consumers have read the ring
-    store_sums<ROW_GROUPS>(sums, ring, out, bias, first_row, column_of(tile), M, N);
+    store_sums<ROW_OCTETS>(sums, ring, out, bias, first_row, column_of(tile), M, N);
 }
