@@ -80,7 +80,7 @@ def test_concurrent_compilations_leave_one_cached_library(cache: Path) -> None:
 def test_a_cached_library_is_not_compiled_again(quick: Path) -> None:
     for _ in range(2):
         assert library.unsupported(CPU, torch.float32) == []
-    assert (quick.parent / "calls").read_text().count("kernels.c") == 1
+    assert (quick.parent / "calls").read_text().count("ops.c") == 1
 
 
 def test_a_cached_library_that_does_not_load_is_recompiled(
@@ -95,7 +95,7 @@ def test_a_cached_library_that_does_not_load_is_recompiled(
     for _ in range(2):
         assert library.unsupported(CPU, torch.float32) == []
     assert kept.stat().st_size
-    assert (quick.parent / "calls").read_text().count("kernels.c") == 2
+    assert (quick.parent / "calls").read_text().count("ops.c") == 2
 
 
 def test_cc_may_have_arguments(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,12 +162,12 @@ def test_a_cache_that_others_may_write_is_not_used(
     folder = tmp_path / name
     folder.chmod(mode)
     library.load(torch.float32)
-    assert (quick.parent / "calls").read_text().count("kernels.c") == 2
+    assert (quick.parent / "calls").read_text().count("ops.c") == 2
     assert f"{words} {folder}: correct the owner or mode (chown, chmod go-w)" in caplog.text
     assert "XDG_CACHE_HOME" in caplog.text
     folder.chmod(0o700)
     library.load(torch.float32)
-    assert (quick.parent / "calls").read_text().count("kernels.c") == 2
+    assert (quick.parent / "calls").read_text().count("ops.c") == 2
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
@@ -178,7 +178,7 @@ def test_a_cache_owned_by_another_user_is_not_used(
     library.load(torch.float32)
     os.chown(tmp_path / name, 4711, -1)
     library.load(torch.float32)
-    assert (quick.parent / "calls").read_text().count("kernels.c") == 2
+    assert (quick.parent / "calls").read_text().count("ops.c") == 2
     assert f"{tmp_path / name} belongs to the user 4711, not to 0" in caplog.text
 
 
@@ -202,11 +202,11 @@ def test_a_cached_file_that_others_can_write_is_replaced(
     else:
         kept.symlink_to(kept.rename(tmp_path / "planted.so"))
     library.load(torch.float32)
-    assert (quick.parent / "calls").read_text().count("kernels.c") == 2
+    assert (quick.parent / "calls").read_text().count("ops.c") == 2
     assert f"recompiled, since {'others may write ' if fault == 'mode' else ''}{kept}" in caplog.text
     assert stat.S_IMODE(kept.lstat().st_mode) == 0o600
     library.load(torch.float32)
-    assert (quick.parent / "calls").read_text().count("kernels.c") == 2
+    assert (quick.parent / "calls").read_text().count("ops.c") == 2
 
 
 def test_cache_folders_are_private_for_any_umask(quick: Path, tmp_path: Path) -> None:

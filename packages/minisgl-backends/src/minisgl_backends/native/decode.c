@@ -1,13 +1,13 @@
 /* Split-KV decode attention (Flash-Decoding) over pages [P, Hkv, S, D]: one query per request.
 
-   Keys are split into chunks of one length for all requests, so that an output does not depend on the other requests. Keys and
+   Keys are split into partitions of one length for all requests, so that an output does not depend on the other requests. Keys and
    values are converted to float in blocks of LANES tokens, padded with zeros, and kept in the first-level cache for the G queries
    of their head. */
 #include <stdio.h>
 #include <stdlib.h>
 #include "common.h"
 
-#define CHUNK 128 /* keys per split-KV partition */
+#define PARTITION 128 /* keys per split-KV partition */
 #define UNROLL _Pragma("GCC unroll 16")
 
 #if defined(__AVX512F__)
@@ -67,14 +67,14 @@ INLINE void load_tokens(float *rows, const T *pages, const int32_t *table, int64
     memset(rows + count * width, 0, (LANES - count) * width * sizeof *rows);
 }
 
-/* Partial output of one chunk for the G queries of a KV head: sums of weighted values [G][width], then [G] maximum scores and [G]
-   sums of weights. `q` is [G][width], scaled. */
-INLINE void attend_chunk(float *partial, const float *q, const T *k_pages, const T *v_pages, const int32_t *pages,
+/* Partial output of one partition for the G queries of a KV head: sums of weighted values [G][width], then [G] maximum scores and
+   [G] sums of weights. `q` is [G][width], scaled. */
+INLINE void attend_partition(float *partial, const float *q, const T *k_pages, const T *v_pages, const int32_t *pages,
                          int64_t start, int64_t stop, int64_t head, int64_t heads, int64_t group, int64_t page_size,
                          float cap, const int64_t dim) {
     const int64_t keys = stop - start, vectors = (dim + LANES - 1) / LANES, width = vectors * LANES;
-    float weights[group][CHUNK], rows[LANES * width];
-    float *largest = partial + group * width, *sums = largest + group;
+    float weights[group][PARTITION], rows[LANES * width];
+    float *row_maxima = partial + group * width, *sums = row_maxima + group;
     if (width > dim) memset(rows, 0, sizeof rows);
     for (int64_t t = 0; t < keys; t += LANES) {
         load_tokens(rows, k_pages, pages, start + t, keys - t < LANES ? keys - t : LANES, head, heads, page_size, dim, width);
@@ -89,18 +89,18 @@ INLINE void attend_chunk(float *partial, const float *q, const T *k_pages, const
         }
     }
     for (int64_t g = 0; g < group; g++) {
-        float max_score = -INFINITY, sum = 0;
+        float row_max = -INFINITY, sum = 0;
         if (cap > 0)
 #pragma omp simd
             for (int64_t t = 0; t < keys; t++) weights[g][t] = soft_capped(weights[g][t], cap);
-#pragma omp simd reduction(max : max_score)
-        for (int64_t t = 0; t < keys; t++) max_score = weights[g][t] > max_score ? weights[g][t] : max_score;
+#pragma omp simd reduction(max : row_max)
+        for (int64_t t = 0; t < keys; t++) row_max = weights[g][t] > row_max ? weights[g][t] : row_max;
 #pragma omp simd reduction(+ : sum)
         for (int64_t t = 0; t < keys; t++) {
-            weights[g][t] = exp_of_negative(weights[g][t] - max_score);
+            weights[g][t] = exp_of_negative(weights[g][t] - row_max);
             sum += weights[g][t];
         }
-        largest[g] = max_score;
+        row_maxima[g] = row_max;
         sums[g] = sum;
     }
     memset(partial, 0, group * width * sizeof *partial);
@@ -136,51 +136,52 @@ static void *scratch(size_t bytes) {
     return memory;
 }
 
-/* out [N, Hq, D]. Partial outputs of chunks are merged at the end. `cap` and `sinks`: see causal_softmax in kernels.c. */
+/* out [N, Hq, D]. Partial outputs of partitions are merged at the end. `cap` and `sinks`: see causal_softmax in ops.c.
+   `table_stride`: columns of the page table. `window`: keys that a query attends to, its own included, or 0 for all. */
 void decode(T *out, const T *q, int64_t q_stride, const T *k_pages, const T *v_pages, const int32_t *table,
-            int64_t columns, const int32_t *rows, const int32_t *seq_lens, int64_t requests, int64_t heads, int64_t group,
+            int64_t table_stride, const int32_t *rows, const int32_t *seq_lens, int64_t requests, int64_t heads, int64_t group,
             int64_t dim, int64_t page_size, float scale, int64_t window, float cap, const float *sinks) {
     const int64_t width = (dim + LANES - 1) / LANES * LANES, partial_size = group * (width + 2);
-    int64_t chunks = 1;
+    int64_t partitions = 1;
     for (int64_t n = 0; n < requests; n++) {
         int64_t num_visible = window && seq_lens[n] > window ? window : seq_lens[n];
-        if (num_visible > chunks * CHUNK) chunks = (num_visible + CHUNK - 1) / CHUNK;
+        if (num_visible > partitions * PARTITION) partitions = (num_visible + PARTITION - 1) / PARTITION;
     }
-    float *partials = scratch(requests * heads * chunks * partial_size * sizeof(float));
+    float *partials = scratch(requests * heads * partitions * partial_size * sizeof(float));
 #pragma omp parallel
     {
 #pragma omp for schedule(dynamic)
-        for (int64_t item = 0; item < requests * heads * chunks; item++) {
-            int64_t n = item / (heads * chunks), head = item / chunks % heads, stop = seq_lens[n];
-            int64_t begin = window && stop > window ? stop - window : 0, start = begin + item % chunks * CHUNK;
+        for (int64_t item = 0; item < requests * heads * partitions; item++) {
+            int64_t n = item / (heads * partitions), head = item / partitions % heads, stop = seq_lens[n];
+            int64_t begin = window && stop > window ? stop - window : 0, start = begin + item % partitions * PARTITION;
             if (start >= stop) continue;
-            if (stop > start + CHUNK) stop = start + CHUNK;
+            if (stop > start + PARTITION) stop = start + PARTITION;
             float scaled[group * width];
             const T *from = q + n * q_stride + head * group * dim;
             for (int64_t g = 0; g < group; g++)
                 for (int64_t d = 0; d < width; d++) scaled[g * width + d] = d < dim ? to_float(from[g * dim + d]) * scale : 0;
-            const int32_t *pages = table + rows[n] * columns;
+            const int32_t *pages = table + rows[n] * table_stride;
             float *partial = partials + item * partial_size;
             if (dim == 64)
-                attend_chunk(partial, scaled, k_pages, v_pages, pages, start, stop, head, heads, group, page_size, cap, 64);
+                attend_partition(partial, scaled, k_pages, v_pages, pages, start, stop, head, heads, group, page_size, cap, 64);
             else if (dim == 128)
-                attend_chunk(partial, scaled, k_pages, v_pages, pages, start, stop, head, heads, group, page_size, cap, 128);
+                attend_partition(partial, scaled, k_pages, v_pages, pages, start, stop, head, heads, group, page_size, cap, 128);
             else
-                attend_chunk(partial, scaled, k_pages, v_pages, pages, start, stop, head, heads, group, page_size, cap, dim);
+                attend_partition(partial, scaled, k_pages, v_pages, pages, start, stop, head, heads, group, page_size, cap, dim);
         }
 #pragma omp for
         for (int64_t item = 0; item < requests * heads; item++) {
             int64_t n = item / heads, num_visible = window && seq_lens[n] > window ? window : seq_lens[n];
-            int64_t count = (num_visible + CHUNK - 1) / CHUNK;
-            const float *first = partials + item * chunks * partial_size;
+            int64_t count = (num_visible + PARTITION - 1) / PARTITION;
+            const float *first = partials + item * partitions * partial_size;
             for (int64_t g = 0; g < group; g++) {
-                float max_score = sinks ? sinks[item % heads * group + g] : -INFINITY, sink = max_score, total[dim];
-                for (int64_t c = 0; c < count; c++) max_score = fmaxf(max_score, first[c * partial_size + group * width + g]);
-                float sum = exp_of_negative(sink - max_score);
+                float row_max = sinks ? sinks[item % heads * group + g] : -INFINITY, sink = row_max, total[dim];
+                for (int64_t c = 0; c < count; c++) row_max = fmaxf(row_max, first[c * partial_size + group * width + g]);
+                float sum = exp_of_negative(sink - row_max);
                 memset(total, 0, sizeof total);
                 for (int64_t c = 0; c < count; c++) {
                     const float *partial = first + c * partial_size;
-                    float factor = exp_of_negative(partial[group * width + g] - max_score);
+                    float factor = exp_of_negative(partial[group * width + g] - row_max);
                     sum += factor * partial[group * width + group + g];
                     for (int64_t d = 0; d < dim; d++) total[d] += factor * partial[g * width + d];
                 }

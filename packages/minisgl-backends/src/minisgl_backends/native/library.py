@@ -26,9 +26,8 @@ from minisgl_core.platforms.cpu_graphs import call
 
 _LOG = logging.getLogger(__name__)
 _SOURCES = (
-    *("common.h", "tiles.h", "kernels.c", "decode.c", "prefill.c", "gemm.c", "packed.h", "repack.c", "packed_gemm.c"),
-    "sequence.c",
-)
+    "common.h", "tiles.h", "ops.c", "decode.c", "prefill.c", "bf16_gemm.c", "packed.h", "repack.c", "packed_gemm.c", "sequence.c",
+)  # fmt: skip
 _DEFINES = {torch.bfloat16: ["-DBF16"], torch.float32: []}
 _FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared"]
 _TYPES: dict[str, type[ctypes.c_void_p | ctypes.c_int64 | ctypes.c_float]] = {

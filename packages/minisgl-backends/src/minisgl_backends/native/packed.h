@@ -1,4 +1,4 @@
-/* Layout of packed weights, in tiles of 16 rows and blocks of 32 columns.
+/* Layout of the packed codes and scales of quantized weights, in tiles of 16 rows and blocks of 32 columns.
 
    A tile has units of one block or, in K-quants, of a superblock of eight. A unit begins with the float16 scales of its 16 rows
    and, in some types, their float16 minima. Its blocks follow. In K-quants, a block begins with integer factors of the scales,

@@ -1,4 +1,4 @@
-/* GEMMs of activations with packed weights (packed.h), in integers.
+/* GEMMs of activations with quantized weights of GGUF files, packed as packed.h describes, in integers.
 
    Activations are quantized to 8 bits, with a scale per block of 32. The dot product of a block, in K-quants times the integer
    factors of its groups, is exact in integers. It is then added in float, block by block. So a row of the output depends neither on

@@ -68,9 +68,10 @@ INLINE void tile_softmax(uint32_t *weights, float *sums, float *scores, const in
 
 /* `tiles` [num_tiles][2]: request and first query per tile. `cu_seqlens_q`: first token of each request in q and out.
    `cap` and `sinks` (per query head): see causal_softmax. `cu_seqlens_k`: first key of each request in `k_packed` and `v_packed`,
-   then the number of keys. `scratch`: 1.5 * ROWS * max_keys floats per thread. */
+   then the number of keys. `table_stride`: columns of the page table. `window`: see decode.
+   `scratch`: 1.5 * ROWS * max_keys floats per thread. */
 void prefill(T *out, const T *q, int64_t q_stride, const T *k_pages, const T *v_pages, const int32_t *table,
-             int64_t columns, const int32_t *rows, const int64_t *cu_seqlens_q, const int64_t *seq_lens,
+             int64_t table_stride, const int32_t *rows, const int64_t *cu_seqlens_q, const int64_t *seq_lens,
              const int64_t *cu_seqlens_k, int64_t requests, const int32_t *tiles, int64_t num_tiles, int64_t heads, int64_t group, int64_t dim,
              int64_t page_size, float scale, int64_t window, float cap, const float *sinks, T *k_packed, T *v_packed,
              float *scratch, int64_t max_keys, int64_t threads) {
@@ -78,7 +79,7 @@ void prefill(T *out, const T *q, int64_t q_stride, const T *k_pages, const T *v_
     {
         for (int64_t n = 0; n < requests; n++) {
             int64_t keys = cu_seqlens_k[n + 1] - cu_seqlens_k[n], blocks = keys / COLUMNS;
-            const int32_t *pages = table + rows[n] * columns;
+            const int32_t *pages = table + rows[n] * table_stride;
 #pragma omp for nowait
             for (int64_t item = 0; item < heads * blocks; item++) {
                 int64_t head = item / blocks, first = item % blocks * COLUMNS;

@@ -22,8 +22,8 @@ INLINE __m512 dot_pairs(__m512 sum, uint32_t x, __m512bh w) {
     return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32((int)x), w);
 }
 
-/* sums[r] = row r of x @ block. */
-INLINE void tile(float (*sums)[COLUMNS], const uint32_t *x, const T *block, int64_t pairs, const int64_t count) {
+/* sums[r] = row r of x @ block, for 5 to 16 rows. */
+INLINE void wide_tile(float (*sums)[COLUMNS], const uint32_t *x, const T *block, int64_t pairs, const int64_t count) {
     __m512 total[ROWS];
     for (int64_t r = 0; r < count; r++) total[r] = _mm512_setzero_ps();
     for (int64_t p = 0; p < pairs; p++) {
@@ -56,9 +56,9 @@ INLINE void thin_tile(float (*sums)[COLUMNS], const uint32_t *x, const T *block,
 static void gemm_tile(float (*sums)[COLUMNS], const uint32_t *x, const T *block, int64_t pairs, int64_t count) {
     switch (count) {
 #define THIN(n) case n: thin_tile(sums, x, block, pairs, n); break;
-#define TILE(n) case n: tile(sums, x, block, pairs, n); break;
-        THIN(1) THIN(2) THIN(3) THIN(4) TILE(5) TILE(6) TILE(7) TILE(8)
-        TILE(9) TILE(10) TILE(11) TILE(12) TILE(13) TILE(14) TILE(15) TILE(16)
+#define WIDE(n) case n: wide_tile(sums, x, block, pairs, n); break;
+        THIN(1) THIN(2) THIN(3) THIN(4) WIDE(5) WIDE(6) WIDE(7) WIDE(8)
+        WIDE(9) WIDE(10) WIDE(11) WIDE(12) WIDE(13) WIDE(14) WIDE(15) WIDE(16)
     }
 }
 

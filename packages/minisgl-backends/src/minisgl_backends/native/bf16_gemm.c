@@ -1,7 +1,7 @@
-/* GEMMs of activations with packed weights.
+/* GEMMs of bfloat16 activations and weights, for processors with AVX512-BF16.
 
-   Small-M GEMMs are limited by the bandwidth at which weights are read. So the weights are packed in the order of the inner
-   loop: [out / 16][in / 2][16][2], with zeros for rows past `out`. */
+   Small-M GEMMs are limited by the bandwidth at which weights are read. So the weights are stored in the order of the inner loop,
+   VNNI's blocked layout: [out / 16][in / 2][16][2], with zeros for rows past `out`. */
 #include "tiles.h"
 
 #ifdef HAS_TILES

@@ -174,7 +174,7 @@ void store(const T *k, int64_t k_stride, const T *v, int64_t v_stride, T *k_page
 
 /* Causal softmax of the scaled scores [N * Hkv, G, C, keys], in place; masked keys get weight 0.
    `cap`: soft cap of the scaled scores, or 0. `sinks`: a logit per query head that takes part in the softmax, or null.
-   Query c of request n has position first[n] + c. */
+   `window`: keys that a query attends to, its own included, or 0 for all. Query c of request n has position first[n] + c. */
 void causal_softmax(T *scores, const int64_t *first, int64_t requests, int64_t heads, int64_t group, int64_t queries,
                     int64_t keys, float scale, int64_t window, float cap, const float *sinks) {
     int64_t rows = requests * heads * group * queries;
