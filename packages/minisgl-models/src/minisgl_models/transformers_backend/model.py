@@ -19,7 +19,7 @@ from minisgl_core.contracts.weights import WeightTarget
 from minisgl_core.errors import InvalidValueError, ModelFormatError
 from minisgl_core.layers import Attention
 from minisgl_models.transformers_backend.attention_function import RUN, set_handler
-from minisgl_models.transformers_backend.lm_head import backbone_name, detach_backbone
+from minisgl_models.transformers_backend.identity_backbone import backbone_name, detach_backbone
 from minisgl_models.transformers_backend.parallel import check_tp_size, replace_linears
 from minisgl_models.transformers_backend.step_attention import StepAttention
 from minisgl_models.transformers_backend.token_check import TokenCheck

@@ -24,7 +24,7 @@ from minisgl_core.config.keys import MAX_CONTEXT, MAX_INT, MAX_LAYERS, Keys, che
 from minisgl_core.errors import ModelFormatError
 from minisgl_models.transformers_backend import falcon
 from minisgl_models.transformers_backend.attention_function import TRACE, check_keywords, set_handler, window_of
-from minisgl_models.transformers_backend.lm_head import detach_backbone
+from minisgl_models.transformers_backend.identity_backbone import detach_backbone
 
 _NUM_TOKENS = 5
 _FACTORS = ("partial_rotary_factor", "rope_theta")

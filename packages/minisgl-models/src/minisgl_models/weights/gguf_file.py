@@ -14,7 +14,14 @@ from minisgl_core.errors import ModelFormatError
 from minisgl_models.weights.gguf_architectures import ARCHITECTURES, architecture_of
 from minisgl_models.weights.gguf_checks import MAX_ROPE_FACTORS, check_keys, check_metadata, check_shapes
 from minisgl_models.weights.gguf_reader import GgufFile, GgufTensor
-from minisgl_models.weights.gguf_tensors import Experts, Part, Permuted, Row, Shifted, stacked
+from minisgl_models.weights.gguf_tensors import (
+    AsRow,
+    InterleavedExperts,
+    TensorView,
+    UnpermutedRows,
+    UnshiftedNorm,
+    expert_matrices,
+)
 from minisgl_models.weights.gguf_tokenizer import build_tokenizer
 
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -22,11 +29,11 @@ _LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.
 _OF_ROPE = (_ROPE_FACTORS, _LONG_FACTORS, _SHORT_FACTORS)
 _REQUIRED: Any = object()
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
-_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+_SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 
 class GgufWeights(WeightSource):
-    """A .gguf file, or the first part of a split one. Config and tokenizer come from its metadata."""
+    """A .gguf file, or the first shard of a split one. Config and tokenizer come from its metadata."""
 
     @classmethod
     def unsupported(cls, path: Path) -> list[str]:
@@ -37,12 +44,12 @@ class GgufWeights(WeightSource):
             return [] if file.read(4) == b"GGUF" else ["the file does not start with GGUF"]
 
     def __init__(self, path: Path) -> None:
-        files = [GgufFile(part) for part in _parts(path)]
+        files = [GgufFile(shard) for shard in _shards(path)]
         self._path, self._metadata = files[0].path, files[0].metadata
         check_metadata(path, self._metadata)
         self._tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
         if len(self._tensors) != sum(len(file.tensors) for file in files):
-            raise ModelFormatError(f"{path}: two parts of the split file hold the same tensor")
+            raise ModelFormatError(f"{path}: two shards of the split file hold the same tensor")
         self._arch: str = self._metadata["general.architecture"]
         architecture = architecture_of(self._arch, self._metadata)
         if architecture is None:
@@ -209,7 +216,7 @@ class GgufWeights(WeightSource):
                 # Experts of a stack are all packed, or none is.
                 is_packed = suffix == "weight" and tensor.is_quantized and f"{target.format(0)}.qweight" in wanted
                 kind = "qweight" if is_packed else suffix
-                for expert, matrix in enumerate(stacked(tensor.packed() if is_packed else tensor)):
+                for expert, matrix in enumerate(expert_matrices(tensor.packed() if is_packed else tensor)):
                     yield f"{target.format(expert)}.{kind}", matrix
             elif stem.endswith("_exps"):
                 if stem != "ffn_up_exps":  # which comes with the gate
@@ -217,9 +224,9 @@ class GgufWeights(WeightSource):
                     if up_name not in self._tensors:
                         raise ModelFormatError(f"{self._path}: tensor {up_name} is missing beside {name}")
                     others = [tensor, self._tensors[up_name]] if "gate" in stem else [tensor]
-                    yield target + ("_bias" if suffix == "bias" else ""), Experts(*others)
+                    yield target + ("_bias" if suffix == "bias" else ""), InterleavedExperts(*others)
             elif stem == "attn_sinks":
-                yield target, Part(tensor)
+                yield target, TensorView(tensor)
             elif suffix == "weight" and tensor.is_quantized and f"{target}.qweight" in wanted:
                 yield f"{target}.qweight", self._view(stem, tensor.packed(), config)
             else:
@@ -227,15 +234,15 @@ class GgufWeights(WeightSource):
 
     def _view(self, stem: str, tensor: GgufTensor, config: ModelConfig) -> LazyTensor:
         if self._architecture.is_permuted and stem in ("attn_q", "attn_k"):
-            return Permuted(tensor, config.head_dim)
+            return UnpermutedRows(tensor, config.head_dim)
         if self._architecture.norm_offset and stem.endswith("norm"):
-            return Shifted(tensor, self._architecture.norm_offset)
-        return Row(tensor) if stem == "ffn_gate_inp_shexp" else Part(tensor)
+            return UnshiftedNorm(tensor, self._architecture.norm_offset)
+        return AsRow(tensor) if stem == "ffn_gate_inp_shexp" else TensorView(tensor)
 
 
-def _parts(path: Path) -> list[Path]:
-    """Return the parts of a split file in order, or the file itself."""
-    match = _PART.search(path.name)
+def _shards(path: Path) -> list[Path]:
+    """Return the shards of a split file in order, or the file itself."""
+    match = _SHARD.search(path.name)
     if not match or not int(match[2]):
         return [path]
     stem, count = path.name[: match.start()], int(match[2])

@@ -10,7 +10,7 @@ from minisgl_models.weights.gguf_reader import GgufTensor
 Index = tuple[slice, ...]
 
 
-class Part:
+class TensorView:
     """A tensor of the file, or one matrix of stacked experts."""
 
     def __init__(self, tensor: GgufTensor, shape: tuple[int, ...] | None = None, first_row: int = 0) -> None:
@@ -24,7 +24,7 @@ class Part:
         return self._tensor.read(slice(self._first_row + start, self._first_row + stop), columns)
 
 
-class Permuted:
+class UnpermutedRows:
     """Query or key rows, whose order llama.cpp's converter permutes within each head.
 
     The file has a head's rows in the order 0, D/2, 1, D/2 + 1, ..., so that RoPE's pairs are adjacent. Hugging Face's
@@ -32,7 +32,7 @@ class Permuted:
     """
 
     def __init__(self, tensor: GgufTensor, head_dim: int) -> None:
-        self._whole, self.shape, self._head_dim = Part(tensor), tensor.shape, head_dim
+        self._whole, self.shape, self._head_dim = TensorView(tensor), tensor.shape, head_dim
 
     def __getitem__(self, index: Index) -> torch.Tensor:
         rows, *columns = index or (slice(None),)
@@ -44,17 +44,17 @@ class Permuted:
         return pairs.transpose(1, 2).reshape(whole.shape)[start - first : stop - first]
 
 
-class Shifted:
+class UnshiftedNorm:
     """The weight of a norm, to which llama.cpp's converter adds a constant."""
 
     def __init__(self, tensor: GgufTensor, offset: float) -> None:
-        self._whole, self.shape, self._offset = Part(tensor), tensor.shape, offset
+        self._whole, self.shape, self._offset = TensorView(tensor), tensor.shape, offset
 
     def __getitem__(self, index: Index) -> torch.Tensor:
         return self._whole[index].float() - self._offset
 
 
-class Row:
+class AsRow:
     """A vector as a matrix of one row. Other tensors keep their shape, so that loading reports it."""
 
     def __init__(self, tensor: GgufTensor) -> None:
@@ -64,7 +64,7 @@ class Row:
         return self._tensor.read(slice(None)).reshape(self.shape)[index]
 
 
-class Experts:
+class InterleavedExperts:
     """Matrices or biases of all experts, in gpt-oss's layout: matrices [E, in, out], gate and up in alternate columns."""
 
     def __init__(self, *tensors: GgufTensor) -> None:
@@ -88,7 +88,7 @@ class Experts:
         return rows.reshape(-1, *tensor.shape[1:]).transpose(1, 2)
 
 
-def stacked(tensor: GgufTensor) -> list[LazyTensor]:
+def expert_matrices(tensor: GgufTensor) -> list[LazyTensor]:
     """Return each expert's matrix of a stack [E, out, in]."""
     num_rows = tensor.shape[1]
-    return [Part(tensor, tensor.shape[1:], expert * num_rows) for expert in range(tensor.shape[0])]
+    return [TensorView(tensor, tensor.shape[1:], expert * num_rows) for expert in range(tensor.shape[0])]

@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
 from minisgl_core.errors import ModelFormatError, TokenizerNotFoundError
-from minisgl_models.weights.gguf_splits import SPLITS
+from minisgl_models.weights.gguf_pre_tokenizers import PRE_TOKENIZERS
 
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 _SPECIAL_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
@@ -53,9 +53,9 @@ def build_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Any:
             f"{path}: tokenizer.ggml.model={model!r} is not supported; gpt2 (byte-level BPE) and llama (SentencePiece) are"
         )
     pre = metadata.get("tokenizer.ggml.pre")
-    if model == "gpt2" and pre not in SPLITS:
+    if model == "gpt2" and pre not in PRE_TOKENIZERS:
         raise ModelFormatError(
-            f"{path}: tokenizer.ggml.pre={pre!r} is not supported (known: {', '.join(SPLITS)}); its pre-tokenizer is not "
+            f"{path}: tokenizer.ggml.pre={pre!r} is not supported (known: {', '.join(PRE_TOKENIZERS)}); its pre-tokenizer is not "
             "known, and another one would give other tokens"
         )
     try:
@@ -76,7 +76,7 @@ def _cause(error: Exception) -> str:
 
 def _byte_level(metadata: Mapping[str, Any]) -> Tokenizer:
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
-    split = SPLITS[metadata["tokenizer.ggml.pre"]]
+    pre_tokenizer_spec = PRE_TOKENIZERS[metadata["tokenizer.ggml.pre"]]
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges", [])]
     if wrong := [merge for merge in merges if len(merge) != 2]:
         raise ValueError(f"tokenizer.ggml.merges has {wrong[0][0][:40]!r}, not two tokens separated by a space")
@@ -86,13 +86,13 @@ def _byte_level(metadata: Mapping[str, Any]) -> Tokenizer:
         raise ValueError(
             f"tokenizer.ggml.merges has {' '.join(unknown)[:80]!r}, which make no token of tokenizer.ggml.tokens"
         )
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=split.ignores_merges))
-    tokenizer.pre_tokenizer = split.pre_tokenizer()
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre_tokenizer_spec.ignores_merges))
+    tokenizer.pre_tokenizer = pre_tokenizer_spec.pre_tokenizer()
     tokenizer.decoder = decoders.ByteLevel()
-    if split.is_nfc:
+    if pre_tokenizer_spec.is_nfc:
         tokenizer.normalizer = normalizers.NFC()
     _add_tokens(tokenizer, metadata)
-    _add_template(tokenizer, metadata, split.adds_bos, processors.ByteLevel(trim_offsets=False))
+    _add_template(tokenizer, metadata, pre_tokenizer_spec.adds_bos, processors.ByteLevel(trim_offsets=False))
     return tokenizer
 
 

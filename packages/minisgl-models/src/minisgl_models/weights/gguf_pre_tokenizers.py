@@ -14,7 +14,7 @@ from tokenizers import Regex, pre_tokenizers
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class PreTokenizerSpec:
     """Pre-tokenizer and options of a byte-level vocabulary.
 
     Attributes:
@@ -73,25 +73,26 @@ _DEEPSEEK3 = (
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _FALCON = (r"[\p{P}$+<=>^~|`]+", _GPT2, "[0-9]{3}")
 
-SPLITS: Mapping[str, Split] = {
+PRE_TOKENIZERS: Mapping[str, PreTokenizerSpec] = {
     **dict.fromkeys(
         ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2"),
-        Split((_LLAMA3,), ignores_merges=True, adds_bos=True),
+        PreTokenizerSpec((_LLAMA3,), ignores_merges=True, adds_bos=True),
     ),
-    **dict.fromkeys(("smaug-bpe", "dbrx", "chatglm-bpe"), Split((_LLAMA3,))),
-    "glm4": Split((_LLAMA3,), ignores_merges=True),
-    "qwen2": Split((_QWEN2,), is_nfc=True),
-    **dict.fromkeys(("deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan"), Split((_QWEN2,))),
-    "qwen35": Split((_QWEN35,)),
-    "tekken": Split((_TEKKEN,), ignores_merges=True, adds_bos=True),
-    **dict.fromkeys(("gpt-4o", "llama4"), Split((_GPT4O,))),
-    "deepseek-llm": Split(_DEEPSEEK_LLM),
-    "deepseek-coder": Split(_DEEPSEEK_CODER),
-    "deepseek-v3": Split(_DEEPSEEK3),
-    "falcon": Split(_FALCON),
+    **dict.fromkeys(("smaug-bpe", "dbrx", "chatglm-bpe"), PreTokenizerSpec((_LLAMA3,))),
+    "glm4": PreTokenizerSpec((_LLAMA3,), ignores_merges=True),
+    "qwen2": PreTokenizerSpec((_QWEN2,), is_nfc=True),
+    **dict.fromkeys(("deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan"), PreTokenizerSpec((_QWEN2,))),
+    "qwen35": PreTokenizerSpec((_QWEN35,)),
+    "tekken": PreTokenizerSpec((_TEKKEN,), ignores_merges=True, adds_bos=True),
+    **dict.fromkeys(("gpt-4o", "llama4"), PreTokenizerSpec((_GPT4O,))),
+    "deepseek-llm": PreTokenizerSpec(_DEEPSEEK_LLM),
+    "deepseek-coder": PreTokenizerSpec(_DEEPSEEK_CODER),
+    "deepseek-v3": PreTokenizerSpec(_DEEPSEEK3),
+    "falcon": PreTokenizerSpec(_FALCON),
     **dict.fromkeys(
-        ("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b"), Split((r"\p{N}", None))
+        ("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b"),
+        PreTokenizerSpec((r"\p{N}", None)),
     ),
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "exaone4", "granite-docling"), Split()),
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "exaone4", "granite-docling"), PreTokenizerSpec()),
 }
 """By the value of ``tokenizer.ggml.pre``. Others are refused."""
