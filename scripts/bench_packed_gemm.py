@@ -163,14 +163,14 @@ def measure(
         return microseconds([partial(each, x) for each in gemms])
 
     chosen, times = timed(None), []
-    fused, packed_gemm.MAX_ROWS = packed_gemm.MAX_ROWS, 1024
+    fused, packed_gemm.MAX_FUSED_ROWS = packed_gemm.MAX_FUSED_ROWS, 1024
     for tiling in tilings(num_rows, gated=gated):
         if time.monotonic() < stop:
             try:
                 times.append((timed(tiling), tiling))
             except OutOfResources:
                 continue
-    packed_gemm.MAX_ROWS = fused
+    packed_gemm.MAX_FUSED_ROWS = fused
     times = sorted([(chosen, None), *times], key=lambda each: each[0])
     label = f"{name} {rows}x{columns}{' gated' if gated else ''}, {num_rows} rows"
     print(f"{label}: cuBLAS {cublas:.1f}, chosen {chosen:.1f} ({size / chosen / 1e3:.0f} GB/s):", flush=True)
@@ -191,7 +191,7 @@ def main(names: tuple[str, ...], rows: tuple[int, ...], seconds: float, warm: in
     if not torch.cuda.is_available():
         raise click.UsageError("this needs an NVIDIA GPU")
     if warm is not None:
-        packed_gemm.MAX_ROWS = 1024
+        packed_gemm.MAX_FUSED_ROWS = 1024
         compile_part(warm, names, rows)
         return
     start = time.monotonic()

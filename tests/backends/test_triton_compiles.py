@@ -31,9 +31,9 @@ def check(kernel, pointers, constants, instruction):
 
 sizes = {"BLOCK_ROWS": 16, "BLOCK_COLS": 64, "WIDEN": False, "SCALED": False, "HAS_BIAS": True, "EVEN": False}
 for scales, block, zeros in (("bf16", 64, True), ("u8", 32, False)):
-    pointers = dict.fromkeys("x x_scales hidden hidden_scales bias out".split(), "bf16")
+    pointers = dict.fromkeys("x x_scales intermediate intermediate_scales bias out".split(), "bf16")
     pointers |= dict(weights="u8", scales=scales, zeros="u8", row_weights="fp32", block_rows="i32", block_experts="i32")
-    constants = {**sizes, "BLOCK_DEPTH": block, "PACKED": block, "HAS_ZEROS": zeros}
+    constants = {**sizes, "BLOCK_DEPTH": block, "GROUP_SIZE": block, "HAS_ZEROS": zeros}
     gated = {"TOP_K": 4, "ACTIVATION": "swigluoai", "LIMIT": 7.0}
     check(triton_grouped._gate_up_activation, pointers, {**constants, **gated}, r"mma\\.sync.*bf16")
     check(triton_grouped._weighted_down, pointers, constants, r"mma\\.sync.*bf16")
@@ -43,7 +43,7 @@ packings = [(Packing("int4", 4, 0, sub=32, block=128), dtype) for dtype in ("bf1
 packings += [(TYPES[name].packing, "bf16") for name in ("Q8_0", "Q2_K", "Q4_K", "Q6_K")]
 packings += [(TYPES[name].packing, "fp16") for name in ("Q4_0", "Q5_1", "Q3_K")]
 for place, (packing, dtype) in enumerate(packings):
-    pointers = dict.fromkeys("words supers parts ids arrived".split(), "i32") | dict(codes="i16", high="i16", parts="fp32")
+    pointers = dict.fromkeys("words supers partials ids arrived".split(), "i32") | dict(codes="i16", high="i16", partials="fp32")
     pointers |= dict.fromkeys("x bias out".split(), dtype)
     sizes = dict(ROWS=16, **packed_gemm.constants(packing))
     gemm = dict(COLS=64, SPLITS=1 + place % 2, HAS_BIAS=True, GATED=place % 3 == 0, EVEN=False, WIDEN=False, PDL=False)

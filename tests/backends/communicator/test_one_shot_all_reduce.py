@@ -62,7 +62,7 @@ def main(folder: str, rank: int, size: int) -> None:
     for call, (_, two_shot, dtype) in enumerate(CALLS):
         x = message(rank, call)
         assert x.dtype == dtype
-        all_reduce(x, peers, state, rank, ROW_WORDS, two_shot=two_shot, overlap=False)
+        all_reduce(x, peers, state, rank, ROW_WORDS, two_shot=two_shot, pdl=False)
         results.append(x)
     residual = torch.ones(8, 64, dtype=B16)
     single = state[
@@ -71,7 +71,7 @@ def main(folder: str, rank: int, size: int) -> None:
     for layer, two_shot in enumerate((True, False, True)):
         x = rows(rank, layer)
         all_reduce_add_norm(
-            x, residual, rows(0, 9)[0], 1e-6, peers, single, rank, ROW_WORDS, two_shot=two_shot, overlap=False
+            x, residual, rows(0, 9)[0], 1e-6, peers, single, rank, ROW_WORDS, two_shot=two_shot, pdl=False
         )
         results.append(x)
         if two_shot:  # the next layer, with one shot, needs all rows of the residual
@@ -80,7 +80,7 @@ def main(folder: str, rank: int, size: int) -> None:
             residual = whole_residual(folder, layer, size)
     abort_flag.fill_(1)
     if rank == 0:  # no other rank joins: the kernel ends because of the flag
-        all_reduce(message(0, 0), peers, state, rank, ROW_WORDS, two_shot=False, overlap=False)
+        all_reduce(message(0, 0), peers, state, rank, ROW_WORDS, two_shot=False, pdl=False)
     torch.save(results, f"{folder}/results {rank}")
 
 

@@ -155,8 +155,8 @@ def test_the_check_finds_a_missing_or_late_wait(kernels: dict[str, Any], label: 
         read_before_wait(f"{dropped[:end]}{WAIT}\n{dropped[end:]}", params)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_the_launch_attribute_matches_the_kernels_wait(monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
+@pytest.mark.parametrize("pdl", [False, True])
+def test_the_launch_attribute_matches_the_kernels_wait(monkeypatch: pytest.MonkeyPatch, pdl: bool) -> None:
     """The attribute without the wait would be a race; the wait without the attribute gains nothing."""
     from minisgl_backends.kernels import activation, norm, one_shot_all_reduce, rotary
     from minisgl_core.contracts.ops import Rope
@@ -173,19 +173,19 @@ def test_the_launch_attribute_matches_the_kernels_wait(monkeypatch: pytest.Monke
             monkeypatch.setattr(module, name, launched[name])
 
     x, weight = torch.zeros(4, 64), torch.zeros(64)
-    norm.rms_norm(x, weight, 1e-6, overlap=overlap)
-    norm.add_rms_norm(x, x, weight, 1e-6, overlap=overlap)
-    activation.silu_and_mul(x, overlap=overlap)
+    norm.rms_norm(x, weight, 1e-6, pdl=pdl)
+    norm.add_rms_norm(x, x, weight, 1e-6, pdl=pdl)
+    activation.silu_and_mul(x, pdl=pdl)
     heads = x.view(4, 2, 32)
-    rotary.qk_norm_rope(heads, heads, Rope(x[:, :16], x[:, :16]), overlap=overlap)
+    rotary.qk_norm_rope(heads, heads, Rope(x[:, :16], x[:, :16]), pdl=pdl)
     group = torch.zeros(3, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int32), 0, 4096
     for two_shot in (False, True):
-        one_shot_all_reduce.all_reduce(x, *group, two_shot=two_shot, overlap=overlap)
+        one_shot_all_reduce.all_reduce(x, *group, two_shot=two_shot, pdl=pdl)
     x = x.bfloat16()
-    one_shot_all_reduce.all_reduce_add_norm(x, x, x[0], 1e-6, *group, two_shot=False, overlap=overlap)
+    one_shot_all_reduce.all_reduce_add_norm(x, x, x[0], 1e-6, *group, two_shot=False, pdl=pdl)
 
     for name, kernel in launched.items():
         launch = kernel.__getitem__.return_value
         launch.assert_called_once()
         options = launch.call_args.kwargs
-        assert (options["PDL"], options.get("launch_pdl", False)) == (overlap, overlap), name
+        assert (options["PDL"], options.get("launch_pdl", False)) == (pdl, pdl), name

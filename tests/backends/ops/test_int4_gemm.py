@@ -75,7 +75,7 @@ def test_gemm(
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_many_rows_are_multiplied_by_dequantized_panels(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_gemm, "MAX_ROWS", 4)
+    monkeypatch.setattr(packed_gemm, "MAX_FUSED_ROWS", 4)
     monkeypatch.setattr(packed_gemm, "_PANEL", 1)  # one tile each
     weight, known = packed(176, 320, 32, has_zeros=True, gated=gated)
     bias = torch.randn(176, device=DEVICE, dtype=DTYPE)
@@ -83,7 +83,7 @@ def test_many_rows_are_multiplied_by_dequantized_panels(gated: bool, monkeypatch
     check(Int4Gemm(weight, bias, SplitKWorkspace(DEVICE))(x), expected(x, known, bias, gated=gated))
 
 
-@pytest.mark.parametrize("num_rows", [3, packed_gemm.MAX_ROWS + 1])
+@pytest.mark.parametrize("num_rows", [3, packed_gemm.MAX_FUSED_ROWS + 1])
 def test_weight_without_inputs_gives_the_bias(num_rows: int) -> None:
     """All inputs of a layer may be on other ranks; x has padding."""
     weight = Int4Weight.empty(72, 0, 128, DTYPE, DEVICE)

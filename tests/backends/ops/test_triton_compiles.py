@@ -14,7 +14,7 @@ import itertools
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from minisgl_backends.kernels.inputs import _decode_inputs, _decode_outputs, _gather_rows, _scatter
+from minisgl_backends.kernels.step import _decode_inputs, _decode_outputs, _gather_rows, _scatter
 from minisgl_backends.kernels.paged import _store_kv
 from minisgl_backends.kernels.paged_decode import _decode
 from minisgl_backends.kernels.paged_prefill import _prefill
@@ -58,7 +58,7 @@ for argmax, out in (("*i32", "*i64"), ("*fp32", "*fp32")):
 # Attention and storing, where the pool is fp8.
 pool = dict.fromkeys(("k_pages", "v_pages", "k_pool", "v_pool"), "*fp8e4nv") | scales
 tables = dict.fromkeys(("page_table", "rows", "seq_lens", "cu_seqlens_q", "tiles", "arrived"), "*i32")
-kinds = pool | tables | dict.fromkeys(("q", "k", "v", "out"), "*bf16") | {"part": "*fp32", "part_lse": "*fp32"}
+kinds = pool | tables | dict.fromkeys(("q", "k", "v", "out"), "*bf16") | {"partials": "*fp32", "partial_lse": "*fp32"}
 compiled(_store_kv, kinds | {"slots": "*i64"}, {"D": 80, "D_BLOCK": 128, "H_BLOCK": 8})
 sizes = {"G": 2, "D": 128, "PAGE_SIZE": 16, "WIDEN": False}
 of_decode = {"WINDOW": 0, "G_BLOCK": 16, "KEYS": 64, "R_BLOCK": 256, "LEAST": 2}
@@ -73,7 +73,7 @@ for soft_cap, has_sinks in ((0.0, False), (30.0, True)):
 kinds = {"x": "*bf16", "codes": "*fp8e4nv", "scales": "*fp32"}
 compiled(_quantize_rows, kinds, {"LARGEST": 448.0, "LEAST": 1e-12, "BLOCK": 1024}, num_warps=4)
 kinds = {"x": "*fp8e4nv", "weight": "*fp8e4nv", "bias": "*bf16", "out": "*bf16", "arrived": "*i32"}
-kinds |= dict.fromkeys(("row_scales", "scales", "parts"), "*fp32")
+kinds |= dict.fromkeys(("row_scales", "scales", "partials"), "*fp32")
 common = {"COLS": 64, "HAS_BIAS": True, "SCALED": True, "ROWS": 16, "WIDEN": False}
 compiled(_small_m_gemm, dict(kinds), common | {"DEPTH": 512, "SPLITS": 4, "GATED": False}, num_warps=4, num_stages=4)
 compiled(_small_m_gemm, dict(kinds), common | {"DEPTH": 256, "SPLITS": 1, "GATED": True}, num_warps=4, num_stages=4)
@@ -81,10 +81,10 @@ compiled(_small_m_gemm, dict(kinds), common | {"DEPTH": 256, "SPLITS": 1, "GATED
 # Experts, as they are and in float8, each activation with biases and a clamp too.
 for scaled, (rows, cols, depth, warps) in itertools.product((False, True), ((16, 64, 128, 4), (128, 128, 64, 8))):
     kind, scale = ("*fp8e4nv", "*fp32") if scaled else ("*bf16", "*bf16")
-    kinds = {"x": kind, "hidden": kind, "weights": kind, "x_scales": scale, "hidden_scales": scale, "scales": scale}
+    kinds = {"x": kind, "intermediate": kind, "weights": kind, "x_scales": scale, "intermediate_scales": scale, "scales": scale}
     kinds |= {"out": "*bf16", "row_weights": "*fp32", "block_rows": "*i32", "block_experts": "*i32", "bias": "*bf16"}
     sizes = {"BLOCK_ROWS": rows, "BLOCK_COLS": cols, "BLOCK_DEPTH": depth, "WIDEN": False, "SCALED": scaled, "EVEN": True}
-    sizes |= {"PACKED": 0, "HAS_ZEROS": False}
+    sizes |= {"GROUP_SIZE": 0, "HAS_ZEROS": False}
     for activation, limit in (("silu", None), ("silu", 7.0), ("gelu_tanh", None), ("swigluoai", 7.0)):
         of_gate = {"TOP_K": 8, "ACTIVATION": activation, "LIMIT": limit, "HAS_BIAS": activation != "silu"}
         compiled(_gate_up_activation, dict(kinds), sizes | of_gate, num_warps=warps, num_stages=3)
@@ -127,7 +127,7 @@ decode_tile.has_large_shared_memory = lambda device: True
 tile = decode_tile.decode_tile(256, torch.bfloat16, torch.bfloat16, torch.device("cuda"))
 kinds = dict.fromkeys(("q", "k_pages", "v_pages", "out"), "*bf16") | dict.fromkeys(("scale", "v_scale"), "fp32")
 kinds |= dict.fromkeys(("page_table", "rows", "seq_lens", "arrived"), "*i32")
-kinds |= dict.fromkeys(("part", "part_lse"), "*fp32")
+kinds |= dict.fromkeys(("partials", "partial_lse"), "*fp32")
 constants = {"G": 2, "D": 256, "PAGE_SIZE": 64, "WIDEN": False, "WINDOW": 1024, "G_BLOCK": 16, "R_BLOCK": 256, "LEAST": 2}
 constants |= {"KEYS": tile.keys, "PAIRS": False, "SOFT_CAP": 0.0, "sinks": None}
 signature = {name: kinds.get(name, "constexpr" if name in constants else "i32") for name in _decode.arg_names}

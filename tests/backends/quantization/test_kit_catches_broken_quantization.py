@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from fp8_checkpoints import BLOCKS, PER_CHANNEL, PER_TENSOR
 
 from minisgl_backends.quantization.fp8 import Fp8, Fp8Experts, Fp8Linear
-from minisgl_backends.quantization.fp8_checkpoint import StoredFp8Experts, StoredFp8Linear
+from minisgl_backends.quantization.fp8_checkpoint import CheckpointFp8Experts, CheckpointFp8Linear
 from minisgl_core.contracts.layer_methods import (
     ExpertsMethod,
     ExpertsOp,
@@ -98,7 +98,7 @@ class KeepsTheWeight(OtherOp):
 
 class KeepsAWideCopy(OtherOp):
     def changed(self, op: LinearOp, method: Any) -> LinearOp:
-        if not isinstance(method, StoredFp8Linear) or method.spec.gated:
+        if not isinstance(method, CheckpointFp8Linear) or method.spec.gated:
             return op
         wide, bias = (method._matrix.codes.float() * method._matrix.scales[:, None]).to(self.spec.dtype), method._bias
         return lambda x: F.linear(x, wide, bias)
@@ -140,13 +140,13 @@ def from_the_start(shard: Shard) -> Shard:
 
 class OneScaleForFusedParts(OtherOp):
     def loaded(self, method: Any) -> None:
-        if isinstance(method, StoredFp8Linear) and len(method.spec.parts) > 1:
+        if isinstance(method, CheckpointFp8Linear) and len(method.spec.parts) > 1:
             method._matrix.scales.fill_(method._matrix.scales.max())
 
 
 class TakesTheFirstBlockOfColumns(OtherOp):
     def loaded(self, method: Any) -> None:
-        if isinstance(method, StoredFp8Linear):
+        if isinstance(method, CheckpointFp8Linear):
             for scales in method._matrix._block_scales:
                 scales.copy_(scales[:, :1].expand_as(scales) * 1.3)
 
@@ -168,7 +168,7 @@ class ForgetsTheScalesOfExperts(Fp8):
 class OneScaleForAllExperts(Fp8):
     def experts(self, spec: ExpertsSpec, kernel: type[MoeKernel]) -> ExpertsMethod:
         method: Any = super().experts(spec, kernel)
-        if isinstance(method, StoredFp8Experts):
+        if isinstance(method, CheckpointFp8Experts):
             for matrix in method._matrices:
                 matrix.scales = method._down_scales[0].new_empty(len(matrix.scales))
             method._down_scales.fill_(0.01)

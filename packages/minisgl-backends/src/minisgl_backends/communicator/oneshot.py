@@ -10,7 +10,8 @@ import torch
 
 from minisgl_backends.communicator.peer_memory import PeerMemory
 from minisgl_backends.communicator.pynccl import NcclCommunicator
-from minisgl_backends.requirements import gpu_missing, triton_missing
+from minisgl_backends.kernels.device import has_dependent_launch
+from minisgl_backends.requirements import triton_missing
 from minisgl_core.contracts.communicator import AddNorm, CommunicatorSpec
 
 _SIZES = (2, 4, 8)
@@ -36,7 +37,7 @@ class OneShotCommunicator(NcclCommunicator):
     num_programs: ClassVar[int] = 64
     _memory: PeerMemory | None = None
     _abort_flag: torch.Tensor | None = None
-    _overlap = False
+    _pdl = False
 
     @classmethod
     def unsupported(cls, spec: CommunicatorSpec) -> list[str]:
@@ -90,15 +91,15 @@ class OneShotCommunicator(NcclCommunicator):
         self._peers = torch.tensor(addresses, dtype=torch.int64, device=spec.device)
         self._state = torch.zeros(self.num_programs, STATE_WORDS, dtype=torch.int32, device=spec.device)
         # On Hopper, the kernels that follow prefetch weights while this one waits for the other ranks (PDL).
-        self._overlap = not gpu_missing(spec.device, (9, 0))
-        self._one_shot_bytes = min(self.one_shot_bytes[spec.size], 4 * self._row_words)
+        self._pdl = has_dependent_launch(spec.device)
+        self._one_shot_limit = min(self.one_shot_bytes[spec.size], 4 * self._row_words)
         self.all_reduce(torch.zeros(64 * spec.size, device=spec.device))
         torch.cuda.current_stream().synchronize()
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum in float32 and round once, in place if `x` is contiguous. Every rank gets the same bits."""
         num_bytes = x.numel() * x.element_size()
-        is_small = 0 < num_bytes <= self._one_shot_bytes and num_bytes % 16 == 0
+        is_small = 0 < num_bytes <= self._one_shot_limit and num_bytes % 16 == 0
         is_medium = num_bytes <= self.two_shot_bytes and num_bytes % (16 * self.size) == 0
         if x.dtype not in _DTYPES or not (is_small or (num_bytes and is_medium)):
             return super().all_reduce(x)
@@ -106,7 +107,7 @@ class OneShotCommunicator(NcclCommunicator):
             raise RuntimeError("the communicator is closed, or another rank has failed")
         x = _aligned(x)
         self._kernels.all_reduce(
-            x, self._peers, self._state, self.rank, self._row_words, two_shot=not is_small, overlap=self._overlap
+            x, self._peers, self._state, self.rank, self._row_words, two_shot=not is_small, pdl=self._pdl
         )
         return x
 
@@ -119,19 +120,17 @@ class OneShotCommunicator(NcclCommunicator):
         and dtypes alone select the path, since all calls that share a residual must take the same one.
         """
         num_bytes = x.numel() * x.element_size()
-        is_small = num_bytes <= self._one_shot_bytes
+        is_small = num_bytes <= self._one_shot_limit
         is_medium = num_bytes <= self.two_shot_bytes and len(x) % self.size == 0
-        fits = x.dtype in _DTYPES[1:] and x.dtype == residual.dtype == weight.dtype
-        fits = fits and self._kernels.supports_hidden_size(x.shape[1], self.size)
-        if not fits or not num_bytes or not (is_small or is_medium):
+        is_supported = x.dtype in _DTYPES[1:] and x.dtype == residual.dtype == weight.dtype
+        is_supported = is_supported and self._kernels.supports_hidden_size(x.shape[1], self.size)
+        if not is_supported or not num_bytes or not (is_small or is_medium):
             return super().all_reduce_add_norm(x, residual, weight, eps, add_norm)
         if self._comm is None:
             raise RuntimeError("the communicator is closed, or another rank has failed")
         x, residual, weight = _aligned(x), _aligned(residual), _aligned(weight)
         group = (self._peers, self._state, self.rank, self._row_words)
-        self._kernels.all_reduce_add_norm(
-            x, residual, weight, eps, *group, two_shot=not is_small, overlap=self._overlap
-        )
+        self._kernels.all_reduce_add_norm(x, residual, weight, eps, *group, two_shot=not is_small, pdl=self._pdl)
         return x, residual
 
     def abort(self) -> None:

@@ -246,8 +246,8 @@ class RayExecutor(Executor):
                 raise MinisglError(_describe_shortage(bundles, spec, nodes))
         num_gpus = min(1, group.bundle_specs[0].get("GPU", 0))
         for rank in range(spec.size):
-            place = PlacementGroupSchedulingStrategy(group, rank // per_bundle)
-            options = {"num_cpus": 1, "num_gpus": num_gpus, "scheduling_strategy": place}
+            strategy = PlacementGroupSchedulingStrategy(group, rank // per_bundle)
+            options = {"num_cpus": 1, "num_gpus": num_gpus, "scheduling_strategy": strategy}
             self._actors.append(ray.remote(RankActor).options(**options).remote(spec))
 
     def _gpus_of_nodes(self) -> dict[str, list[str]]:

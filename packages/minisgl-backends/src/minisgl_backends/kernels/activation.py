@@ -30,23 +30,23 @@ def _activation_and_mul(gate_up, out, N, ACTIVATION: tl.constexpr, BLOCK: tl.con
     tl.store(out + row * N + columns, activated.to(tl.float32) * up.to(tl.float32), mask=mask)
 
 
-def silu_and_mul(gate_up: torch.Tensor, *, overlap: bool = False) -> torch.Tensor:
-    """Return ``silu(gate) * up`` of [..., gate | up]; `overlap` launches with PDL, see `dependent_launch`."""
-    return _launch(gate_up, "silu", overlap)
+def silu_and_mul(gate_up: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
+    """Return ``silu(gate) * up`` of [..., gate | up]; `pdl` launches with PDL, see `dependent_launch`."""
+    return _launch(gate_up, "silu", pdl)
 
 
-def gelu_tanh_and_mul(gate_up: torch.Tensor, *, overlap: bool = False) -> torch.Tensor:
+def gelu_tanh_and_mul(gate_up: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
     """Return ``gelu(gate) * up`` with the tanh approximation; see `silu_and_mul`."""
-    return _launch(gate_up, "gelu_tanh", overlap)
+    return _launch(gate_up, "gelu_tanh", pdl)
 
 
-def _launch(gate_up: torch.Tensor, activation: str, overlap: bool) -> torch.Tensor:
+def _launch(gate_up: torch.Tensor, activation: str, pdl: bool) -> torch.Tensor:
     gate_up, size = gate_up.contiguous(), gate_up.shape[-1] // 2
     out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
     num_rows = out.numel() // size
     if num_rows:
         block = min(triton.next_power_of_2(size), 2048)
         grid: Any = (num_rows, triton.cdiv(size, block))
-        options = {"ACTIVATION": activation, "BLOCK": block, "num_warps": 8, **launch_options(overlap)}
+        options = {"ACTIVATION": activation, "BLOCK": block, "num_warps": 8, **launch_options(pdl)}
         _activation_and_mul[grid](gate_up, out, size, **options)
     return out

@@ -36,9 +36,9 @@ def await_previous(PDL: tl.constexpr):
         gdc_wait()
 
 
-def launch_options(overlap: bool) -> dict[str, bool]:
-    """Return the launch options of a kernel with a parameter PDL: its value, and the attribute if `overlap`.
+def launch_options(pdl: bool) -> dict[str, bool]:
+    """Return the launch options of a kernel with a parameter PDL: its value, and the attribute if `pdl`.
 
     The attribute is left out otherwise, since not every device knows it.
     """
-    return {"PDL": True, "launch_pdl": True} if overlap else {"PDL": False}
+    return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}

@@ -24,7 +24,7 @@ def to_fp8(x):
 
 
 @triton.jit
-def as_stored(x, scale, pool):
+def to_pool_dtype(x, scale, pool):
     """Convert x to the dtype of a KV pool; an FP8 pool holds ``x / scale``."""
     if pool.dtype.element_ty == tl.float8e4nv:
         return to_fp8(x.to(tl.float32) / scale)
@@ -32,7 +32,7 @@ def as_stored(x, scale, pool):
 
 
 @triton.jit
-def as_multiplied(q, scale, pages):
+def to_dot_dtype(q, scale, pages):
     """Convert queries to the dtype of the QK dot product, and return them with the scale of the scores.
 
     With an FP8 pool, bfloat16 queries become float16 in [-1, 1]. Converting two float8 numbers to float16 is one instruction,

@@ -22,12 +22,12 @@ def _rms_norm(
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     mask = (rows < num_rows)[:, None] & (columns < N)[None, :]
-    gain = tl.load(weight + columns, mask=columns < N, other=0.0)
+    w = tl.load(weight + columns, mask=columns < N, other=0.0)
     await_previous(PDL)
     start = (rows // heads).to(tl.int64) * stride_t + (rows % heads) * stride_h
     values = tl.load(x + start[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, 1) / N + eps)
-    normed = (values * scale[:, None]).to(gain.dtype).to(tl.float32) * gain[None, :].to(tl.float32)
+    normed = (values * scale[:, None]).to(w.dtype).to(tl.float32) * w[None, :].to(tl.float32)
     tl.store(out + rows.to(tl.int64)[:, None] * N + columns[None, :], normed, mask=mask)
 
 
@@ -36,26 +36,26 @@ def _add_rms_norm(x, residual, weight, eps, N: tl.constexpr, BLOCK: tl.constexpr
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < N
-    gain = tl.load(weight + columns, mask=mask, other=0.0)
+    w = tl.load(weight + columns, mask=mask, other=0.0)
     await_previous(PDL)
     a = tl.load(x + row * N + columns, mask=mask, other=0.0)
     b = tl.load(residual + row * N + columns, mask=mask, other=0.0)
-    total = (a.to(tl.float32) + b.to(tl.float32)).to(a.dtype)
-    tl.store(residual + row * N + columns, total, mask=mask)
-    values = total.to(tl.float32)
+    new_residual = (a.to(tl.float32) + b.to(tl.float32)).to(a.dtype)
+    tl.store(residual + row * N + columns, new_residual, mask=mask)
+    values = new_residual.to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, 0) / N + eps)
-    normed = (values * scale).to(gain.dtype).to(tl.float32) * gain.to(tl.float32)
+    normed = (values * scale).to(w.dtype).to(tl.float32) * w.to(tl.float32)
     tl.store(x + row * N + columns, normed, mask=mask)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, overlap: bool = False) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, pdl: bool = False) -> torch.Tensor:
     """Compute RMSNorm over the last dimension.
 
     Args:
         x: [..., N]; [T, N] and [T, heads, N] are not copied if the last dimension is contiguous.
         weight: [N].
         eps: added to the mean square.
-        overlap: launch with PDL; see `dependent_launch`.
+        pdl: launch with PDL; see `dependent_launch`.
 
     Returns:
         A new contiguous tensor of x's shape.
@@ -85,20 +85,20 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, overlap: bool
             BLOCK=block,
             ROWS=rows,
             num_warps=_warps(block),
-            **launch_options(overlap),
+            **launch_options(pdl),
         )
     return out
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, overlap: bool = False
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, pdl: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``(norm(x + residual), x + residual)``, both [..., N], in place of `x` and `residual` if these are contiguous."""
     x, residual, size = x.contiguous(), residual.contiguous(), x.shape[-1]
     num_rows = x.numel() // size
     if num_rows:
         block = triton.next_power_of_2(size)
-        options = launch_options(overlap)
+        options = launch_options(pdl)
         _add_rms_norm[(num_rows,)](x, residual, weight, eps, N=size, BLOCK=block, num_warps=_warps(block), **options)
     return x, residual
 

@@ -233,7 +233,7 @@ def all_reduce(
     row_words: int,
     *,
     two_shot: bool,
-    overlap: bool,
+    pdl: bool,
 ) -> None:
     """Sum `x` over the ranks, in place. Every rank calls it with the same shape and gets the same bits.
 
@@ -246,7 +246,7 @@ def all_reduce(
         rank: this rank.
         row_words: words per row of the memory, at least those of `x`, or with two shots those of a rank's part of it.
         two_shot: use two shots instead of one.
-        overlap: launch with PDL; see `minisgl_backends.kernels.dependent_launch`.
+        pdl: launch with PDL; see `minisgl_backends.kernels.dependent_launch`.
     """
     size = len(peers) - 1
     words = x.view(-1).view(torch.int32)
@@ -257,7 +257,7 @@ def all_reduce(
     kernel = _two_shot_all_reduce if two_shot else _one_shot_all_reduce
     kernel[(len(state),)](
         words, peers, state, rank, len(words) // num_parts, size, row_words, dtype, _BLOCK, num_warps=_NUM_WARPS,
-        **launch_options(overlap),
+        **launch_options(pdl),
     )  # fmt: skip
 
 
@@ -277,7 +277,7 @@ def all_reduce_add_norm(
     row_words: int,
     *,
     two_shot: bool,
-    overlap: bool,
+    pdl: bool,
 ) -> None:
     """Sum `x` over the ranks, add it to `residual` and normalize the sum; see `Communicator.all_reduce_add_norm`.
 
@@ -293,7 +293,7 @@ def all_reduce_add_norm(
         rank: this rank.
         row_words: as in `all_reduce`.
         two_shot: each rank normalizes its part of the rows and sends the result; T must be a multiple of the ranks.
-        overlap: as in `all_reduce`.
+        pdl: as in `all_reduce`.
     """
     size, (num_rows, hidden_size) = len(peers) - 1, x.shape
     num_rows //= size if two_shot else 1
@@ -305,5 +305,5 @@ def all_reduce_add_norm(
     _all_reduce_add_norm[(len(state),)](
         words, residual_words, weights, eps, peers, state, rank, num_rows, width,
         SIZE=size, ROW=row_words, DTYPE=dtype, BLOCK=1024, WIDTH=triton.next_power_of_2(width), TWO_SHOT=two_shot,
-        num_warps=8, **launch_options(overlap),
+        num_warps=8, **launch_options(pdl),
     )  # fmt: skip

@@ -33,7 +33,7 @@ _GATHERED_ROWS = 8
 
 
 @triton.jit
-def _weights(
+def _dequantize_part(
     codes, high, word, superblock, PART: tl.constexpr, KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
     FIELD: tl.constexpr, ZERO: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
@@ -48,13 +48,16 @@ def _weights(
 
 @triton.jit(do_not_specialize=["M"])
 def _packed_gemm(
-    x, codes, high, words, supers, bias, out, parts, arrived, M, N, K, half, chunks, words_stride, x_stride, out_stride,
+    x, codes, high, words, supers, bias, out, partials, arrived, M, N, K, half, chunks, words_stride, x_stride, out_stride,
     COLS: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SUB: tl.constexpr,
     BLOCK: tl.constexpr, WORD: tl.constexpr, ZERO: tl.constexpr, PARTS: tl.constexpr, HAS_SUPERS: tl.constexpr,
     SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, WIDEN: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute a block of outputs; with GATED, rows `half` and on are the up rows, and the activation is fused."""
+    """Compute a block of outputs; with GATED, rows `half` and on are the up rows, and the activation is fused.
+
+    `total` has the sums of the outputs, or of the gate if GATED; `up` those of up. A chunk has PARTS parts of SUB inputs.
+    """
     CHUNK: tl.constexpr = PARTS * SUB
     PER_CODE: tl.constexpr = 16 // LOW  # parts that an element of the first plane has
     SAME: tl.constexpr = min(WORD // SUB, PARTS)  # parts of a chunk that share a word
@@ -62,79 +65,81 @@ def _packed_gemm(
     block, split, row_block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, col = row_block * ROWS + tl.arange(0, ROWS), block * COLS + tl.arange(0, COLS)
     row_mask, col_mask = row < M, col < N
-    place, depth = tl.minimum(col, half - 1), tl.arange(0, SUB)
+    stored_row, depth = tl.minimum(col, half - 1), tl.arange(0, SUB)
     length = chunks * (PARTS // PER_CODE)
-    first = codes + ((place // 64).to(tl.int64) * length * 64 + place % 64)[:, None] * SUB + depth[None, :]
-    second = first + half.to(tl.int64) * length * SUB
-    first_high = high + ((place // 64).to(tl.int64) * chunks * 64 + place % 64)[:, None] * SUB + depth[None, :]
-    second_high = first_high + half.to(tl.int64) * chunks * SUB
+    codes_at = codes + ((stored_row // 64).to(tl.int64) * length * 64 + stored_row % 64)[:, None] * SUB + depth[None, :]
+    up_codes_at = codes_at + half.to(tl.int64) * length * SUB
+    high_at = high + ((stored_row // 64).to(tl.int64) * chunks * 64 + stored_row % 64)[:, None] * SUB + depth[None, :]
+    up_high_at = high_at + half.to(tl.int64) * chunks * SUB
     rows = x + row[None, :].to(tl.int64) * x_stride + depth[:, None]
     total = tl.zeros((COLS, ROWS), tl.float32)
-    gated = tl.zeros((COLS, ROWS), tl.float32)
+    up = tl.zeros((COLS, ROWS), tl.float32)
     await_previous(PDL)
     chunks_per_split = tl.cdiv(chunks, SPLITS)
     for chunk in range(split * chunks_per_split, tl.minimum((split + 1) * chunks_per_split, chunks)):
         for i in tl.static_range(PARTS):
-            part = chunk * CHUNK + i * SUB
+            k = chunk * CHUNK + i * SUB
             if i % PER_CODE == 0:
                 element = (chunk * (PARTS // PER_CODE) + i // PER_CODE) * 64 * SUB
-                packed = tl.load(first + element)
+                packed = tl.load(codes_at + element)
                 if GATED:
-                    packed2 = tl.load(second + element)
+                    up_packed = tl.load(up_codes_at + element)
             if i == 0:
                 upper, scales = packed, packed  # not used without a second plane, and without superblocks
                 if HIGH > 0:
-                    upper = tl.load(first_high + chunk * 64 * SUB)
+                    upper = tl.load(high_at + chunk * 64 * SUB)
                 if HAS_SUPERS:
-                    scales = tl.load(supers + part // 256 * words_stride + place)
+                    scales = tl.load(supers + k // 256 * words_stride + stored_row)
                 if GATED:
-                    upper2, scales2 = packed2, packed2
+                    up_upper, up_scales = up_packed, up_packed
                     if HIGH > 0:
-                        upper2 = tl.load(second_high + chunk * 64 * SUB)
+                        up_upper = tl.load(up_high_at + chunk * 64 * SUB)
                     if HAS_SUPERS:
-                        scales2 = tl.load(supers + half + part // 256 * words_stride + place)
+                        up_scales = tl.load(supers + half + k // 256 * words_stride + stored_row)
             if i % SAME == 0:
-                at = part // WORD * words_stride + place
+                at = k // WORD * words_stride + stored_row
                 word = tl.load(words + at)
                 if GATED:
-                    word2 = tl.load(words + half + at)
+                    up_word = tl.load(words + half + at)
             mask = row_mask[None, :]
             if not EVEN:
-                mask = mask & (part + depth < K)[:, None]
-            inputs = tl.load(rows + part, mask=mask, other=0.0)
-            left = _weights(packed, upper, word, scales, i, KIND, LOW, HIGH, i * SUB % WORD // BLOCK, ZERO, dtype)
+                mask = mask & (k + depth < K)[:, None]
+            inputs = tl.load(rows + k, mask=mask, other=0.0)
+            left = _dequantize_part(
+                packed, upper, word, scales, i, KIND, LOW, HIGH, i * SUB % WORD // BLOCK, ZERO, dtype
+            )
             total = add_dot(total, left, inputs, WIDEN)
             if GATED:
-                left = _weights(
-                    packed2, upper2, word2, scales2, i, KIND, LOW, HIGH, i * SUB % WORD // BLOCK, ZERO, dtype
+                left = _dequantize_part(
+                    up_packed, up_upper, up_word, up_scales, i, KIND, LOW, HIGH, i * SUB % WORD // BLOCK, ZERO, dtype
                 )
-                gated = add_dot(gated, left, inputs, WIDEN)
+                up = add_dot(up, left, inputs, WIDEN)
     to = row[None, :].to(tl.int64) * N + col[:, None]
     mask = row_mask[None, :] & col_mask[:, None]
     if SPLITS > 1:
         size = M.to(tl.int64) * N
-        tl.store(parts + split * size + to, total, mask=mask)
+        tl.store(partials + split * size + to, total, mask=mask)
         if GATED:
-            tl.store(parts + (SPLITS + split) * size + to, gated, mask=mask)
+            tl.store(partials + (SPLITS + split) * size + to, up, mask=mask)
         tl.debug_barrier()  # all stores of the program precede its arrival
         arrival = arrived + row_block * tl.num_programs(0) + block
         if tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") != SPLITS - 1:
             return
         tl.store(arrival, 0)  # for the next GEMM
         total = tl.zeros((COLS, ROWS), tl.float32)
-        gated = tl.zeros((COLS, ROWS), tl.float32)
-        for each in tl.static_range(SPLITS):
-            total += tl.load(parts + each * size + to, mask=mask, other=0.0, cache_modifier=".cg")
+        up = tl.zeros((COLS, ROWS), tl.float32)
+        for source in tl.static_range(SPLITS):
+            total += tl.load(partials + source * size + to, mask=mask, other=0.0, cache_modifier=".cg")
             if GATED:
-                gated += tl.load(parts + (SPLITS + each) * size + to, mask=mask, other=0.0, cache_modifier=".cg")
+                up += tl.load(partials + (SPLITS + source) * size + to, mask=mask, other=0.0, cache_modifier=".cg")
     if HAS_BIAS:
         total += tl.load(bias + col, mask=col_mask, other=0.0).to(tl.float32)[:, None]
         if GATED:
-            gated += tl.load(bias + N + col, mask=col_mask, other=0.0).to(tl.float32)[:, None]
+            up += tl.load(bias + N + col, mask=col_mask, other=0.0).to(tl.float32)[:, None]
     if GATED:
         gate = total.to(dtype).to(tl.float32)
         silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-        total = silu * gated.to(dtype).to(tl.float32)
+        total = silu * up.to(dtype).to(tl.float32)
     tl.store(out + row[None, :].to(tl.int64) * out_stride + col[:, None], total.to(dtype), mask=mask)
 
 
@@ -149,14 +154,14 @@ def _dequantize_rows(
     dtype: tl.constexpr = out.dtype.element_ty
     line, depth, chunk = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, SUB), tl.program_id(1)
     mask = line < M
-    place = line
+    stored_row = line
     if GATHER:
-        place = tl.load(ids + line, mask=mask, other=0)
-    known = (place >= 0) & (place < num_rows)
-    place = tl.where(known, place, 0)
-    tile, row = (place // 64).to(tl.int64), place % 64
+        stored_row = tl.load(ids + line, mask=mask, other=0)
+    known = (stored_row >= 0) & (stored_row < num_rows)
+    stored_row = tl.where(known, stored_row, 0)
+    tile, row = (stored_row // 64).to(tl.int64), stored_row % 64
     for i in tl.static_range(PARTS):
-        part = chunk * PARTS * SUB + i * SUB
+        k = chunk * PARTS * SUB + i * SUB
         if i % PER_CODE == 0:
             element = tile * chunks * (PARTS // PER_CODE) + chunk * (PARTS // PER_CODE) + i // PER_CODE
             packed = tl.load(codes + (element * 64 + row)[:, None] * SUB + depth[None, :])
@@ -165,15 +170,15 @@ def _dequantize_rows(
             if HIGH > 0:
                 upper = tl.load(high + ((tile * chunks + chunk) * 64 + row)[:, None] * SUB + depth[None, :])
             if HAS_SUPERS:
-                scales = tl.load(supers + part // 256 * words_stride + place)
-        word = tl.load(words + part // WORD * words_stride + place)
-        left = _weights(packed, upper, word, scales, i, KIND, LOW, HIGH, i * SUB % WORD // BLOCK, ZERO, dtype)
+                scales = tl.load(supers + k // 256 * words_stride + stored_row)
+        word = tl.load(words + k // WORD * words_stride + stored_row)
+        left = _dequantize_part(packed, upper, word, scales, i, KIND, LOW, HIGH, i * SUB % WORD // BLOCK, ZERO, dtype)
         left = tl.where(known[:, None], left, float("nan"))
-        to = line.to(tl.int64)[:, None] * K + part + depth[None, :]
-        tl.store(out + to, left, mask=mask[:, None] & (part + depth < K)[None, :])
+        to = line.to(tl.int64)[:, None] * K + k + depth[None, :]
+        tl.store(out + to, left, mask=mask[:, None] & (k + depth < K)[None, :])
 
 
-MAX_ROWS = 64
+MAX_FUSED_ROWS = 64
 """Rows up to which the fused kernel is used.
 
 For 256 rows and the weights of Qwen3-14B in 4 bits on an H200, the fused kernel's first tiling took 31 ms. cuBLAS took 10 ms in
@@ -233,7 +238,7 @@ class PackedGemm:
             return out.view(*x.shape[:-1], out.shape[-1])
         if self._weight.order is not None:
             x = x.index_select(1, self._weight.order)
-        if len(x) > MAX_ROWS:
+        if len(x) > MAX_FUSED_ROWS:
             return self._dequantize_and_matmul(x)
         out = torch.empty(len(x), self.num_outputs, dtype=x.dtype, device=x.device)
         self._fused(x, out)
@@ -241,7 +246,7 @@ class PackedGemm:
 
     def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """Write the outputs for x, [M, K], to columns of a wider tensor: `out`, [M, N]."""
-        if len(x) > MAX_ROWS or self._weight.order is not None:
+        if len(x) > MAX_FUSED_ROWS or self._weight.order is not None:
             out.copy_(self(x))
         else:
             self._fused(x, out)
@@ -260,7 +265,7 @@ class PackedGemm:
             return
         _packed_gemm[grid](
             x, weight.codes, self._high, weight.words, self._supers, out if self._bias is None else self._bias, out,
-            workspace.parts, workspace.arrived, len(x), size, weight.num_inputs, len(weight.codes) // self._halves * TILE,
+            workspace.partials, workspace.arrived, len(x), size, weight.num_inputs, len(weight.codes) // self._halves * TILE,
             weight.chunks, weight.words.stride(0), x.stride(0), out.stride(0), COLS=tiling.cols, ROWS=tiling.rows,
             SPLITS=tiling.splits, HAS_BIAS=self._bias is not None, GATED=weight.gated, WIDEN=not x.is_cuda,
             EVEN=weight.num_inputs == weight.chunks * weight.packing.chunk, num_warps=tiling.warps,

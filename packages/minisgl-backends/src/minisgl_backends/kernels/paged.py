@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from minisgl_backends.kernels.fp8 import as_stored
+from minisgl_backends.kernels.fp8 import to_pool_dtype
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
@@ -23,9 +23,9 @@ def _store_kv(
     mask = (head < heads) & (column < D)
     target = slot * heads * D + head * D + column
     values = tl.load(k + token * k_stride_t + head * k_stride_h + column, mask=mask, other=0.0)
-    tl.store(k_pool + target, as_stored(values, k_scale, k_pool), mask=mask)
+    tl.store(k_pool + target, to_pool_dtype(values, k_scale, k_pool), mask=mask)
     values = tl.load(v + token * v_stride_t + head * v_stride_h + column, mask=mask, other=0.0)
-    tl.store(v_pool + target, as_stored(values, v_scale, v_pool), mask=mask)
+    tl.store(v_pool + target, to_pool_dtype(values, v_scale, v_pool), mask=mask)
 
 
 def store_kv(

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from minisgl_backends.kernels.decode_tile import DecodeTile
 from minisgl_backends.kernels.dot import add_dot
-from minisgl_backends.kernels.fp8 import as_multiplied, halves_of_pairs
+from minisgl_backends.kernels.fp8 import halves_of_pairs, to_dot_dtype
 from minisgl_backends.kernels.paged_prefill import LOG2_E, LOG2_E_IN_KERNELS, soft_capped
 from minisgl_core.contracts.attention import AttentionLayer
 from minisgl_core.utils.fp8 import FP8
@@ -36,27 +36,27 @@ def _pages(table, key, stop, PAGE_SIZE: tl.constexpr):
 
 @triton.jit
 def _online_softmax(
-    queries, k, inside, scale, top, norm,
+    queries, k, inside, scale, row_max, row_sum,
     SOFT_CAP: tl.constexpr, G_BLOCK: tl.constexpr, KEYS: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Return a tile's softmax weights, the factor that rescales earlier sums, the running maximum and the sum of weights."""
     scores = add_dot(tl.zeros((G_BLOCK, KEYS), tl.float32), queries, tl.trans(k), WIDEN) * scale
     scores = soft_capped(scores, SOFT_CAP)
     scores = tl.where(inside[None, :], scores, float("-inf"))
-    new_top = tl.maximum(top, tl.max(scores, 1))
-    weights, rescale = tl.exp2(scores - new_top[:, None]), tl.exp2(top - new_top)
-    return weights, rescale, new_top, norm * rescale + tl.sum(weights, 1)
+    new_row_max = tl.maximum(row_max, tl.max(scores, 1))
+    weights, rescale = tl.exp2(scores - new_row_max[:, None]), tl.exp2(row_max - new_row_max)
+    return weights, rescale, new_row_max, row_sum * rescale + tl.sum(weights, 1)
 
 
 @triton.jit
 def _attend(
-    queries, k_pages, v_pages, table, head, heads, begin, end, stop, scale, top, norm,
+    queries, k_pages, v_pages, table, head, heads, begin, end, stop, scale, row_max, row_sum,
     D: tl.constexpr, PAGE_SIZE: tl.constexpr, SOFT_CAP: tl.constexpr, G_BLOCK: tl.constexpr, KEYS: tl.constexpr,
     PAIRS: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Attend with queries [G_BLOCK, D] to the keys ``[begin, end)`` that lie before `stop`.
 
-    `top` and `norm` [G_BLOCK] are the initial running maximum and sum of weights: -inf and 0, or those of an attention sink.
+    `row_max` and `row_sum` [G_BLOCK] are the initial running maximum and sum of weights: -inf and 0, or an attention sink's.
     Returns the weighted mean of the values, [G_BLOCK, D], and the log-sum-exp of the scores, to base 2.
 
     Pages are looked up one tile ahead. A lookup in the iteration that uses the pages would take a pipeline stage from the keys.
@@ -73,8 +73,8 @@ def _attend(
             next_page = _pages(table, key + KEYS, stop, PAGE_SIZE)
             inside, row = (key < stop)[:, None], ((page * PAGE_SIZE + key % PAGE_SIZE) * heads + head)[:, None]
             k = tl.load(k_pages + row * D + dim[None, :], mask=inside, other=0.0).to(queries.dtype)
-            weights, rescale, top, norm = _online_softmax(
-                queries, k, key < stop, scale, top, norm, SOFT_CAP, G_BLOCK, KEYS, WIDEN
+            weights, rescale, row_max, row_sum = _online_softmax(
+                queries, k, key < stop, scale, row_max, row_sum, SOFT_CAP, G_BLOCK, KEYS, WIDEN
             )
             pairs = tl.load(v_pairs + row * (D // 2) + pair[None, :], mask=inside, other=0)
             first, second = halves_of_pairs(pairs)
@@ -89,40 +89,43 @@ def _attend(
             next_page = _pages(table, key + KEYS, stop, PAGE_SIZE)
             inside, row = (key < stop)[:, None], ((page * PAGE_SIZE + key % PAGE_SIZE) * heads + head)[:, None]
             k = tl.load(k_pages + row * D + dim[None, :], mask=inside, other=0.0).to(queries.dtype)
-            weights, rescale, top, norm = _online_softmax(
-                queries, k, key < stop, scale, top, norm, SOFT_CAP, G_BLOCK, KEYS, WIDEN
+            weights, rescale, row_max, row_sum = _online_softmax(
+                queries, k, key < stop, scale, row_max, row_sum, SOFT_CAP, G_BLOCK, KEYS, WIDEN
             )
             v = tl.load(v_pages + row * D + dim[None, :], mask=inside, other=0.0).to(queries.dtype)
             total = add_dot(total * rescale[:, None], weights if WIDEN else weights.to(v.dtype), v, WIDEN)
             page, key = next_page, key + KEYS
-    return total / norm[:, None], top + tl.log2(norm)
+    return total / row_sum[:, None], row_max + tl.log2(row_sum)
 
 
 @triton.jit
-def _merge(part, part_lse, head, heads, one, other, G: tl.constexpr, D: tl.constexpr, G_BLOCK: tl.constexpr):
-    """Merge a request's partial outputs of the partitions `one` to `other`.
+def _merge(
+    partials, partial_lse, head, heads, first_partition, last_partition,
+    G: tl.constexpr, D: tl.constexpr, G_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Merge a request's partial outputs of the partitions `first_partition` to `last_partition`.
 
     Loads bypass the L1 cache, since other SMs wrote the partial outputs.
     """
     member, dim = tl.arange(0, G_BLOCK), tl.arange(0, D)
     total = tl.zeros((G_BLOCK, D), tl.float32)
-    top = tl.full((G_BLOCK,), float("-inf"), tl.float32)
-    norm = tl.zeros((G_BLOCK,), tl.float32)
-    for partition in tl.range(one, other + 1, loop_unroll_factor=4):
-        index = ((2 * partition + (partition == one).to(tl.int32)) * heads + head) * G + member
-        lse = tl.load(part_lse + index, mask=member < G, other=0.0, cache_modifier=".cg")
-        values = part + index[:, None] * D + dim[None, :]
+    row_max = tl.full((G_BLOCK,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((G_BLOCK,), tl.float32)
+    for partition in tl.range(first_partition, last_partition + 1, loop_unroll_factor=4):
+        index = ((2 * partition + (partition == first_partition).to(tl.int32)) * heads + head) * G + member
+        lse = tl.load(partial_lse + index, mask=member < G, other=0.0, cache_modifier=".cg")
+        values = partials + index[:, None] * D + dim[None, :]
         values = tl.load(values, mask=(member < G)[:, None], other=0.0, cache_modifier=".cg")
-        new_top = tl.maximum(top, lse)
-        rescale, weight = tl.exp2(top - new_top), tl.exp2(lse - new_top)
+        new_row_max = tl.maximum(row_max, lse)
+        rescale, weight = tl.exp2(row_max - new_row_max), tl.exp2(lse - new_row_max)
         total = total * rescale[:, None] + values * weight[:, None]
-        top, norm = new_top, norm * rescale + weight
-    return total / norm[:, None]
+        row_max, row_sum = new_row_max, row_sum * rescale + weight
+    return total / row_sum[:, None]
 
 
 @triton.jit(do_not_specialize=["num_requests"], do_not_specialize_on_alignment=["rows", "seq_lens"])
 def _decode(
-    q, q_stride_t, q_stride_h, k_pages, v_pages, page_table, row_stride, rows, seq_lens, out, part, part_lse, arrived,
+    q, q_stride_t, q_stride_h, k_pages, v_pages, page_table, row_stride, rows, seq_lens, out, partials, partial_lse, arrived,
     sinks, scale, v_scale, num_requests, heads,
     G: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
     G_BLOCK: tl.constexpr, KEYS: tl.constexpr, R_BLOCK: tl.constexpr, LEAST: tl.constexpr, PAIRS: tl.constexpr,
@@ -154,31 +157,31 @@ def _decode(
         after = first + tl.cdiv(stop - start, KEYS)
         until = tl.minimum(after, last)
         q_index = request.to(tl.int64) * q_stride_t + q_head[:, None] * q_stride_h + dim[None, :]
-        queries, factor = as_multiplied(tl.load(q + q_index, mask=is_head, other=0.0), scale, k_pages)
+        queries, factor = to_dot_dtype(tl.load(q + q_index, mask=is_head, other=0.0), scale, k_pages)
         begin, end = start + (tile - first) * KEYS, start + (until - first) * KEYS
-        top = tl.full((G_BLOCK,), float("-inf"), tl.float32)
-        norm = tl.zeros((G_BLOCK,), tl.float32)
+        row_max = tl.full((G_BLOCK,), float("-inf"), tl.float32)
+        row_sum = tl.zeros((G_BLOCK,), tl.float32)
         if sinks is not None:  # it counts once per request, in the partition that has the first key
             sink = tl.load(sinks + q_head, mask=member < G, other=0.0).to(tl.float32) * LOG2_E_IN_KERNELS
-            top = tl.where(tile == first, sink, float("-inf"))
-            norm += (tile == first).to(tl.float32)
+            row_max = tl.where(tile == first, sink, float("-inf"))
+            row_sum += (tile == first).to(tl.float32)
         values, lse = _attend(
-            queries, k_pages, v_pages, table, head, heads, begin, end, stop, factor, top, norm,
+            queries, k_pages, v_pages, table, head, heads, begin, end, stop, factor, row_max, row_sum,
             D, PAGE_SIZE, SOFT_CAP, G_BLOCK, KEYS, PAIRS, WIDEN,
         )  # fmt: skip
         values *= v_scale
         is_last = True
         if (tile > first) | (until < after):
             index = ((2 * partition + (tile == first).to(tl.int32)) * heads + head) * G + member
-            tl.store(part + index[:, None] * D + dim[None, :], values, mask=is_head)
-            tl.store(part_lse + index, lse, mask=member < G)
+            tl.store(partials + index[:, None] * D + dim[None, :], values, mask=is_head)
+            tl.store(partial_lse + index, lse, mask=member < G)
             tl.debug_barrier()  # all stores of the program precede its arrival
             counter = arrived + request * heads + head
-            one, other = first // size, (after - 1) // size
-            is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == other - one
+            first_partition, last_partition = first // size, (after - 1) // size
+            is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == last_partition - first_partition
             if is_last:
                 tl.store(counter, 0)  # for the next layer
-                values = _merge(part, part_lse, head, heads, one, other, G, D, G_BLOCK)
+                values = _merge(partials, partial_lse, head, heads, first_partition, last_partition, G, D, G_BLOCK)
         if is_last:
             to = (request.to(tl.int64) * heads * G + q_head)[:, None] * D + dim[None, :]
             tl.store(out + to, values.to(out.dtype.element_ty), mask=is_head)
@@ -191,13 +194,13 @@ class SplitKVWorkspace:
     """Partial outputs of the requests that lie in several partitions.
 
     Attributes:
-        part: partial outputs, float32 [C, 2, Hq, D]. Index 1 is for the request that begins in the partition and goes on after
-            it, index 0 for the request that began in an earlier one.
+        partials: partial outputs, float32 [C, 2, Hq, D]. Index 1 is for the request that begins in the partition and goes on
+            after it, index 0 for the request that began in an earlier one.
         lse: their log-sum-exps to base 2, float32 [C, 2, Hq].
         arrived: partitions of a request that are done, per KV head, int32 [B, Hkv]; 0 between launches.
     """
 
-    part: torch.Tensor
+    partials: torch.Tensor
     lse: torch.Tensor
     arrived: torch.Tensor
 
@@ -207,9 +210,9 @@ class SplitKVWorkspace:
     ) -> SplitKVWorkspace:
         """Allocate for `batch` requests and a grid of at most `programs` programs."""
         num_partitions = max(programs // num_kv_heads, 1)
-        part = torch.empty(num_partitions, 2, num_q_heads, dim, dtype=torch.float32, device=device)
-        lse = torch.empty(part.shape[:-1], dtype=torch.float32, device=device)
-        return cls(part, lse, torch.zeros(batch, num_kv_heads, dtype=torch.int32, device=device))
+        partials = torch.empty(num_partitions, 2, num_q_heads, dim, dtype=torch.float32, device=device)
+        lse = torch.empty(partials.shape[:-1], dtype=torch.float32, device=device)
+        return cls(partials, lse, torch.zeros(batch, num_kv_heads, dtype=torch.int32, device=device))
 
 
 def decode(
@@ -246,9 +249,9 @@ def decode(
     k_scale, v_scale = layer.kv_scales
     # PAIRS is used for the shapes in which it was tested on a GPU, which are those of most models.
     pairs = k_pages.dtype == FP8 and q.dtype == torch.bfloat16 and dim == 128 and group <= 16
-    _decode[(heads, len(workspace.part))](
+    _decode[(heads, len(workspace.partials))](
         q, q.stride(0), q.stride(1), k_pages, v_pages, page_table, page_table.stride(0), rows, seq_lens, out,
-        workspace.part, workspace.lse, workspace.arrived, layer.sinks, layer.scale * k_scale * LOG2_E, v_scale,
+        workspace.partials, workspace.lse, workspace.arrived, layer.sinks, layer.scale * k_scale * LOG2_E, v_scale,
         num_requests, heads,
         G=group, D=dim, PAGE_SIZE=k_pages.shape[1], WINDOW=layer.sliding_window or 0,
         SOFT_CAP=(layer.soft_cap or 0.0) * LOG2_E, G_BLOCK=max(16, triton.next_power_of_2(group)),

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from minisgl_backends.kernels.dot import add_dot
-from minisgl_backends.kernels.fp8 import as_multiplied
+from minisgl_backends.kernels.fp8 import to_dot_dtype
 from minisgl_core.contracts.attention import AttentionLayer
 
 LOG2_E = 1.4426950408889634
@@ -31,7 +31,7 @@ def soft_capped(scores, SOFT_CAP: tl.constexpr):
 
 @triton.jit
 def _attend_tile(
-    q, k_pages, v_pages, table, head, heads, start, stop, position, scale, total, top, norm,
+    q, k_pages, v_pages, table, head, heads, start, stop, position, scale, total, row_max, row_sum,
     D: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, N_BLOCK: tl.constexpr,
     MASKED: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
@@ -52,13 +52,13 @@ def _attend_tile(
         if WINDOW > 0:
             visible = visible & (key[None, :] > position[:, None] - WINDOW)
         scores = tl.where(visible, scores, float("-inf"))
-    new_top = tl.maximum(top, tl.max(scores, 1))
-    base = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf while a row has no visible key
+    new_row_max = tl.maximum(row_max, tl.max(scores, 1))
+    base = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)  # -inf while a row has no visible key
     weights = tl.exp2(scores - base[:, None])
-    rescale = tl.exp2(top - base)
+    rescale = tl.exp2(row_max - base)
     v = tl.load(v_pages + index, mask=inside[:, None], other=0.0).to(q.dtype)
     total = add_dot(total * rescale[:, None], weights if WIDEN else weights.to(v.dtype), v, WIDEN)
-    return total, new_top, norm * rescale + tl.sum(weights, 1)
+    return total, new_row_max, row_sum * rescale + tl.sum(weights, 1)
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows", "cu_seqlens_q", "seq_lens"])
@@ -80,13 +80,13 @@ def _prefill(
     is_query = (query < num_queries)[:, None]
     token = (begin + query).to(tl.int64)
     queries = tl.load(q + (token * q_stride_t + q_head * q_stride_h)[:, None] + dim[None, :], mask=is_query, other=0.0)
-    queries, scale = as_multiplied(queries, scale, k_pages)
+    queries, scale = to_dot_dtype(queries, scale, k_pages)
     total = tl.zeros((M_BLOCK, D), tl.float32)
-    top = tl.full((M_BLOCK,), float("-inf"), tl.float32)
-    norm = tl.zeros((M_BLOCK,), tl.float32)
+    row_max = tl.full((M_BLOCK,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((M_BLOCK,), tl.float32)
     if sinks is not None:  # as if each row had seen a key with this score and no value
-        top = tl.load(sinks + q_head).to(tl.float32) * LOG2_E_IN_KERNELS
-        norm = tl.full((M_BLOCK,), 1.0, tl.float32)
+        row_max = tl.load(sinks + q_head).to(tl.float32) * LOG2_E_IN_KERNELS
+        row_sum = tl.full((M_BLOCK,), 1.0, tl.float32)
     position = cached + query
     earliest = cached + first_pair // G
     stop = cached + tl.minimum((first_pair + M_BLOCK - 1) // G + 1, num_queries)
@@ -97,16 +97,16 @@ def _prefill(
         start = 0
         masked_from = (earliest + 1) // N_BLOCK * N_BLOCK  # keys before it are visible to the whole tile
     for key in range(start, masked_from, N_BLOCK):
-        total, top, norm = _attend_tile(
-            queries, k_pages, v_pages, table, head, heads, key, stop, position, scale, total, top, norm,
+        total, row_max, row_sum = _attend_tile(
+            queries, k_pages, v_pages, table, head, heads, key, stop, position, scale, total, row_max, row_sum,
             D, PAGE_SIZE, WINDOW, SOFT_CAP, N_BLOCK, False, WIDEN,
         )  # fmt: skip
     for key in range(masked_from, stop, N_BLOCK):
-        total, top, norm = _attend_tile(
-            queries, k_pages, v_pages, table, head, heads, key, stop, position, scale, total, top, norm,
+        total, row_max, row_sum = _attend_tile(
+            queries, k_pages, v_pages, table, head, heads, key, stop, position, scale, total, row_max, row_sum,
             D, PAGE_SIZE, WINDOW, SOFT_CAP, N_BLOCK, True, WIDEN,
         )  # fmt: skip
-    total = total * v_scale / tl.maximum(norm, 1.0)[:, None]  # norm is at least 1, except in padding rows
+    total = total * v_scale / tl.maximum(row_sum, 1.0)[:, None]  # row_sum is at least 1, except in padding rows
     to = (token * heads * G + q_head)[:, None] * D + dim[None, :]
     tl.store(out + to, total.to(out.dtype.element_ty), mask=is_query)
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from minisgl_backends.kernels.dependent_launch import await_previous, launch_options
-from minisgl_backends.kernels.fp8 import as_stored
+from minisgl_backends.kernels.fp8 import to_pool_dtype
 from minisgl_core.contracts.ops import Rope
 
 _HEADS, _WARPS = 8, 4
@@ -24,7 +24,7 @@ def _times_weight(normed, weight):
 
 
 @triton.jit
-def _heads(
+def _rotate_heads(
     x, stride_h, out, out_stride_h, out_scale, cos, sin, weight, eps, head, heads,
     D: tl.constexpr, R: tl.constexpr, D_BLOCK: tl.constexpr, R_BLOCK: tl.constexpr, NORM: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
@@ -48,16 +48,20 @@ def _heads(
             whole_weight = tl.load(weight + columns, mask=columns < D, other=0.0)[None, :]
             rest = _times_weight(wide * scale, whole_weight)
             tl.store(
-                to + columns[None, :], as_stored(rest, out_scale, out), mask=whole_mask & (columns >= 2 * R)[None, :]
+                to + columns[None, :],
+                to_pool_dtype(rest, out_scale, out),
+                mask=whole_mask & (columns >= 2 * R)[None, :],
             )
     elif 2 * R < D and not IN_PLACE:
         rest = tl.load(start + columns[None, :], mask=whole_mask, other=0.0)
-        tl.store(to + columns[None, :], as_stored(rest, out_scale, out), mask=whole_mask & (columns >= 2 * R)[None, :])
+        tl.store(
+            to + columns[None, :], to_pool_dtype(rest, out_scale, out), mask=whole_mask & (columns >= 2 * R)[None, :]
+        )
     c = tl.load(cos + half, mask=half < R, other=0.0)[None, :].to(tl.float32)
     s = tl.load(sin + half, mask=half < R, other=0.0)[None, :].to(tl.float32)
     a, b = first.to(tl.float32), second.to(tl.float32)
-    tl.store(to + half[None, :], as_stored((a * c - b * s).to(first.dtype), out_scale, out), mask=mask)
-    tl.store(to + R + half[None, :], as_stored((b * c + a * s).to(first.dtype), out_scale, out), mask=mask)
+    tl.store(to + half[None, :], to_pool_dtype((a * c - b * s).to(first.dtype), out_scale, out), mask=mask)
+    tl.store(to + R + half[None, :], to_pool_dtype((b * c + a * s).to(first.dtype), out_scale, out), mask=mask)
 
 
 @triton.jit
@@ -79,7 +83,7 @@ def _qk_norm_rope(
     if block < q_blocks:
         q += token * q_stride_t
         head = block * H_BLOCK + tl.arange(0, H_BLOCK)
-        _heads(
+        _rotate_heads(
             q, q_stride_h, q, q_stride_h, 1.0, cos, sin, q_weight, eps, head, q_heads, D, R, D_BLOCK, R_BLOCK, NORM, True
         )  # fmt: skip
     elif block < q_blocks + k_blocks:
@@ -87,11 +91,11 @@ def _qk_norm_rope(
         head = (block - q_blocks) * H_BLOCK + tl.arange(0, H_BLOCK)
         if STORE:
             to = k_pool + tl.load(slots + token) * k_heads * D
-            _heads(
+            _rotate_heads(
                 k, k_stride_h, to, D, k_scale, cos, sin, k_weight, eps, head, k_heads, D, R, D_BLOCK, R_BLOCK, NORM, False
             )  # fmt: skip
         else:
-            _heads(
+            _rotate_heads(
                 k, k_stride_h, k, k_stride_h, 1.0, cos, sin, k_weight, eps, head, k_heads, D, R, D_BLOCK, R_BLOCK, NORM, True
             )  # fmt: skip
     elif STORE:
@@ -101,7 +105,7 @@ def _qk_norm_rope(
         values = tl.load(v + token * v_stride_t + head[:, None] * v_stride_h + column, mask=mask, other=0.0)
         tl.store(
             v_pool + tl.load(slots + token) * k_heads * D + head[:, None] * D + column,
-            as_stored(values, v_scale, v_pool),
+            to_pool_dtype(values, v_scale, v_pool),
             mask=mask,
         )
 
@@ -113,7 +117,7 @@ def qk_norm_rope(
     store: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     scales: tuple[float, float] = (1.0, 1.0),
     *,
-    overlap: bool = False,
+    pdl: bool = False,
 ) -> None:
     """Apply the QK norm and RoPE to q and k in place; with `store`, write k and v to the KV pool instead.
 
@@ -123,7 +127,7 @@ def qk_norm_rope(
         rope: cos and sin of the tokens' positions, and the QK norm.
         store: v [T, Hkv, D]; K and V of a layer, [P, S, Hkv, D], contiguous; the slot of each token, int64 [T].
         scales: scales of k and v in FP8 pages; see `AttentionLayer.kv_scales`.
-        overlap: launch with PDL; see `dependent_launch`.
+        pdl: launch with PDL; see `dependent_launch`.
     """
     if not len(q):
         return
@@ -138,5 +142,5 @@ def qk_norm_rope(
         q.shape[1], k.shape[1],
         D=size, R=half, D_BLOCK=triton.next_power_of_2(size), R_BLOCK=triton.next_power_of_2(half), H_BLOCK=block,
         NORM=rope.norms is not None, STORE=store is not None, num_warps=_WARPS,
-        **launch_options(overlap),
+        **launch_options(pdl),
     )  # fmt: skip

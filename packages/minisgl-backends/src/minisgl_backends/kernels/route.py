@@ -16,7 +16,7 @@ def _route(
     K: tl.constexpr, K_BLOCK: tl.constexpr, E_BLOCK: tl.constexpr, NORMALIZE: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    expert, place = tl.arange(0, E_BLOCK), tl.arange(0, K_BLOCK)
+    expert, rank = tl.arange(0, E_BLOCK), tl.arange(0, K_BLOCK)
     values = tl.load(logits + token * stride + expert, mask=expert < num_experts, other=float("-inf")).to(tl.float32)
     left = tl.exp(values - tl.max(values, 0))
     left = tl.where(expert < num_experts, left / tl.sum(left, 0), -1.0)
@@ -24,12 +24,12 @@ def _route(
     for k in tl.static_range(K):
         most = tl.max(left, 0)
         found = tl.min(tl.where(left == most, expert, num_experts - 1), 0)  # in bounds even if logits are NaN
-        best, chosen = tl.where(place == k, most, best), tl.where(place == k, found.to(tl.int64), chosen)
+        best, chosen = tl.where(rank == k, most, best), tl.where(rank == k, found.to(tl.int64), chosen)
         left = tl.where(expert == found, -1.0, left)
     if NORMALIZE:
         best = best / tl.sum(best, 0)
-    tl.store(weights + token * K + place, best, mask=place < K)
-    tl.store(ids + token * K + place, chosen, mask=place < K)
+    tl.store(weights + token * K + rank, best, mask=rank < K)
+    tl.store(ids + token * K + rank, chosen, mask=rank < K)
 
 
 def route(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,56 +24,59 @@ _FEW_BLOCKS, _SPLITS = 64, 4
 
 @triton.jit(do_not_specialize=["M"])
 def _small_m_gemm(
-    x, weight, bias, row_scales, scales, out, parts, arrived, M, N, K, x_stride,
+    x, weight, bias, row_scales, scales, out, partials, arrived, M, N, K, x_stride,
     COLS: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
     SCALED: tl.constexpr, ROWS: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Compute a block of columns; with GATED, weight is [2 * N, K], the activation is fused, and K is not split."""
+    """Compute a block of columns; with GATED, weight is [2 * N, K], the activation is fused, and K is not split.
+
+    `total` has the sums of the outputs, or of the gate if GATED; `up` those of up.
+    """
     block, split = tl.program_id(0), tl.program_id(1)
     row, col, depth = tl.arange(0, ROWS), block * COLS + tl.arange(0, COLS), tl.arange(0, DEPTH)
     row_mask, col_mask = row < M, col < N
-    first = weight + col.to(tl.int64)[:, None] * K
-    second = first + N.to(tl.int64) * K
+    weight_rows = weight + col.to(tl.int64)[:, None] * K
+    up_rows = weight_rows + N.to(tl.int64) * K
     total = tl.zeros((COLS, ROWS), tl.float32)
-    gated = tl.zeros((COLS, ROWS), tl.float32)
+    up = tl.zeros((COLS, ROWS), tl.float32)
     length = tl.cdiv(K // DEPTH, SPLITS) * DEPTH
     for start in range(split * length, tl.minimum((split + 1) * length, K), DEPTH):
         k = start + depth
         inputs = tl.load(x + row[None, :] * x_stride + k[:, None], mask=row_mask[None, :], other=0.0)
-        rows = tl.load(first + k[None, :], mask=col_mask[:, None], other=0.0)
+        rows = tl.load(weight_rows + k[None, :], mask=col_mask[:, None], other=0.0)
         total = add_dot(total, rows, inputs, WIDEN)
         if GATED:
-            rows = tl.load(second + k[None, :], mask=col_mask[:, None], other=0.0)
-            gated = add_dot(gated, rows, inputs, WIDEN)
+            rows = tl.load(up_rows + k[None, :], mask=col_mask[:, None], other=0.0)
+            up = add_dot(up, rows, inputs, WIDEN)
     to = row[None, :] * N + col[:, None]
     mask = row_mask[None, :] & col_mask[:, None]
     if SPLITS > 1:
-        tl.store(parts + split * ROWS * N + to, total, mask=mask)
+        tl.store(partials + split * ROWS * N + to, total, mask=mask)
         tl.debug_barrier()  # all stores of the program precede its arrival
         if tl.atomic_add(arrived + block, 1, sem="acq_rel", scope="gpu") != SPLITS - 1:
             return
         tl.store(arrived + block, 0)  # for the next GEMM
         total = tl.zeros((COLS, ROWS), tl.float32)
         for part in tl.static_range(SPLITS):
-            total += tl.load(parts + part * ROWS * N + to, mask=mask, other=0.0, cache_modifier=".cg")
+            total += tl.load(partials + part * ROWS * N + to, mask=mask, other=0.0, cache_modifier=".cg")
     dtype = out.dtype.element_ty
     if SCALED:
         row_scale = tl.load(row_scales + row, mask=row_mask, other=0.0)[None, :]
         total *= tl.load(scales + col, mask=col_mask, other=0.0)[:, None] * row_scale
         if GATED:
-            gated *= tl.load(scales + N + col, mask=col_mask, other=0.0)[:, None] * row_scale
+            up *= tl.load(scales + N + col, mask=col_mask, other=0.0)[:, None] * row_scale
     if HAS_BIAS:
         total += tl.load(bias + col, mask=col_mask, other=0.0).to(tl.float32)[:, None]
         if GATED:
-            gated += tl.load(bias + N + col, mask=col_mask, other=0.0).to(tl.float32)[:, None]
+            up += tl.load(bias + N + col, mask=col_mask, other=0.0).to(tl.float32)[:, None]
     if GATED:
         gate = total.to(dtype).to(tl.float32)
         silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-        total = silu * gated.to(dtype).to(tl.float32)
+        total = silu * up.to(dtype).to(tl.float32)
     tl.store(out + to, total.to(dtype), mask=mask)
 
 
-def fits(weight: torch.Tensor) -> bool:
+def supports_weight(weight: torch.Tensor) -> bool:
     """Return True if `SmallMGemm` supports this weight matrix."""
     size = weight.element_size()
     is_supported = weight.is_contiguous() and size <= 2 and weight.shape[1] % (_DEPTH_BYTES // size) == 0
@@ -95,7 +98,7 @@ class SmallMGemm:
         gated: bool = False,
         scales: torch.Tensor | None = None,
     ) -> None:
-        """Prepare a weight matrix that `fits`.
+        """Prepare a weight matrix for which `supports_weight` is True.
 
         Args:
             weight: [N, K]; if `gated`, [2 * N, K] with the gate rows before the up rows.
@@ -119,7 +122,7 @@ class SmallMGemm:
         bias = weight if self._bias is None else self._bias
         scales = (weight, weight) if row_scales is None else (row_scales, self._scales)
         _small_m_gemm[(self._num_blocks, self._splits)](
-            x, weight, bias, *scales, out, self._workspace.parts, self._workspace.arrived, len(x), size, weight.shape[1],
+            x, weight, bias, *scales, out, self._workspace.partials, self._workspace.arrived, len(x), size, weight.shape[1],
             x.stride(0), COLS=_COLS, DEPTH=_DEPTH_BYTES // weight.element_size() // (1 + self._gated), SPLITS=self._splits,
             HAS_BIAS=self._bias is not None, GATED=self._gated, SCALED=row_scales is not None, ROWS=MAX_ROWS,
             WIDEN=not x.is_cuda, num_warps=4, num_stages=4,

@@ -57,8 +57,8 @@ def _sort(  # type: ignore[no-untyped-def]
         out, count = rows + first * BLOCK_SIZE, 0
         for start in range(0, num_rows, CHUNK):
             hit = tl.load(ids + start + lane, mask=start + lane < num_rows, other=num_experts) == own_expert
-            place = count + tl.cumsum(hit.to(tl.int32), 0) - 1
-            tl.store(out + place, start + lane, mask=hit)
+            position = count + tl.cumsum(hit.to(tl.int32), 0) - 1
+            tl.store(out + position, start + lane, mask=hit)
             count += tl.sum(hit.to(tl.int32))
         padding = count + tl.arange(0, BLOCK_SIZE)
         tl.store(out + padding, num_rows, mask=padding < (end - first) * BLOCK_SIZE)

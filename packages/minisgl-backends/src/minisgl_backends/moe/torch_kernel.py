@@ -80,12 +80,12 @@ class TorchMoe(MoeKernel):
 
     def _by_expert(
         self, weight: torch.Tensor, scales: torch.Tensor | None, zeros: torch.Tensor | None, columns: int
-    ) -> torch.Tensor | _Dequantized:
+    ) -> torch.Tensor | _LazyDequantized:
         """Return weights that are indexed by the expert."""
-        return weight if scales is None else _Dequantized(weight, scales, zeros, self.spec.dtype, columns)
+        return weight if scales is None else _LazyDequantized(weight, scales, zeros, self.spec.dtype, columns)
 
 
-class _Dequantized:
+class _LazyDequantized:
     """Quantized weights of all experts. Indexing dequantizes one expert's."""
 
     def __init__(

@@ -1,7 +1,7 @@
 """The two grouped GEMMs of a gated expert layer. Imports triton.
 
 Shape legend: T tokens, K experts per token, R = T * K rows, E experts, H hidden size, I intermediate size. With packed
-weights, G blocks of inputs have a scale each. Each program computes one block of rows, which belong to one expert, and one block
+weights, G groups of inputs have a scale each. Each program computes one block of rows, which belong to one expert, and one block
 of output columns.
 """
 
@@ -17,23 +17,23 @@ from minisgl_backends.moe.tiles import Tiles
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _load(place, outer, inner, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load(pointers, outer, inner, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
     if EVEN:  # the tiles divide the inner dimension
-        return tl.load(place, mask=outer, other=0.0)
-    return tl.load(place, mask=outer & inner, other=0.0)
+        return tl.load(pointers, mask=outer, other=0.0)
+    return tl.load(pointers, mask=outer & inner, other=0.0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _dequantized(  # type: ignore[no-untyped-def]
+def _dequantize(  # type: ignore[no-untyped-def]
     codes, scales, zeros, row, mask, row_bytes, start,
-    BLOCK: tl.constexpr, DEPTH: tl.constexpr, HAS_ZEROS: tl.constexpr, dtype: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, DEPTH: tl.constexpr, HAS_ZEROS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Return some rows of a packed weight for the inputs from `start`, [DEPTH, rows]. BLOCK inputs share a scale."""
+    """Return some rows of a packed weight for the inputs from `start`, [DEPTH, rows]. GROUP_SIZE inputs share a scale."""
     byte = start // 2 + tl.arange(0, DEPTH // 2)
     packed = tl.load(codes + row[:, None] * row_bytes + byte[None, :], mask=mask[:, None], other=0)
     code = tl.interleave(packed & 15, packed >> 4).to(tl.int32)
-    place = row * (2 * row_bytes // BLOCK) + start // BLOCK
-    scale = tl.load(scales + place, mask=mask, other=0)
+    scale_index = row * (2 * row_bytes // GROUP_SIZE) + start // GROUP_SIZE
+    scale = tl.load(scales + scale_index, mask=mask, other=0)
     if scales.dtype.element_ty == tl.uint8:  # MXFP4
         exponent = (code >> 1) & 3
         size = tl.where(exponent == 0, (code & 1) * 0.5, (2 + (code & 1)) * (1 << exponent) * 0.25)
@@ -46,7 +46,7 @@ def _dequantized(  # type: ignore[no-untyped-def]
     else:
         zero = tl.full(code.shape, 8, tl.int32)
         if HAS_ZEROS:
-            zero = tl.load(zeros + place, mask=mask, other=0).to(tl.int32)[:, None]
+            zero = tl.load(zeros + scale_index, mask=mask, other=0).to(tl.int32)[:, None]
         value = (code - zero).to(tl.float32)
         factor = scale.to(tl.float32)
     return tl.trans((value * factor[:, None]).to(dtype))
@@ -72,7 +72,7 @@ def _gate_up_activation(  # type: ignore[no-untyped-def]
     x,  # [T, H]
     x_scales,  # [T], float32
     weights,  # [E, 2 * I, H], gate above up
-    scales,  # [E, 2 * I], float32, or of blocks: [E, 2 * I, G]
+    scales,  # [E, 2 * I], float32, or of groups: [E, 2 * I, G]
     zeros,  # [E, 2 * I, G], uint8
     bias,  # [E, 2 * I]
     out,  # [R, I]
@@ -93,7 +93,7 @@ def _gate_up_activation(  # type: ignore[no-untyped-def]
     SCALED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     EVEN: tl.constexpr,
-    PACKED: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,  # inputs per scale of packed weights; 0 for other weights
     HAS_ZEROS: tl.constexpr,
 ):
     block = tl.program_id(0)
@@ -111,20 +111,20 @@ def _gate_up_activation(  # type: ignore[no-untyped-def]
     for start in range(0, hidden_size, BLOCK_DEPTH):
         depth = start + tl.arange(0, BLOCK_DEPTH)
         in_depth = depth < hidden_size
-        left = _load(x_rows + depth[None, :], row_mask[:, None], in_depth[None, :], EVEN)
-        if PACKED:
+        x_tile = _load(x_rows + depth[None, :], row_mask[:, None], in_depth[None, :], EVEN)
+        if GROUP_SIZE > 0:
             row = expert * 2 * intermediate_size + cols
-            right = _dequantized(
-                weights, scales, zeros, row, col_mask, row_bytes, start, PACKED, BLOCK_DEPTH, HAS_ZEROS, left.dtype
-            )
-            right2 = _dequantized(
-                weights, scales, zeros, row + intermediate_size, col_mask, row_bytes, start, PACKED, BLOCK_DEPTH,
-                HAS_ZEROS, left.dtype,
+            gate_w = _dequantize(
+                weights, scales, zeros, row, col_mask, row_bytes, start, GROUP_SIZE, BLOCK_DEPTH, HAS_ZEROS, x_tile.dtype
+            )  # fmt: skip
+            up_w = _dequantize(
+                weights, scales, zeros, row + intermediate_size, col_mask, row_bytes, start, GROUP_SIZE, BLOCK_DEPTH,
+                HAS_ZEROS, x_tile.dtype,
             )  # fmt: skip
         else:
-            right = _load(gate_cols + depth[:, None], col_mask[None, :], in_depth[:, None], EVEN)
-            right2 = _load(up_cols + depth[:, None], col_mask[None, :], in_depth[:, None], EVEN)
-        gate, up = add_dot(gate, left, right, WIDEN), add_dot(up, left, right2, WIDEN)
+            gate_w = _load(gate_cols + depth[:, None], col_mask[None, :], in_depth[:, None], EVEN)
+            up_w = _load(up_cols + depth[:, None], col_mask[None, :], in_depth[:, None], EVEN)
+        gate, up = add_dot(gate, x_tile, gate_w, WIDEN), add_dot(up, x_tile, up_w, WIDEN)
     if SCALED:
         row_scales = tl.load(x_scales + rows // TOP_K, mask=row_mask, other=0.0)[:, None]
         col_scales = scales + expert * 2 * intermediate_size + cols
@@ -141,10 +141,10 @@ def _gate_up_activation(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
 def _weighted_down(  # type: ignore[no-untyped-def]
-    hidden,  # [R, I]
-    hidden_scales,  # [R], float32
+    intermediate,  # [R, I]
+    intermediate_scales,  # [R], float32
     weights,  # [E, H, I]
-    scales,  # [E, H], float32, or of blocks: [E, H, G]
+    scales,  # [E, H], float32, or of groups: [E, H, G]
     zeros,  # [E, H, G], uint8
     bias,  # [E, H]
     row_weights,  # [R], float32
@@ -163,7 +163,7 @@ def _weighted_down(  # type: ignore[no-untyped-def]
     SCALED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     EVEN: tl.constexpr,
-    PACKED: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,  # inputs per scale of packed weights; 0 for other weights
     HAS_ZEROS: tl.constexpr,
 ):
     block = tl.program_id(0)
@@ -173,23 +173,23 @@ def _weighted_down(  # type: ignore[no-untyped-def]
     rows = tl.load(block_rows + block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     row_mask, col_mask = rows < num_rows, cols < hidden_size
-    hidden_rows = hidden + rows[:, None] * intermediate_size
+    intermediate_rows = intermediate + rows[:, None] * intermediate_size
     weight_cols = weights + expert * hidden_size * intermediate_size + cols[None, :] * intermediate_size
     result = tl.zeros((BLOCK_ROWS, BLOCK_COLS), dtype=tl.float32)
     for start in range(0, intermediate_size, BLOCK_DEPTH):
         depth = start + tl.arange(0, BLOCK_DEPTH)
         in_depth = depth < intermediate_size
-        left = _load(hidden_rows + depth[None, :], row_mask[:, None], in_depth[None, :], EVEN)
-        if PACKED:
+        x_tile = _load(intermediate_rows + depth[None, :], row_mask[:, None], in_depth[None, :], EVEN)
+        if GROUP_SIZE > 0:
             row = expert * hidden_size + cols
-            right = _dequantized(
-                weights, scales, zeros, row, col_mask, row_bytes, start, PACKED, BLOCK_DEPTH, HAS_ZEROS, left.dtype
-            )
+            w = _dequantize(
+                weights, scales, zeros, row, col_mask, row_bytes, start, GROUP_SIZE, BLOCK_DEPTH, HAS_ZEROS, x_tile.dtype
+            )  # fmt: skip
         else:
-            right = _load(weight_cols + depth[:, None], col_mask[None, :], in_depth[:, None], EVEN)
-        result = add_dot(result, left, right, WIDEN)
+            w = _load(weight_cols + depth[:, None], col_mask[None, :], in_depth[:, None], EVEN)
+        result = add_dot(result, x_tile, w, WIDEN)
     if SCALED:
-        row_scales = tl.load(hidden_scales + rows, mask=row_mask, other=0.0)[:, None]
+        row_scales = tl.load(intermediate_scales + rows, mask=row_mask, other=0.0)[:, None]
         result *= row_scales * tl.load(scales + expert * hidden_size + cols, mask=col_mask, other=0.0)[None, :]
     if HAS_BIAS:
         result += tl.load(bias + expert * hidden_size + cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]
@@ -240,8 +240,8 @@ def gate_up_activation(
 
 
 def weighted_down(
-    hidden: torch.Tensor,
-    hidden_scales: torch.Tensor | None,
+    intermediate: torch.Tensor,
+    intermediate_scales: torch.Tensor | None,
     down: torch.Tensor,
     scales: torch.Tensor | None,
     zeros: torch.Tensor | None,
@@ -251,11 +251,11 @@ def weighted_down(
     blocks: SortedBlocks,
     tiles: Tiles,
 ) -> None:
-    """Compute ``out[row] = row_weights[row] * (down @ hidden[row] + bias)`` for every row.
+    """Compute ``out[row] = row_weights[row] * (down @ intermediate[row] + bias)`` for every row.
 
     Args:
-        hidden: [R, I].
-        hidden_scales: scales of its rows, float32 [R], if it is float8.
+        intermediate: [R, I].
+        intermediate_scales: scales of its rows, float32 [R], if it is float8.
         down: [E, H, I], or packed.
         scales: scales of `down` if it is quantized; see `ExpertWeights`.
         zeros: its zero points, or None.
@@ -267,9 +267,9 @@ def weighted_down(
     """
     num_experts, hidden_size, row_bytes = down.shape
     grid = (len(blocks.experts), triton.cdiv(hidden_size, tiles.cols))
-    sizes = (out.shape[0], num_experts, hidden_size, hidden.shape[1], row_bytes)
-    options = _options(hidden, down, scales, zeros, bias, blocks, tiles)
-    left = hidden, hidden if hidden_scales is None else hidden_scales
+    sizes = (out.shape[0], num_experts, hidden_size, intermediate.shape[1], row_bytes)
+    options = _options(intermediate, down, scales, zeros, bias, blocks, tiles)
+    left = intermediate, intermediate if intermediate_scales is None else intermediate_scales
     right = down, *(down if each is None else each for each in (scales, zeros, bias))
     _weighted_down[grid](*left, *right, row_weights, out, blocks.rows, blocks.experts, *sizes, **options)
 
@@ -284,15 +284,15 @@ def _options(
     tiles: Tiles,
 ) -> dict[str, str | float | bool | None]:
     is_packed = weights.dtype == torch.uint8
-    block = 2 * weights.shape[2] // scales.shape[2] if is_packed and scales is not None else 0
-    depth = next(size for size in (128, 64, 32) if block % size == 0) if is_packed else tiles.depth
+    group_size = 2 * weights.shape[2] // scales.shape[2] if is_packed and scales is not None else 0
+    depth = next(size for size in (128, 64, 32) if group_size % size == 0) if is_packed else tiles.depth
     return {
         "BLOCK_ROWS": blocks.block_size,
         "BLOCK_COLS": tiles.cols,
         "BLOCK_DEPTH": depth,
         "WIDEN": not x.is_cuda,  # Triton's interpreter multiplies the bits of bfloat16 as integers
         "SCALED": scales is not None and not is_packed,
-        "PACKED": block,
+        "GROUP_SIZE": group_size,
         "HAS_ZEROS": zeros is not None,
         "HAS_BIAS": bias is not None,
         "EVEN": x.shape[1] % depth == 0,

@@ -58,14 +58,14 @@ class TritonMoe(MoeKernel):
         block_size = choose_block_size(num_rows, num_experts)
         blocks = self._blocks.sort_into_blocks(topk_ids.contiguous(), num_experts, block_size)
         first, second = choose_tiles(num_rows, block_size, gate_up.element_size(), self._large_memory)
-        hidden = x.new_empty(num_rows, self.spec.intermediate_size)
+        intermediate = x.new_empty(num_rows, self.spec.intermediate_size)
         self._grouped.gate_up_activation(
             *self._inputs(x.contiguous(), gate_up),
             gate_up,
             gate_up_scales,
             weights.gate_up_zeros,
             weights.gate_up_bias,
-            hidden,
+            intermediate,
             blocks,
             top_k,
             first,
@@ -73,7 +73,7 @@ class TritonMoe(MoeKernel):
         )
         rows = x.new_empty(num_rows, self.spec.hidden_size)
         self._grouped.weighted_down(
-            *self._inputs(hidden, down),
+            *self._inputs(intermediate, down),
             down,
             down_scales,
             weights.down_zeros,

@@ -25,13 +25,13 @@ class TritonProvider(OpsProvider):
 
         self._activation = activation
 
-    def overlaps(self, num_rows: int) -> bool:
+    def uses_pdl(self, num_rows: int) -> bool:
         """Return True if launches over `num_rows` tokens use PDL; see `minisgl_backends.kernels.dependent_launch`."""
         return False
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """See `NormOps.silu_and_mul`. GEMMs without a fused activation call it too."""
-        return self._activation.silu_and_mul(gate_up, overlap=self.overlaps(len(gate_up)))
+        return self._activation.silu_and_mul(gate_up, pdl=self.uses_pdl(len(gate_up)))
 
 
 def dense(x: torch.Tensor) -> torch.Tensor:

@@ -33,15 +33,15 @@ class TritonLinear(TritonProvider, LinearOps):
 
     def prepare_fp8_linear(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
         """See `LinearOps.prepare_fp8_linear`."""
-        large = self._fp8_gemm(weight, scales, bias) if weight.is_cuda else None
-        large = large or super().prepare_fp8_linear(weight, scales, bias)
-        return _flatten_batch_dims(self._with_fp8_small_m(large, weight, scales, bias))
+        fallback = self._fp8_gemm(weight, scales, bias) if weight.is_cuda else None
+        fallback = fallback or super().prepare_fp8_linear(weight, scales, bias)
+        return _flatten_batch_dims(self._with_fp8_small_m(fallback, weight, scales, bias))
 
     def prepare_fp8_gated(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
         """See `LinearOps.prepare_fp8_gated`."""
         gate_up, silu_and_mul = self.prepare_fp8_linear(weight, scales, bias), self.silu_and_mul
-        large = lambda x: silu_and_mul(gate_up(x))  # noqa: E731
-        return _flatten_batch_dims(self._with_fp8_small_m(large, weight, scales, bias, gated=True))
+        fallback = lambda x: silu_and_mul(gate_up(x))  # noqa: E731
+        return _flatten_batch_dims(self._with_fp8_small_m(fallback, weight, scales, bias, gated=True))
 
     def _fp8_gemm(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
         """Return the FP8 GEMM of torch."""
@@ -58,27 +58,27 @@ class TritonLinear(TritonProvider, LinearOps):
 
     def _with_fp8_small_m(
         self,
-        large: LinearOp,
+        fallback: LinearOp,
         weight: torch.Tensor,
         scales: torch.Tensor,
         bias: torch.Tensor | None,
         *,
         gated: bool = False,
     ) -> LinearOp:
-        if self.dtype != torch.bfloat16 or not self._small_m_gemm.fits(weight):
-            return large
+        if self.dtype != torch.bfloat16 or not self._small_m_gemm.supports_weight(weight):
+            return fallback
         small_m = self._small_m_gemm.SmallMGemm(weight, bias, self._workspace, gated=gated, scales=scales)
         max_rows, quantize_rows = self._small_m_gemm.MAX_ROWS, self._quantize.quantize_rows
-        return lambda x: small_m(*quantize_rows(x)) if len(x) <= max_rows else large(x)
+        return lambda x: small_m(*quantize_rows(x)) if len(x) <= max_rows else fallback(x)
 
     def _with_small_m(
-        self, large: LinearOp, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool
+        self, fallback: LinearOp, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool
     ) -> LinearOp:
-        if not self._small_m_gemm.fits(weight):
-            return large
+        if not self._small_m_gemm.supports_weight(weight):
+            return fallback
         small_m = self._small_m_gemm.SmallMGemm(weight, bias, self._workspace, gated=gated)
         max_rows = self._small_m_gemm.MAX_ROWS
-        return lambda x: small_m(x) if len(x) <= max_rows else large(x)
+        return lambda x: small_m(x) if len(x) <= max_rows else fallback(x)
 
 
 def _flatten_batch_dims(gemm: LinearOp) -> LinearOp:

@@ -21,17 +21,17 @@ class TritonNorm(TritonProvider, NormOps):
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See `NormOps.rms_norm`."""
-        return self._norm.rms_norm(x, weight, eps, overlap=self.overlaps(len(x)))
+        return self._norm.rms_norm(x, weight, eps, pdl=self.uses_pdl(len(x)))
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `NormOps.add_rms_norm`; in place."""
-        return self._norm.add_rms_norm(x, residual, weight, eps, overlap=self.overlaps(len(x)))
+        return self._norm.add_rms_norm(x, residual, weight, eps, pdl=self.uses_pdl(len(x)))
 
     def gelu_tanh_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """See `NormOps.gelu_tanh_and_mul`."""
-        out: torch.Tensor = self._activation.gelu_tanh_and_mul(gate_up, overlap=self.overlaps(len(gate_up)))
+        out: torch.Tensor = self._activation.gelu_tanh_and_mul(gate_up, pdl=self.uses_pdl(len(gate_up)))
         return out
 
 
@@ -49,7 +49,7 @@ class TritonRotary(TritonProvider, RotaryOps):
     def qk_norm_rope(self, q: torch.Tensor, k: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
         """See `RotaryOps.qk_norm_rope`; in place."""
         q, k = dense(q), dense(k)
-        self._rotary.qk_norm_rope(q, k, rope, overlap=self.overlaps(len(q)))
+        self._rotary.qk_norm_rope(q, k, rope, pdl=self.uses_pdl(len(q)))
         return q, k
 
     def qk_norm_rope_kv_store(
@@ -66,7 +66,7 @@ class TritonRotary(TritonProvider, RotaryOps):
         """See `RotaryOps.qk_norm_rope_kv_store`; q in place."""
         q, k, v = dense(q), dense(k), dense(v)
         store = v, k_pages, v_pages, slots
-        self._rotary.qk_norm_rope(q, k, rope, store, scales, overlap=self.overlaps(len(q)))
+        self._rotary.qk_norm_rope(q, k, rope, store, scales, pdl=self.uses_pdl(len(q)))
         return q
 
 
@@ -75,9 +75,9 @@ class TritonOps(TritonLinear, TritonNorm, TritonRotary, SamplingOps, StepOps, Ro
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(device, dtype)
-        from minisgl_backends.kernels import inputs, mask, route, sample
+        from minisgl_backends.kernels import mask, route, sample, step
 
-        self._inputs, self._mask, self._route, self._sample = inputs, mask, route, sample
+        self._mask, self._route, self._sample, self._step = mask, route, sample, step
 
     def decode_inputs(
         self,
@@ -89,7 +89,7 @@ class TritonOps(TritonLinear, TritonNorm, TritonRotary, SamplingOps, StepOps, Ro
         page_size: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `StepOps.decode_inputs`."""
-        return self._inputs.decode_inputs(mapped_inputs, buffer_index, inputs, last_tokens, page_table, page_size)
+        return self._step.decode_inputs(mapped_inputs, buffer_index, inputs, last_tokens, page_table, page_size)
 
     def decode_outputs(
         self,
@@ -100,15 +100,15 @@ class TritonOps(TritonLinear, TritonNorm, TritonRotary, SamplingOps, StepOps, Ro
         buffer_index: torch.Tensor,
     ) -> None:
         """See `StepOps.decode_outputs`."""
-        self._inputs.decode_outputs(tokens.contiguous(), rows, last_tokens, mapped_tokens, buffer_index)
+        self._step.decode_outputs(tokens.contiguous(), rows, last_tokens, mapped_tokens, buffer_index)
 
     def gather_rows(self, table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """See `StepOps.gather_rows`."""
-        return self._inputs.gather_rows(table, index.contiguous())
+        return self._step.gather_rows(table, index.contiguous())
 
     def scatter(self, table: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> None:
         """See `StepOps.scatter`."""
-        self._inputs.scatter(table, index.contiguous(), values.contiguous())
+        self._step.scatter(table, index.contiguous(), values.contiguous())
 
     def mask_logits(self, logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
         """See `SamplingOps.mask_logits`; in place."""

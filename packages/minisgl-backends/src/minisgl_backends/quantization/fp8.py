@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from minisgl_backends.quantization.fp8_checkpoint import StoredFp8Experts, StoredFp8Linear
+from minisgl_backends.quantization.fp8_checkpoint import CheckpointFp8Experts, CheckpointFp8Linear
 from minisgl_backends.requirements import capability_missing, dtype_name, other_weights
 from minisgl_core.contracts.checkpoint_quantization import block_shape
 from minisgl_core.contracts.layer_methods import (
@@ -60,8 +60,8 @@ class Fp8(Quantization):
         names = {part.name for part in spec.parts}
         if self._is_unquantized(names) or not _has_supported_shape(spec):
             return super().linear(spec)
-        if self._is_stored:
-            return StoredFp8Linear(spec, self.ops, self._block(spec.parts[0].name))
+        if self._is_quantized:
+            return CheckpointFp8Linear(spec, self.ops, self._block(spec.parts[0].name))
         return Fp8Linear(spec, self.ops)
 
     def experts(self, spec: ExpertsSpec, kernel: type[MoeKernel]) -> ExpertsMethod:
@@ -76,17 +76,17 @@ class Fp8(Quantization):
         names = {part.name for part in (*spec.gate_up_parts(0), spec.down_part(0))}
         if self._is_unquantized(names):
             return super().experts(spec, kernel)
-        if self._is_stored:
-            return StoredFp8Experts(spec, kernel, self._block(spec.down_part(0).name))
+        if self._is_quantized:
+            return CheckpointFp8Experts(spec, kernel, self._block(spec.down_part(0).name))
         return Fp8Experts(spec, kernel, self.ops)
 
     @property
-    def _is_stored(self) -> bool:
+    def _is_quantized(self) -> bool:
         """Return True if the checkpoint has float8 weights and their scales."""
         return self.spec.checkpoint is not None and self.spec.checkpoint.is_float8
 
     def _is_unquantized(self, names: Iterable[str]) -> bool:
-        return self._is_stored and self.spec.checkpoint is not None and self.spec.checkpoint.has_unquantized(names)
+        return self._is_quantized and self.spec.checkpoint is not None and self.spec.checkpoint.has_unquantized(names)
 
     def _block(self, name: str) -> tuple[int, int] | None:
         assert self.spec.checkpoint is not None

@@ -37,7 +37,7 @@ _CHUNK = 2**18
 """Elements that are converted at once, which take about 2 MB of temporary memory."""
 
 
-class StoredMatrix:
+class CheckpointMatrix:
     """Codes and scales of one weight on this rank.
 
     Attributes:
@@ -110,7 +110,7 @@ def _block_indices(shard: Shard, size: int, device: torch.device) -> torch.Tenso
     return torch.arange(shard.start, shard.stop, device=device) // size - shard.start // size
 
 
-class StoredFp8Linear(LinearMethod):
+class CheckpointFp8Linear(LinearMethod):
     """A linear layer of an FP8 checkpoint."""
 
     def __init__(self, spec: LinearSpec, ops: Ops, block: Block | None) -> None:
@@ -118,7 +118,7 @@ class StoredFp8Linear(LinearMethod):
         self._ops = ops
         codes = spec.empty(spec.out_features, spec.in_features, dtype=FP8)
         scales = spec.empty(spec.out_features, dtype=torch.float32)
-        self._matrix = StoredMatrix(codes, scales, spec.parts, spec.columns, block)
+        self._matrix = CheckpointMatrix(codes, scales, spec.parts, spec.columns, block)
         self._bias = spec.empty(spec.out_features) if spec.bias else None
 
     def targets(self) -> Targets:
@@ -135,7 +135,7 @@ class StoredFp8Linear(LinearMethod):
         return make(self._matrix.codes, self._matrix.scales, self._bias)
 
 
-class StoredFp8Experts(ExpertsMethod):
+class CheckpointFp8Experts(ExpertsMethod):
     """The experts of a layer of an FP8 checkpoint."""
 
     weight_dtype: ClassVar[torch.dtype | None] = FP8
@@ -153,8 +153,8 @@ class StoredFp8Experts(ExpertsMethod):
             gate_up, down = spec.gate_up_parts(expert), [spec.down_part(expert)]
             whole = Shard.whole(moe.hidden_size)
             self._matrices += [
-                StoredMatrix(self._gate_up[expert], self._gate_up_scales[expert], gate_up, whole, block),
-                StoredMatrix(self._down[expert], self._down_scales[expert], down, spec.inner, block),
+                CheckpointMatrix(self._gate_up[expert], self._gate_up_scales[expert], gate_up, whole, block),
+                CheckpointMatrix(self._down[expert], self._down_scales[expert], down, spec.inner, block),
             ]
 
     def targets(self) -> Targets:

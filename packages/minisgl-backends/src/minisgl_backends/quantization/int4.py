@@ -9,8 +9,8 @@ from functools import partial
 from minisgl_backends.kernels.device import packed_gemm_unsupported
 from minisgl_backends.kernels.int4_weight import Int4Weight, quantize_groups, torch_int4_linear
 from minisgl_backends.kernels.packed_matrix import TILE
-from minisgl_backends.quantization.int4_checkpoint import Prepare, StoredInt4Linear
-from minisgl_backends.quantization.int4_experts import Int4Experts, StoredInt4Experts
+from minisgl_backends.quantization.int4_checkpoint import CheckpointInt4Linear, Prepare
+from minisgl_backends.quantization.int4_experts import CheckpointInt4Experts, Int4Experts
 from minisgl_backends.requirements import other_weights
 from minisgl_core.contracts.checkpoint_quantization import CheckpointQuantization, Int4Format, int4_format
 from minisgl_core.contracts.layer_methods import (
@@ -84,7 +84,7 @@ class Int4(Quantization):
                 return super().linear(spec)
             return Int4Linear(spec, self.ops, group, self._prepare)
         found = _format_of(stored, spec.name, spec.parts)
-        return super().linear(spec) if found is None else StoredInt4Linear(spec, found, self._prepare)
+        return super().linear(spec) if found is None else CheckpointInt4Linear(spec, found, self._prepare)
 
     def experts(self, spec: ExpertsSpec, kernel: type[MoeKernel]) -> ExpertsMethod:
         """Return the method of one layer's experts, of a 16-bit checkpoint or of one with 4-bit integers.
@@ -102,7 +102,7 @@ class Int4(Quantization):
         experts = range(spec.moe.num_experts)
         parts = [part for each in experts for part in (*spec.gate_up_parts(each), spec.down_part(each))]
         found = _format_of(stored, spec.name, parts)
-        return super().experts(spec, kernel) if found is None else StoredInt4Experts(spec, kernel, found)
+        return super().experts(spec, kernel) if found is None else CheckpointInt4Experts(spec, kernel, found)
 
 
 class Int4Linear(PlainLinear):

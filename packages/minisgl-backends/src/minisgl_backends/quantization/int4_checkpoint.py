@@ -85,8 +85,8 @@ class Columns:
         group_of = torch.arange(len(present)).repeat_interleave(counts + pads)
         offsets = torch.arange(len(group_of)) - (counts + pads).cumsum(0).sub(counts + pads)[group_of]
         padding = offsets >= counts[group_of]
-        place = (counts.cumsum(0) - counts)[group_of] + offsets.masked_fill(padding, 0)
-        source = order[place]
+        index = (counts.cumsum(0) - counts)[group_of] + offsets.masked_fill(padding, 0)
+        source = order[index]
         is_plain = torch.equal(source, torch.arange(len(groups)))
         step = block or max(len(group_of), 1)
         return cls(source, padding, block, present[group_of[::step]], is_plain)
@@ -98,7 +98,7 @@ class Columns:
 
 
 class PackedRows(Protocol):
-    """Weight that `StoredPart.store` fills; see `Int4Weight`."""
+    """Weight that `CheckpointPart.store` fills; see `Int4Weight`."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -111,7 +111,7 @@ class PackedRows(Protocol):
         """Store the codes of some rows."""
 
 
-class StoredPart:
+class CheckpointPart:
     """Packed tensors of one module on this rank.
 
     Attributes:
@@ -241,13 +241,13 @@ def _in_awq_order(codes: torch.Tensor) -> torch.Tensor:
     return words[..., _AWQ_ORDER].flatten(-2)
 
 
-class StoredInt4Linear(LinearMethod):
+class CheckpointInt4Linear(LinearMethod):
     """A linear layer of a checkpoint with 4-bit integers."""
 
     def __init__(self, spec: LinearSpec, stored: Int4Format, prepare: Prepare) -> None:
         super().__init__(spec)
         self._prepare = prepare
-        self._parts = [StoredPart(part, spec, stored) for part in spec.parts]
+        self._parts = [CheckpointPart(part, spec, stored) for part in spec.parts]
         self._bias = spec.empty(spec.out_features) if spec.bias else None
         # AutoGPTQ stores biases of zeros for layers without a bias.
         self._no_bias = (
@@ -287,7 +287,7 @@ class StoredInt4Linear(LinearMethod):
 
         return linear
 
-    def _weight(self, parts: list[StoredPart], columns: Columns, *, gated: bool) -> Int4Weight:
+    def _weight(self, parts: list[CheckpointPart], columns: Columns, *, gated: bool) -> Int4Weight:
         weight = Int4Weight.empty(
             sum(part.rows.size for part in parts),
             len(columns.source),

@@ -9,7 +9,7 @@ import torch
 
 from minisgl_backends.kernels.int4_weight import quantize_groups
 from minisgl_backends.moe.packed_weights import BLOCK, pack
-from minisgl_backends.quantization.int4_checkpoint import Columns, StoredPart
+from minisgl_backends.quantization.int4_checkpoint import CheckpointPart, Columns
 from minisgl_backends.quantization.packed_experts import PackedExperts
 from minisgl_core.contracts.checkpoint_quantization import Int4Format
 from minisgl_core.contracts.layer import Targets
@@ -43,7 +43,7 @@ class _Matrices:
 
 
 class _Matrix:
-    """One weight of an expert, as `StoredPart.store` takes it."""
+    """One weight of an expert, as `CheckpointPart.store` takes it."""
 
     def __init__(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> None:
         self.codes, self.scales, self.zeros = codes, scales, zeros
@@ -55,7 +55,7 @@ class _Matrix:
         self.codes[rows] = pack(codes, self.codes.shape[1])
 
 
-class StoredInt4Experts(PackedExperts):
+class CheckpointInt4Experts(PackedExperts):
     """Packed tensors of each expert, which are repacked one expert at a time."""
 
     weight_dtype: ClassVar[torch.dtype | None] = UINT4
@@ -63,9 +63,9 @@ class StoredInt4Experts(PackedExperts):
     def __init__(self, spec: ExpertsSpec, kernel: type[MoeKernel], stored: Int4Format) -> None:
         super().__init__(spec, kernel)
 
-        def part(of: LinearPart, columns: Shard) -> StoredPart:
+        def part(of: LinearPart, columns: Shard) -> CheckpointPart:
             layer = LinearSpec(of.name, (of,), columns, False, False, spec.moe.dtype, spec.moe.device)
-            return StoredPart(of, layer, stored)
+            return CheckpointPart(of, layer, stored)
 
         hidden, experts = Shard.whole(spec.moe.hidden_size), range(spec.moe.num_experts)
         self._gate_up = [[part(each, hidden) for each in self.spec.gate_up_parts(expert)] for expert in experts]
@@ -88,7 +88,7 @@ class StoredInt4Experts(PackedExperts):
         self.zero_neighbor_rows(gate_up.scales, self.gate_up_bias)
         return self.operation(gate_up.codes, down.codes, gate_up.scales, down.scales, gate_up.zeros, down.zeros)
 
-    def _repacked(self, experts: list[list[StoredPart]]) -> _Matrices:
+    def _repacked(self, experts: list[list[CheckpointPart]]) -> _Matrices:
         first = experts[0][0]
         count, columns = first.num_columns, _in_order(first)
         rows = sum(part.rows.size for part in experts[0])
@@ -103,7 +103,7 @@ class StoredInt4Experts(PackedExperts):
         return found
 
 
-def _in_order(part: StoredPart) -> Columns:
+def _in_order(part: CheckpointPart) -> Columns:
     columns, order = part.columns(), torch.arange(part.num_columns)
     if not torch.equal(columns.source[: len(order)], order):
         raise ModelFormatError(f"the inputs of {part.name} are not in order (act-order), which experts do not support")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from minisgl_backends.native import library
-from minisgl_backends.quantization.fp8_checkpoint import StoredMatrix
+from minisgl_backends.quantization.fp8_checkpoint import CheckpointMatrix
 from minisgl_backends.quantization.gguf_cpu import CpuLinearMethod
 from minisgl_backends.quantization.gguf_types import TYPES
 from minisgl_backends.requirements import capability_missing, other_weights, triton_missing
@@ -65,7 +65,7 @@ class Int8(Quantization):
         quantized = {stored.weights_of(part.name) is not None for part in spec.parts}
         if len(quantized) > 1:
             raise ModelFormatError(f"config: quantization_config quantizes the parts of {spec.name} in different ways")
-        return StoredInt8Linear(spec) if True in quantized else super().linear(spec)
+        return CheckpointInt8Linear(spec) if True in quantized else super().linear(spec)
 
 
 class Int8Linear(PlainLinear):
@@ -83,7 +83,7 @@ class Int8Linear(PlainLinear):
         return operation(self.spec, codes, scales, self.bias)
 
 
-class StoredInt8Linear(LinearMethod):
+class CheckpointInt8Linear(LinearMethod):
     """A linear layer of a checkpoint with 8-bit integers."""
 
     def __init__(self, spec: LinearSpec) -> None:
@@ -94,7 +94,7 @@ class StoredInt8Linear(LinearMethod):
 
     def targets(self) -> Targets:
         """Yield ``NAME.weight``, ``NAME.weight_scale`` and ``NAME.bias`` of every part; activation scales are not used."""
-        yield from StoredMatrix(self._codes, self._scales, self.spec.parts, self.spec.columns, None).targets()
+        yield from CheckpointMatrix(self._codes, self._scales, self.spec.parts, self.spec.columns, None).targets()
         for name in dict.fromkeys(part.name for part in self.spec.parts):
             for kind, dtype in (("input_scale", torch.float32), ("input_zero_point", torch.int8)):
                 yield f"{name}.{kind}", WeightTarget(torch.empty(1, dtype=dtype), optional=True, broadcast=True)

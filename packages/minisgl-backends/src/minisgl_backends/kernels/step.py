@@ -63,11 +63,11 @@ def _decode_outputs(tokens, rows, last_tokens, mapped_tokens, buffer_index, num_
     """Write tokens to the host and to `last_tokens`, in one program, since it flips `buffer_index` after all threads read it."""
     now = tl.load(buffer_index)
     for start in range(0, num_tokens, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        mask = place < num_tokens
-        token = tl.load(tokens + place, mask=mask, other=0)
-        tl.store(mapped_tokens + now * num_tokens + place, token, mask=mask)
-        tl.store(last_tokens + tl.load(rows + place, mask=mask, other=0), token.to(tl.int32), mask=mask)
+        position = start + tl.arange(0, BLOCK)
+        mask = position < num_tokens
+        token = tl.load(tokens + position, mask=mask, other=0)
+        tl.store(mapped_tokens + now * num_tokens + position, token, mask=mask)
+        tl.store(last_tokens + tl.load(rows + position, mask=mask, other=0), token.to(tl.int32), mask=mask)
     tl.debug_barrier()
     tl.store(buffer_index, 1 - now)
 
@@ -103,10 +103,10 @@ def gather_rows(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 @triton.jit(do_not_specialize=["num_values"], do_not_specialize_on_alignment=["index", "values"])
 def _scatter(table, index, values, num_values, BLOCK: tl.constexpr):
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = place < num_values
-    value = tl.load(values + place, mask=mask, other=0)
-    tl.store(table + tl.load(index + place, mask=mask, other=0), value.to(table.dtype.element_ty), mask=mask)
+    position = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = position < num_values
+    value = tl.load(values + position, mask=mask, other=0)
+    tl.store(table + tl.load(index + position, mask=mask, other=0), value.to(table.dtype.element_ty), mask=mask)
 
 
 def scatter(table: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> None:
