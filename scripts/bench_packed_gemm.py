@@ -123,6 +123,7 @@ def compile_part(part: int, names: tuple[str, ...], all_rows: tuple[int, ...]) -
     for name, gated, rows, tiling in variants[part::WORKERS]:
         for outputs in (24576,) if gated else (6144, 4096):
             matrix = random_matrix(FORMATS[name], outputs, 4096, BFLOAT16, gated=gated)
+            packed_gemm.MAX_FUSED_ROWS = 64 if tiling is None else 1024
             try:
                 PackedGemm(matrix, None, scratch, BFLOAT16, tiling=tiling)(
                     torch.randn(rows, 4096, device=DEVICE).bfloat16()
@@ -191,7 +192,6 @@ def main(names: tuple[str, ...], rows: tuple[int, ...], seconds: float, warm: in
     if not torch.cuda.is_available():
         raise click.UsageError("this needs an NVIDIA GPU")
     if warm is not None:
-        packed_gemm.MAX_FUSED_ROWS = 1024
         compile_part(warm, names, rows)
         return
     start = time.monotonic()

@@ -30,16 +30,13 @@ class PackedTiling:
 
 
 def choose_tiling(num_rows: int, num_outputs: int, weight: PackedMatrix) -> PackedTiling:
-    """Return a tiling whose loads in flight fit into shared memory; `num_outputs` counts gate and up outputs once."""
+    """Return a tiling for up to 64 rows, whose loads in flight fit into shared memory; gate and up outputs count once."""
     packing, gated = weight.packing, weight.gated
-    if num_rows <= 64:
-        blocks = triton.cdiv(num_outputs, 64)
-        splits = 1 if blocks >= 256 else min(4, max(1, 512 // blocks), max(1, weight.num_inputs // 1024))
-        cols, rows, warps = 64, max(16, triton.next_power_of_2(num_rows)), 4
-    else:
-        cols, rows, splits, warps = (64, 128, 1, 4) if gated else (128, 128, 1, 8)
+    blocks = triton.cdiv(num_outputs, 64)
+    splits = 1 if blocks >= 256 else min(4, max(1, 512 // blocks), max(1, weight.num_inputs // 1024))
+    cols, rows = 64, max(16, triton.next_power_of_2(num_rows))
     shared = 220_000 if has_large_shared_memory(weight.codes.device) else 98_000
     bits = packing.low * packing.chunk + 16 * packing.sub * (packing.high > 0)
     scales = 4 * max(1, packing.chunk // packing.word) + 4 * packing.has_supers
     stage = 2 * packing.chunk * rows + cols * (1 + gated) * (bits // 8 + scales)
-    return PackedTiling(cols, rows, splits, warps, max(2, min(4, shared // stage)))
+    return PackedTiling(cols, rows, splits, stages=max(2, min(4, shared // stage)))
