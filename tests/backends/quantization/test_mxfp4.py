@@ -120,7 +120,7 @@ def test_what_is_refused() -> None:
     assert Mxfp4.unsupported(spec) == []
     [reason] = Mxfp4.unsupported(QuantizationSpec(torch.float32, CPU, 3))
     assert (
-        "weights (no quantization_config) are not in MXFP4; it supports quant_method 'mxfp4', and --quantization"
+        "weights (no quantization_config) are not in MXFP4; this provider loads quant_method 'mxfp4'; use --quantization"
         in reason
     )
     assert "are not float8" in Fp8.unsupported(spec)[0]

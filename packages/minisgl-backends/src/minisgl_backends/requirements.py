@@ -1,4 +1,8 @@
-"""Checks of what providers require. Each returns the reasons against a provider, one sentence each; empty if all is there."""
+"""Checks of what providers require.
+
+Functions that return a list return the reasons against a provider, one sentence each. The list is empty if all is there, so
+`gpu_missing` is true if the GPU is missing.
+"""
 
 from __future__ import annotations
 
@@ -61,8 +65,8 @@ def other_weights(stored: CheckpointQuantization | None, weights: str, supported
         kinds += "".join(f", type {each.get('type')!r}, num_bits {each.get('num_bits')}" for each in stored.groups)
     found = f"({kinds})" if kinds else "(no quantization_config)"
     return (
-        f"the checkpoint's weights {found} are not {weights}; it supports {supported}, and --quantization auto chooses by the "
-        "checkpoint"
+        f"the checkpoint's weights {found} are not {weights}; this provider loads {supported}; use --quantization auto, "
+        "which chooses by the checkpoint"
     )
 
 

@@ -46,8 +46,9 @@ class Fp8(Quantization):
     def unsupported(cls, spec: QuantizationSpec) -> list[str]:
         """Refuse weights of other formats, a GPU without float8 matmuls, and a dtype other than bfloat16 on a GPU."""
         reasons = []
+        # The weights of a GGUF file are dequantized while loading, and quantized like 16-bit ones.
         if spec.checkpoint is not None and not (spec.checkpoint.is_float8 or spec.checkpoint.is_gguf):
-            supported = "quant_method 'fp8', 'compressed-tensors' of type 'float' with num_bits 8, and 16-bit weights"
+            supported = "quant_method 'fp8', 'compressed-tensors' of type 'float' with num_bits 8, 16-bit weights, and GGUF files"
             reasons.append(other_weights(spec.checkpoint, "float8", supported))
         if spec.device.type == "cuda" and torch.cuda.is_available():
             reasons += capability_missing(spec.device, (8, 9), "a float8 matmul")
@@ -129,9 +130,9 @@ def quantize(weight: torch.Tensor, kernels: LinearOps) -> tuple[torch.Tensor, to
     scales = torch.empty(len(weight), 1, dtype=torch.float32, device=weight.device)
     for start in range(0, len(weight), _ROWS):
         part = slice(start, start + _ROWS)
-        found = kernels.quantize_rows(weight[part])
-        codes[part].copy_(found[0])
-        scales[part].copy_(found[1])
+        part_codes, part_scales = kernels.quantize_rows(weight[part])
+        codes[part].copy_(part_codes)
+        scales[part].copy_(part_scales)
     return codes, scales.view(-1)
 
 

@@ -45,6 +45,7 @@ class Int4(Quantization):
     def unsupported(cls, spec: QuantizationSpec) -> list[str]:
         """Refuse checkpoints with other quantized weights, experts with act-order, and old GPUs."""
         reasons = []
+        # The weights of a GGUF file are dequantized while loading, and quantized like 16-bit ones.
         if spec.checkpoint is not None and not spec.checkpoint.is_gguf:
             try:
                 formats = _formats(spec.checkpoint)
@@ -148,6 +149,7 @@ def _formats(stored: CheckpointQuantization) -> list[Int4Format]:
     formats = [int4_format(stored, weights) for weights in stored.groups]
     found = [each for each in formats if each is not None]
     if not found or len(found) < len(formats):
-        supported = "quant_method 'awq', 'gptq', 'compressed-tensors' of type 'int' with num_bits 4, and 16-bit weights"
+        supported = "quant_method 'awq', 'gptq', 'compressed-tensors' of type 'int' with num_bits 4"
+        supported += ", 16-bit weights, and GGUF files"
         raise ModelFormatError(other_weights(stored, "4-bit integers", supported))
     return found

@@ -20,10 +20,10 @@ from minisgl_core.contracts.quantization import Quantization, QuantizationSpec
 from minisgl_core.contracts.shard import Shard
 from minisgl_core.contracts.weights import WeightTarget
 from minisgl_core.errors import ModelFormatError
+from minisgl_core.utils.fp8 import LEAST_SCALE
 
 _CHUNK = 1 << 20
 """Weights that are quantized or widened at once, which bounds the temporary memory."""
-_LEAST_SCALE = 1e-12
 _BLOCK = 32
 """Inputs that the C kernels quantize with one scale."""
 
@@ -39,11 +39,12 @@ class Int8(Quantization):
     def unsupported(cls, spec: QuantizationSpec) -> list[str]:
         """Refuse experts, checkpoints with other quantized weights, and a GPU that triton is missing for or does not support."""
         reasons = []
+        # The weights of a GGUF file are dequantized while loading, and quantized like 16-bit ones.
         if spec.checkpoint is not None and not spec.checkpoint.is_gguf:
             try:
                 groups = spec.checkpoint.groups
                 if not groups or not all(is_int8(spec.checkpoint, each) for each in groups):
-                    supported = "quant_method 'compressed-tensors' of type 'int' with num_bits 8, and 16-bit weights"
+                    supported = "quant_method 'compressed-tensors' of type 'int' with num_bits 8, 16-bit weights, and GGUF files"
                     reasons.append(other_weights(spec.checkpoint, "8-bit integers", supported))
             except ModelFormatError as error:
                 reasons.append(str(error))
@@ -109,7 +110,7 @@ class CheckpointInt8Linear(LinearMethod):
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the codes of x, float32 [M, K], -127 to 127 in int8, and a scale per row, [M]."""
-    scales = (x.abs().amax(1) / 127 if x.shape[1] else x.new_zeros(len(x))).clamp_min_(_LEAST_SCALE)
+    scales = (x.abs().amax(1) / 127 if x.shape[1] else x.new_zeros(len(x))).clamp_min_(LEAST_SCALE)
     return (x / scales[:, None]).round_().to(torch.int8), scales
 
 
