@@ -20,20 +20,22 @@ POLL_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Reserved:
+class RankResources:
     """Resources of one rank.
 
     Attributes:
         node: id of the Ray node.
         address: IP address of the node.
         gpus: GPUs of the rank, as CUDA_VISIBLE_DEVICES names them.
-        ports: two free ports, which `RankActor` keeps until the rank starts.
+        message_port: free port for messages by ZeroMQ, which `RankActor` keeps until the rank starts.
+        rendezvous_port: likewise, for torch.distributed if this is rank 0.
     """
 
     node: str
     address: str
     gpus: tuple[str, ...]
-    ports: tuple[int, ...]
+    message_port: int
+    rendezvous_port: int
 
 
 class RankActor:
@@ -48,7 +50,7 @@ class RankActor:
         self._has_reported = False
         self._probes: list[socket.socket] = []
 
-    def reserve(self) -> Reserved:
+    def reserve(self) -> RankResources:
         """Return the resources of this rank, and keep its ports."""
         import ray
 
@@ -57,9 +59,9 @@ class RankActor:
         for _ in range(2):
             self._probes.append(socket.socket(family))
             self._probes[-1].bind((address, 0))
-        ports = tuple(probe.getsockname()[1] for probe in self._probes)
+        ports = (probe.getsockname()[1] for probe in self._probes)
         gpus = tuple(str(each) for each in ray.get_gpu_ids())
-        return Reserved(ray.get_runtime_context().get_node_id(), address, gpus, ports)
+        return RankResources(ray.get_runtime_context().get_node_id(), address, gpus, *ports)
 
     def free_ports(self) -> None:
         """Let this host's rank bind its ports."""
@@ -99,7 +101,7 @@ class RankActor:
         """Return the next event of the rank: its report, or why it has ended. None if there is none within `POLL_S`."""
         ready = self._supervisor.ready
         try:
-            if self._supervisor.wait(lambda: len(ready) > self._has_reported, timeout_s=POLL_S):
+            if self._supervisor.wait(lambda: bool(ready) and not self._has_reported, timeout_s=POLL_S):
                 self._has_reported = True
                 return next(iter(ready.values()))
         except WorkerDiedError as error:

@@ -7,7 +7,7 @@
 
 Ray starts the actors, hands out addresses and keys, and tells when an actor has died. Plans and results go over ZeroMQ, and
 tensors over the communicator, neither over Ray. A thread per rank asks its actor for events. An actor that does not answer for
-`LOST_S` is lost with its node: Ray itself takes longer to notice.
+`LOST_TIMEOUT_S` is lost with its node: Ray itself takes longer to notice.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from contextlib import suppress
 from multiprocessing import Pipe
 from typing import Any
 
-from minisgl_backends.executor.rank_actor import POLL_S, RankActor, Reserved
+from minisgl_backends.executor.rank_actor import POLL_S, RankActor, RankResources
 from minisgl_core.contracts.executor import Executor, ExecutorSpec, RankPlacement
 from minisgl_core.errors import MinisglError, WorkerDiedError
 from minisgl_core.protocol.messages import Ready
@@ -33,11 +33,11 @@ from minisgl_core.runtime.curve import new_key, tcp_address
 
 logger = logging.getLogger(__name__)
 
-LOST_S = 10.0
+LOST_TIMEOUT_S = 10.0
 """Longest time that an actor may take to answer. `RankActor.poll` takes up to 2 s of it."""
-PLACEMENT_S = 60.0
+PLACEMENT_TIMEOUT_S = 60.0
 """Longest wait for the resources of the ranks."""
-ACTOR_S = 180.0
+ACTOR_TIMEOUT_S = 180.0
 """Longest wait for the start of the actors."""
 ADDRESS_VARIABLE = "RAY_ADDRESS"
 """Environment variable with the cluster's address, as Ray itself reads it."""
@@ -65,7 +65,7 @@ class RayExecutor(Executor):
     def __init__(self, start_process: Any, spec: ExecutorSpec) -> None:
         super().__init__(start_process, spec)
         self._actors: list[Any] = []
-        self._reserved: list[Reserved] = []
+        self._reserved: list[RankResources] = []
         self._group: Any = None
         self._owns_connection = False
         self._closing = threading.Event()
@@ -98,22 +98,22 @@ class RayExecutor(Executor):
 
         self._reserve()
         try:
-            self._reserved = ray.get([actor.reserve.remote() for actor in self._actors], timeout=ACTOR_S)
+            self._reserved = ray.get([actor.reserve.remote() for actor in self._actors], timeout=ACTOR_TIMEOUT_S)
             # Rank 0 may be this process, for which `start` is not called.
-            ray.get(self._actors[0].free_ports.remote(), timeout=LOST_S)
+            ray.get(self._actors[0].free_ports.remote(), timeout=LOST_TIMEOUT_S)
         except ray.exceptions.RayError as error:
             raise MinisglError(f"Ray could not start the actors of the ranks: {summarize(error)}") from None
         gpus = self._gpus_of_nodes()
         size, key, first = self.spec.size, new_key(), self._reserved[0]
         host = f"[{first.address}]" if ":" in first.address else first.address
-        init_method = f"tcp://{host}:{first.ports[1]}"
+        init_method = f"tcp://{host}:{first.rendezvous_port}"
         nodes = tuple(each.address for each in self._reserved)
         placements, num_local = [], dict.fromkeys(gpus, 0)
         for rank, each in enumerate(self._reserved):
             # All ranks of a node see all their GPUs, because peer access needs that.
             local = gpus[each.node].index(each.gpus[0]) if each.gpus else num_local[each.node]
             num_local[each.node] += 1
-            address = tcp_address(each.address, each.ports[0], key)
+            address = tcp_address(each.address, each.message_port, key)
             placements.append(RankPlacement(rank, size, local, address, init_method, nodes))
         if gpus[first.node]:
             _show_gpus(gpus[first.node])
@@ -152,7 +152,7 @@ class RayExecutor(Executor):
                 with suppress(Exception):  # the cluster may be gone
                     ray.kill(actor)
             for thread in self._threads:
-                thread.join(LOST_S)
+                thread.join(LOST_TIMEOUT_S)
             if self._group is not None:
                 with suppress(Exception):
                     ray.util.remove_placement_group(self._group)
@@ -242,7 +242,7 @@ class RayExecutor(Executor):
             bundles[0][name] = 0.001  # rank 0 runs on this host
             group = self._group = placement_group(bundles, strategy=strategy)
             # Wait for resources that are in use, but not for larger or more nodes than there are.
-            if not _fit(bundles, nodes, strategy) or not group.wait(PLACEMENT_S):
+            if not _fit(bundles, nodes, strategy) or not group.wait(PLACEMENT_TIMEOUT_S):
                 raise MinisglError(_describe_shortage(bundles, spec, nodes))
         num_gpus = min(1, group.bundle_specs[0].get("GPU", 0))
         for rank in range(spec.size):
@@ -270,7 +270,7 @@ class RayExecutor(Executor):
                 self._head_seen = time.monotonic()
 
     def _has_lost_head(self) -> bool:
-        return time.monotonic() - self._head_seen > LOST_S
+        return time.monotonic() - self._head_seen > LOST_TIMEOUT_S
 
     def _forward(self, name: str, rank: int, started: Any, events: Any) -> None:
         """Send the events of a rank to its relay, until the rank or this executor ends."""
@@ -282,13 +282,13 @@ class RayExecutor(Executor):
             while not self._closing.is_set() and not isinstance(event, WorkerDiedError):
                 try:
                     if started is not None:
-                        started = ray.get(started, timeout=ACTOR_S)
-                    event = ray.get(actor.poll.remote(), timeout=LOST_S)
+                        started = ray.get(started, timeout=ACTOR_TIMEOUT_S)
+                    event = ray.get(actor.poll.remote(), timeout=LOST_TIMEOUT_S)
                     if self._has_lost_head():
-                        why = f"the head of the Ray cluster has not answered for {LOST_S:g} s"
+                        why = f"the head of the Ray cluster has not answered for {LOST_TIMEOUT_S:g} s"
                         event = WorkerDiedError(f"The process '{name}' is no longer watched: {why}.")
                 except ray.exceptions.GetTimeoutError:
-                    why = f"its node {node} has not answered for {LOST_S:g} s"
+                    why = f"its node {node} has not answered for {LOST_TIMEOUT_S:g} s"
                     event = WorkerDiedError(f"The process '{name}' is lost: {why}.")
                 except ray.exceptions.RayError as error:
                     event = WorkerDiedError(f"The process '{name}' on node {node} has ended: {summarize(error)}")
