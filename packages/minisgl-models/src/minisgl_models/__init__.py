@@ -1,1 +1,6 @@
-"""Model architectures for minisgl, and the GGUF checkpoint format."""
+"""Model architectures for minisgl, and the GGUF checkpoint format.
+
+An architecture is one file that can be read, copied and changed alone. So it has an attention, an MLP and a decoder layer of its
+own, even if another architecture has the same. glm4_moe, gpt_oss, mixtral, olmo3 and qwen3_moe are exceptions: they extend
+another model and import its parts.
+"""

@@ -12,10 +12,10 @@ from minisgl_core.errors import ModelFormatError
 _KINDS = ("full_attention", "sliding_attention")
 _NULL_IS_NONE = frozenset(
     {
-        *("attn_logit_softcapping", "final_logit_softcapping", "head_dim", "hidden_activation", "num_key_value_heads"),
-        *("rope_theta", "sliding_window"),
+        "attn_logit_softcapping", "final_logit_softcapping", "head_dim", "hidden_activation", "num_key_value_heads", "rope_theta",
+        "sliding_window",
     }
-)
+)  # fmt: skip
 """Keys in which a null is no mistake: there is no such cap or window, or it follows from other keys."""
 
 
@@ -61,12 +61,13 @@ def with_defaults(defaults: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[s
     for key in defaults.keys() & raw.keys():
         if raw[key] is None and key not in _NULL_IS_NONE:
             raise given.error(key, "is null; remove the key, or set a value")
+        # The defaults in the calls are for keys that may be null.
         if isinstance(defaults[key], bool):
             given.flag(key)
         elif isinstance(defaults[key], int):
-            given.whole(key, 0, 0)
+            given.whole(key, minimum=0, default=0)
         elif isinstance(defaults[key], float):
-            given.above(key, 0.0, 1.0)
+            given.above(key, bound=0.0, default=1.0)
         else:
             given.text(key)
     return {**defaults, **raw}

@@ -1,7 +1,7 @@
 """Gemma 2 (arXiv 2408.00118): windows in every other layer, soft caps, and a norm before and after attention and MLP.
 
 Shape legend: T tokens of the step, N tokens whose hidden states are returned, H hidden size.
-`docs/plugins/model.md` walks through a file like this one.
+`docs/plugins/model.md` walks through granite.py, a file like this one.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Layers with a window have a rotary embedding of their own. The text model of multimodal checkpoints runs; the rest is left out.
 
 Shape legend: T tokens of the step, N tokens whose hidden states are returned, H hidden size.
-`docs/plugins/model.md` walks through a file like this one.
+`docs/plugins/model.md` walks through granite.py, a file like this one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """GLM-4 (arXiv 2406.12793; GLM-4-0414 and later): a norm before and after attention and MLP, and half of each head rotated.
 
 Shape legend: T tokens of the step, N tokens whose hidden states are returned, H hidden size.
-`docs/plugins/model.md` walks through a file like this one.
+`docs/plugins/model.md` walks through granite.py, a file like this one.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class Glm4Attention(Layer):
         """Build the layers. `index` is the index of the decoder layer."""
         hidden, dim, num_q, num_kv = config.hidden_size, config.head_dim, config.num_q_heads, config.num_kv_heads
         rotary_dim = config.rope.rotary_dim
+        # `heads` returns the interleaved pairs half-split, as Rope expects them.
         self.qkv_proj = QKVParallelLinear(
             hidden, dim, num_q, num_kv, build, bias=config.qkv_bias, interleaved_dim=rotary_dim
         )

@@ -64,6 +64,7 @@ class GptOssAttention(LlamaAttention):
     def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
         """Build the layers. `index` is the index of the decoder layer."""
         super().__init__(config, index, build)
+        # It replaces LlamaAttention's, which has no sinks.
         window, num_sinks = config.sliding_windows[index], config.num_q_heads
         self.attn = Attention(index, config.head_dim**-0.5, window, build, num_sinks=num_sinks)
 

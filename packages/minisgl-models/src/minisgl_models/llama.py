@@ -1,7 +1,7 @@
 """Llama 1 to 3 (arXiv 2302.13971, 2407.21783), and models with the same architecture, such as SmolLM2.
 
 Shape legend: T tokens of the step, N tokens whose hidden states are returned, H hidden size.
-`docs/plugins/model.md` walks through a file like this one.
+`docs/plugins/model.md` walks through granite.py, a file like this one.
 """
 
 from __future__ import annotations

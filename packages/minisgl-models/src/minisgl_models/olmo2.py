@@ -1,7 +1,7 @@
 """OLMo 2 (arXiv 2501.00656): norms after attention and MLP instead of before, and norms of all query and all key heads.
 
 Shape legend: T tokens of the step, N tokens whose hidden states are returned, H hidden size.
-`docs/plugins/model.md` walks through a file like this one.
+`docs/plugins/model.md` walks through granite.py, a file like this one.
 """
 
 from __future__ import annotations

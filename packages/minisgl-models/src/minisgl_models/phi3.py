@@ -1,7 +1,7 @@
 """Phi-3 and Phi-4 (arXiv 2404.14219, 2412.08905): Llama with fused projections in the checkpoint, and LongRoPE.
 
 Shape legend: T tokens of the step, N tokens whose hidden states are returned, H hidden size.
-`docs/plugins/model.md` walks through a file like this one.
+`docs/plugins/model.md` walks through granite.py, a file like this one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Qwen3, dense (arXiv 2505.09388): Llama with RMSNorm of each query and key head (QK norm).
 
 Shape legend: T tokens of the step, N tokens whose hidden states are returned, H hidden size.
-`docs/plugins/model.md` walks through a file like this one.
+`docs/plugins/model.md` walks through granite.py, a file like this one.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-Key = Callable[..., Any]
+Lookup = Callable[..., Any]
 """Looks up a key of the architecture: its name without the prefix, and a default. A key without a default is required."""
 
 _DENSE: Mapping[str, str] = {
@@ -71,7 +71,7 @@ class Architecture:
         is_permuted: query and key rows are permuted within each head.
         norm_offset: number that llama.cpp's converter adds to the weights of norms.
         keys: metadata keys that `config` reads, besides those of all architectures.
-        config: function of `Key` and the common keys of the config that returns the other keys of the config.
+        config: function of `Lookup` and the common keys of the config that returns the other keys of the config.
     """
 
     name: str
@@ -79,30 +79,32 @@ class Architecture:
     is_permuted: bool = False
     norm_offset: float = 0.0
     keys: tuple[str, ...] = ()
-    config: Callable[[Key, Mapping[str, Any]], dict[str, Any]] = field(default=lambda key, config: {})
+    config: Callable[[Lookup, Mapping[str, Any]], dict[str, Any]] = field(default=lambda key, config: {})
 
 
-def _experts(norm_topk_prob: bool) -> Callable[[Key, Mapping[str, Any]], dict[str, Any]]:
-    def read(key: Key, config: Mapping[str, Any]) -> dict[str, Any]:
-        found = {
-            "num_experts": key("expert_count"),
-            "num_experts_per_tok": key("expert_used_count"),
-            "moe_intermediate_size": key("expert_feed_forward_length", None),
-            "norm_topk_prob": norm_topk_prob,
-        }
-        if not norm_topk_prob:  # Qwen2-MoE
-            found["shared_expert_intermediate_size"] = key("expert_shared_feed_forward_length", None)
-            found["qkv_bias"] = config["attention_bias"]
-        return found
-
-    return read
+def _qwen3_moe(key: Lookup, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "num_experts": key("expert_count"),
+        "num_experts_per_tok": key("expert_used_count"),
+        "moe_intermediate_size": key("expert_feed_forward_length", None),
+        "norm_topk_prob": True,
+    }
 
 
-def _mixtral(key: Key, config: Mapping[str, Any]) -> dict[str, Any]:
+def _qwen2_moe(key: Lookup, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **_qwen3_moe(key, config),
+        "norm_topk_prob": False,
+        "shared_expert_intermediate_size": key("expert_shared_feed_forward_length", None),
+        "qkv_bias": config["attention_bias"],
+    }
+
+
+def _mixtral(key: Lookup, config: Mapping[str, Any]) -> dict[str, Any]:
     return {"num_local_experts": key("expert_count"), "num_experts_per_tok": key("expert_used_count")}
 
 
-def _gpt_oss(key: Key, config: Mapping[str, Any]) -> dict[str, Any]:
+def _gpt_oss(key: Lookup, config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "num_local_experts": key("expert_count"),
         "num_experts_per_tok": key("expert_used_count"),
@@ -113,10 +115,10 @@ def _gpt_oss(key: Key, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _gemma(num_layers_of_27b: int) -> Callable[[Key, Mapping[str, Any]], dict[str, Any]]:
+def _gemma(num_layers_of_27b: int) -> Callable[[Lookup, Mapping[str, Any]], dict[str, Any]]:
     """Return the reader of Gemma's keys. Its 27B models scale scores by the hidden size per head, for which there is no key."""
 
-    def read(key: Key, config: Mapping[str, Any]) -> dict[str, Any]:
+    def read(key: Lookup, config: Mapping[str, Any]) -> dict[str, Any]:
         is_27b = config["num_hidden_layers"] == num_layers_of_27b
         scalar = config["hidden_size"] // config["num_attention_heads"] if is_27b else config.get("head_dim")
         return {
@@ -128,7 +130,7 @@ def _gemma(num_layers_of_27b: int) -> Callable[[Key, Mapping[str, Any]], dict[st
     return read
 
 
-def _gemma2(key: Key, config: Mapping[str, Any]) -> dict[str, Any]:
+def _gemma2(key: Lookup, config: Mapping[str, Any]) -> dict[str, Any]:
     caps = {
         "attn_logit_softcapping": key("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": key("final_logit_softcapping", 30.0),
@@ -136,7 +138,7 @@ def _gemma2(key: Key, config: Mapping[str, Any]) -> dict[str, Any]:
     return {**_gemma(46)(key, config), **caps, "layer_types": _layer_types(key, config, 2)}
 
 
-def _gemma3(key: Key, config: Mapping[str, Any]) -> dict[str, Any]:
+def _gemma3(key: Lookup, config: Mapping[str, Any]) -> dict[str, Any]:
     has_windows = key("attention.sliding_window", None)
     kinds = _layer_types(key, config, 6) if has_windows else ["full_attention"] * config["num_hidden_layers"]
     local = {"rope_type": "default", "rope_theta": key("rope.freq_base_swa", 10000.0)}
@@ -144,13 +146,13 @@ def _gemma3(key: Key, config: Mapping[str, Any]) -> dict[str, Any]:
     return {**_gemma(62)(key, config), "layer_types": kinds, "rope_parameters": rope}
 
 
-def _phi3(key: Key, config: Mapping[str, Any]) -> dict[str, Any]:
+def _phi3(key: Lookup, config: Mapping[str, Any]) -> dict[str, Any]:
     original = key("rope.scaling.original_context_length", None)
     found = {"sliding_window": key("attention.sliding_window", None) or None}
     return found if original is None else {**found, "original_max_position_embeddings": original}
 
 
-def _granite(key: Key, config: Mapping[str, Any]) -> dict[str, Any]:
+def _granite(key: Lookup, config: Mapping[str, Any]) -> dict[str, Any]:
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     return {
         "attention_multiplier": key("attention.scale", 0.0) or head_dim**-0.5,
@@ -160,7 +162,7 @@ def _granite(key: Key, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _layer_types(key: Key, config: Mapping[str, Any], period: int) -> list[str]:
+def _layer_types(key: Lookup, config: Mapping[str, Any], period: int) -> list[str]:
     """Return the kind of each layer; the file has a period, of which the last layer has no window, or a flag per layer."""
     pattern = key("attention.sliding_window_pattern", period)
     has_window = (
@@ -176,14 +178,12 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("LlamaForCausalLM", _DENSE, is_permuted=True, keys=("expert_count",)),
     "qwen2": Architecture("Qwen2ForCausalLM", _DENSE),
     "qwen3": Architecture("Qwen3ForCausalLM", _DENSE),
-    "qwen3moe": Architecture(
-        "Qwen3MoeForCausalLM", {**_DENSE, **_EXPERTS}, keys=_MOE_KEYS, config=_experts(norm_topk_prob=True)
-    ),
+    "qwen3moe": Architecture("Qwen3MoeForCausalLM", {**_DENSE, **_EXPERTS}, keys=_MOE_KEYS, config=_qwen3_moe),
     "qwen2moe": Architecture(
         "Qwen2MoeForCausalLM",
         {**_DENSE, **_EXPERTS, **_SHARED_EXPERT},
         keys=(*_MOE_KEYS, "expert_shared_feed_forward_length"),
-        config=_experts(norm_topk_prob=False),
+        config=_qwen2_moe,
     ),
     "gemma2": Architecture(
         "Gemma2ForCausalLM",

@@ -7,12 +7,9 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from minisgl_core.config.keys import MAX_LAYERS
+from minisgl_core.config.keys import MAX_CONTEXT, MAX_LAYERS
 from minisgl_core.errors import ModelFormatError
 from minisgl_models.weights.gguf_reader import GgufTensor
-
-MAX_CONTEXT = 2**24
-"""Largest context length in tokens; the RoPE tables have a row per position."""
 
 MAX_ROPE_FACTORS = 2**12
 """Largest number of RoPE frequencies per head."""
