@@ -82,6 +82,8 @@ class GatheredGroup:
 
 @dataclass(slots=True)
 class _Plan:
+    """Plan of a step: `KVPages.store_index` of its slots, and the padded groups of its requests."""
+
     store_index: torch.Tensor
     groups: list[GatheredGroup]
 

@@ -116,8 +116,8 @@ class HopperDecode:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Make the next call compute the partition starts. A call whose layer is not after the last call's does so, too."""
-        self._last_layer = self._pool.spec.num_layers
+        """Make the next call compute the partition starts. A call for a layer at or before the last call's computes them, too."""
+        self._last_layer: int | None = None
 
     def supports_fused_rope(self, rope: Rope) -> bool:
         """Return True if the kernel supports this RoPE: over whole heads, contiguous tensors in bfloat16."""
@@ -166,7 +166,7 @@ class HopperDecode:
                 k, v, k.stride(0), k.stride(1), v.stride(0), v.stride(1), rope.cos, rope.sin, q_weight, k_weight,
                 float(rope.eps), self._pool.k(layer), self._pool.v(layer), rope_and_store.slots,
             )  # fmt: skip
-        is_first, self._last_layer = layer <= self._last_layer, layer
+        is_first, self._last_layer = self._last_layer is None or layer <= self._last_layer, layer
         kernel.launch(
             self._num_partitions * heads, (*maps, *arguments, *sizes, *rope_args, self._starts, int(is_first))
         )
@@ -184,7 +184,7 @@ class HopperDecode:
             pages = self._pool.k(layer), self._pool.v(layer)
             tokens = [each.view(-1, spec.num_kv_heads * lines, 64) for each in pages]
             boxes = min(spec.page_size, _KEYS), 8
-            # L2 promotion to 256 bytes lowers the memory bandwidth by 5%.
+            # L2 promotion to 256 bytes is slower (docs/performance-notes.md).
             self._maps[layer] = tuple(
                 TensorMap(each, (box, lines, 64), promote=128) for box in boxes for each in tokens
             )

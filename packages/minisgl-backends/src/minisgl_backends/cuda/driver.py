@@ -69,10 +69,10 @@ PROTOTYPES |= {
     "cuLaunchKernelEx": (POINTER(_LaunchConfig), c_void_p, POINTER(c_void_p), c_void_p),
     # tensor map, data type, rank, address, dimensions, strides, box, element strides, interleave, swizzle, L2 promotion, fill
     "cuTensorMapEncodeTiled": (
-        *(c_void_p, c_int, c_uint32, c_uint64, POINTER(c_uint64), POINTER(c_uint64), POINTER(c_uint32)),
-        *(POINTER(c_uint32), c_int, c_int, c_int, c_int),
+        c_void_p, c_int, c_uint32, c_uint64, POINTER(c_uint64), POINTER(c_uint64), POINTER(c_uint32), POINTER(c_uint32), c_int,
+        c_int, c_int, c_int,
     ),
-}
+}  # fmt: skip
 
 
 class Kernel:

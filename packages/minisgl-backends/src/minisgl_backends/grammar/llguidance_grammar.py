@@ -189,7 +189,7 @@ def _refusal(kind: str, text: str, name: str, reason: str) -> InvalidValueError:
 
 
 def _first_line(text: str) -> str:
-    if text.startswith("NoExtension"):
+    if text.startswith("NoExtension"):  # llguidance's name of the error
         return "no text fits it"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     found = [line for line in lines if line.startswith("error:")]

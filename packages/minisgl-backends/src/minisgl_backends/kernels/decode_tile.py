@@ -19,7 +19,7 @@ class DecodeTile:
     Attributes:
         keys: keys per tile (BLOCK_N); at least 16, since tensor cores multiply the weights with them.
         num_warps: warps per program.
-        num_stages: stages of the software pipeline. One tile of K and V less is in flight.
+        num_stages: stages of the software pipeline: ``num_stages - 1`` tiles of K and V are in flight.
         programs_per_sm: programs per SM in the grid. If an SM holds fewer, by its registers or shared memory, the others run
             after them, at lower occupancy.
     """

@@ -20,9 +20,12 @@ SUPERBLOCK = 256
 class Packing:
     """Format of codes and scales, which the kernels are compiled for.
 
-    The lowest bits of the codes are in one plane, the others in a second one. An element of a plane has 16 bits: the bits of one
-    code in each of several parts, which are ``sub`` inputs apart. A weight is ``(code - zero) * scale``, or ``code * scale +
-    offset``, in float32.
+    The `low` lowest bits of the codes are in one plane, the `high` others in a second one. An int16 element of a plane packs
+    ``16 / low`` or ``16 / high`` codes, from the lowest bits up. Their inputs are `sub` apart: k, k + sub, k + 2 * sub, and so
+    on. With low=4, high=1 and sub=16, an element of the first plane has codes 0, 16, 32 and 48, and one of the second plane the
+    fifth bits of codes 0, 16, ..., 240. So a chunk of 256 inputs has 4 * 16 elements of the first plane and 16 of the second.
+
+    A weight is ``(code - zero) * scale``, or ``code * scale + offset``, in float32.
 
     Attributes:
         kind: contents of a word of scales, each field with `block` inputs:
@@ -63,7 +66,7 @@ class Packing:
 
     @property
     def is_aligned(self) -> bool:
-        """Return True if a word's inputs divide a chunk, or are whole chunks. The GEMM needs this: a chunk keeps its words."""
+        """Return True if a word's inputs divide a chunk, or are whole chunks: then no word begins in one and ends in another."""
         return self.chunk % self.word == 0 or self.word % self.chunk == 0
 
     @property

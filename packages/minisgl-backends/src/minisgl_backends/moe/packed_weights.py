@@ -7,7 +7,7 @@ import torch
 from minisgl_core.contracts.shard import Shard
 
 BLOCK = 32
-"""Inputs per scale of MXFP4, and divisor of the inputs of packed weights."""
+"""Inputs per scale of MXFP4. Rows of all packed weights are padded to a multiple of it."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 

@@ -29,7 +29,7 @@ def sum_over_experts(
     num_experts: int,
     run: Callable[[int, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """Return `MoeKernel.forward` by a function of an expert's index and the activations of its tokens, [N, H], N at least 1."""
+    """Compute `MoeKernel.forward` by calling ``run(expert, x)``, x [N, H], for each expert that has tokens."""
     num_tokens, top_k = topk_ids.shape
     order = topk_ids.flatten().argsort(stable=True)
     num_rows = torch.bincount(topk_ids.flatten(), minlength=num_experts).tolist()

@@ -25,14 +25,14 @@ _MAX_PLAIN_BYTES = psutil.virtual_memory().total // 10
 class OneDnnGemm:
     """``x @ weight.T + bias`` with the weight in oneDNN's blocked layout.
 
-    With `keep`, the plain weight is kept too, for inputs of one row. Such a GEMM is bound by reading the weight once, and
+    With `keep_plain`, the plain weight is kept too, for inputs of one row. Such a GEMM is bound by reading the weight once, and
     torch's bfloat16 GEMV reads it faster than oneDNN does.
     """
 
     __slots__ = ("_bias", "_gemm", "_packed", "_plain")
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, keep: bool) -> None:
-        self._plain, self._bias = weight if keep else None, bias
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, keep_plain: bool) -> None:
+        self._plain, self._bias = weight if keep_plain else None, bias
         self._packed = _pack(weight)
         self._gemm = torch.ops.mkldnn._linear_pointwise.default
 
@@ -48,8 +48,8 @@ class OneDnnGatedGemm:
 
     __slots__ = ("_gate", "_gemm", "_gemm_and_mul", "_plain", "_up")
 
-    def __init__(self, weight: torch.Tensor, keep: bool) -> None:
-        self._plain = weight if keep else None
+    def __init__(self, weight: torch.Tensor, keep_plain: bool) -> None:
+        self._plain = weight if keep_plain else None
         self._gate, self._up = (_pack(half) for half in weight.chunk(2))
         self._gemm = torch.ops.mkldnn._linear_pointwise.default
         self._gemm_and_mul = torch.ops.mkldnn._linear_pointwise.binary
@@ -171,6 +171,11 @@ def _is_followed_by(q: torch.Tensor, k: torch.Tensor) -> bool:
 
 
 def _one_row(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return ``x @ weight.T + bias`` by torch's own GEMV, for x of one row.
+
+    torch uses oneDNN in bfloat16 unless it is switched off, which is a setting of the process. `call` repeats the switch in the
+    replays of a CPU graph.
+    """
     set_enabled: Any = torch._C._set_mkldnn_enabled
     before = torch._C._get_mkldnn_enabled()
     call(set_enabled, False)

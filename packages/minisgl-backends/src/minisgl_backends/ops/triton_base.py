@@ -9,7 +9,11 @@ from minisgl_core.contracts.ops import OpsProvider
 
 
 class TritonProvider(OpsProvider):
-    """Provider of Triton kernels. Subclasses list it before the role's class, so that its `silu_and_mul` overrides `NormOps`."""
+    """Base of the providers of Triton kernels.
+
+    It has the activation, since two roles use it: `TritonNorm`, and `TritonLinear` for GEMMs without a fused activation.
+    Subclasses list it before the role's class, so that its `silu_and_mul` overrides that of `NormOps`.
+    """
 
     @classmethod
     def unsupported(cls, device: torch.device, dtype: torch.dtype) -> list[str]:

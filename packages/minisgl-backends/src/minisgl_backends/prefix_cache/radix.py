@@ -32,8 +32,8 @@ class RadixPrefixCache(PrefixCache):
     path to the end, deepest node first. A lock covers the whole path to the root, so no node below an unlocked node is locked.
     Hence the first node of `_lru` is a leaf, and eviction takes nodes from there without a search in the tree.
 
-    Costs: match and insert take one vectorized comparison per token and one dictionary lookup per node of the path. lock and
-    unlock are O(nodes of the path), evict is O(1) per evicted node. Sizes are counters.
+    Costs: match and insert take one dictionary lookup and one vectorized comparison per node of the path, O(tokens) in all. lock
+    and unlock are O(nodes of the path), evict is O(1) per evicted node. Sizes are counters.
 
     Each namespace has a tree of its own, which exists while it has cached pages.
 

@@ -41,7 +41,7 @@ class CheckpointMatrix:
     """Codes and scales of one weight on this rank.
 
     Attributes:
-        codes: float8_e4m3fn [out, in]; padding rows and columns are zero.
+        codes: float8_e4m3fn, or int8 in `int8`, [out, in]; padding rows and columns are zero.
         scales: one per row, float32 [out].
     """
 
@@ -76,7 +76,7 @@ class CheckpointMatrix:
         return part.rows.in_blocks(block[0]), self._columns.in_blocks(block[1])
 
     def targets(self) -> Targets:
-        """Yield ``NAME.weight`` and ``NAME.weight_scale`` of every part."""
+        """Yield ``NAME.weight`` and ``NAME.weight_scale`` of every part; core renames ``weight_scale_inv`` to the latter."""
         for index, (part, rows) in enumerate(self._parts):
             held = slice(rows.start, rows.start + part.rows.size)
             yield f"{part.name}.weight", sharded_target(self.codes[held], part.rows, self._columns)

@@ -6,8 +6,6 @@ same arithmetic.
 
 from __future__ import annotations
 
-from itertools import groupby
-
 import torch
 
 from minisgl_backends.native import library
@@ -35,14 +33,14 @@ class CpuLinearMethod(GgufLinearMethod):
     def prepare(self) -> CpuGgufLinear:
         """Repack the blocks. Adjacent parts of one type become one GEMM, unless rows of two parts would share a tile."""
         is_fused = self.spec.gated and len(set(self.types)) == 1
-        groups, run = [], 0
+        groups: list[list[int]] = []
         for index, kind in enumerate(self.types):
-            is_split = index and (self.types[index - 1] != kind or self.spec.parts[index - 1].rows.size % _TILE)
-            run += bool(is_split and not is_fused)
-            groups.append(run)
+            is_new = index == 0 or kind != self.types[index - 1] or self.spec.parts[index - 1].rows.size % _TILE != 0
+            if is_new and not (is_fused and groups):
+                groups.append([])
+            groups[-1].append(index)
         kernels, matrices, row = library.load(self.spec.dtype), [], 0
-        for _, members in groupby(range(len(groups)), groups.__getitem__):
-            indices = list(members)
+        for indices in groups:
             rows = sum(self.spec.parts[index].rows.size for index in indices)
             matrices.append(_Matrix(self._repacked(kernels, indices), self.types[indices[0]].number, row, rows))
             row += rows
@@ -77,9 +75,8 @@ class CpuGgufLinear:
     """
 
     __slots__ = (
-        *("_bias", "_blocks", "_dtype", "_is_fused", "_is_gated", "_kernels", "_linear"),
-        *("_matrices", "_out", "_width", "packed"),
-    )
+        "_bias", "_blocks", "_dtype", "_is_fused", "_is_gated", "_kernels", "_linear", "_matrices", "_out", "_width", "packed",
+    )  # fmt: skip
 
     def __init__(
         self,

@@ -83,7 +83,7 @@ def _q3_k(block: torch.Tensor) -> Unpacked:
     low_scales, high_scales = _split(block[..., 96:104], 4).flatten(-2), _split(block[..., 104:108], 2).flatten(-2)
     return (
         low | _split(block[..., :32], 1).flatten(-2) << 2,
-        (low_scales | high_scales << 4) - 32,
+        (low_scales | high_scales << 4) - 32,  # wraps around in uint8: the bytes are those of int8
         _without_min(block[..., 108:]),
     )
 

@@ -18,7 +18,8 @@ class GgmlType:
         number: GGML's number of the type.
         columns: columns per block.
         block_bytes: bytes per block.
-        packed_bytes: bytes per block of 16 rows, packed; `unit_bytes` in packed.h.
+        packed_bytes: bytes per block of 16 rows, packed; `unit_bytes` in packed.h. K-quants take more than ``16 * block_bytes``
+            where 6-bit scales are unpacked to bytes.
         packing: layout that the blocks are repacked to for GPUs.
     """
 

@@ -25,7 +25,7 @@ from minisgl_core.contracts.shard import Shard
 from minisgl_core.errors import ModelFormatError
 
 
-class _Matrices:
+class _StackedWeight:
     """One weight of all experts; see `ExpertWeights`."""
 
     def __init__(self, spec: ExpertsSpec, rows: int, columns: int, block: int | None, has_zeros: bool) -> None:
@@ -35,14 +35,14 @@ class _Matrices:
         self.scales = torch.zeros(experts, rows, groups, dtype=spec.moe.dtype, device=device)
         self.zeros = torch.zeros(experts, rows, groups, dtype=torch.uint8, device=device) if has_zeros else None
 
-    def of(self, expert: int) -> _Matrix:
+    def of(self, expert: int) -> _ExpertWeight:
         """Return an expert's matrix."""
-        return _Matrix(
+        return _ExpertWeight(
             self.codes[expert], self.scales[expert].t(), None if self.zeros is None else self.zeros[expert].t()
         )
 
 
-class _Matrix:
+class _ExpertWeight:
     """One weight of an expert, as `CheckpointPart.store` takes it."""
 
     def __init__(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> None:
@@ -88,22 +88,27 @@ class CheckpointInt4Experts(PackedExperts):
         self.zero_neighbor_rows(gate_up.scales, self.gate_up_bias)
         return self.operation(gate_up.codes, down.codes, gate_up.scales, down.scales, gate_up.zeros, down.zeros)
 
-    def _repacked(self, experts: list[list[CheckpointPart]]) -> _Matrices:
+    def _repacked(self, experts: list[list[CheckpointPart]]) -> _StackedWeight:
         first = experts[0][0]
-        count, columns = first.num_columns, _in_order(first)
+        count, columns = first.num_columns, _ordered_columns(first)
         rows = sum(part.rows.size for part in experts[0])
         has_zeros = any(part.has_zeros() for parts in experts for part in parts)
-        found = _Matrices(self.spec, rows, count, columns.block, has_zeros)
+        found = _StackedWeight(self.spec, rows, count, columns.block, has_zeros)
         for expert, parts in enumerate(experts):
             row = 0
             for part in parts:
-                part.store(found.of(expert), row, _in_order(part) if part.has_index else columns)
+                part.store(found.of(expert), row, _ordered_columns(part) if part.has_index else columns)
                 row += part.rows.size
             parts.clear()
         return found
 
 
-def _in_order(part: CheckpointPart) -> Columns:
+def _ordered_columns(part: CheckpointPart) -> Columns:
+    """Return the columns of a part whose inputs are in order.
+
+    Raises:
+        ModelFormatError: they are not.
+    """
     columns, order = part.columns(), torch.arange(part.num_columns)
     if not torch.equal(columns.source[: len(order)], order):
         raise ModelFormatError(f"the inputs of {part.name} are not in order (act-order), which experts do not support")
@@ -123,10 +128,10 @@ class Int4Experts(PlainExperts):
         del self.down
         return self.operation(gate_up.codes, down.codes, gate_up.scales, down.scales)
 
-    def _quantized(self, weights: torch.Tensor) -> _Matrices:
+    def _quantized(self, weights: torch.Tensor) -> _StackedWeight:
         _, rows, columns = weights.shape
         group = next((size for size in (128, 64) if columns % size == 0), BLOCK)
-        found = _Matrices(self.spec, rows, columns, group, has_zeros=False)
+        found = _StackedWeight(self.spec, rows, columns, group, has_zeros=False)
         for expert, weight in enumerate(weights):
             padded = torch.nn.functional.pad(weight.float(), (0, -columns % group))
             codes, scales = quantize_groups(padded, group, weight.dtype)

@@ -15,9 +15,7 @@ from minisgl_backends.kernels.split_k import SplitKWorkspace
 _MAX_HOPPER_ROWS = 768
 """Rows up to which the kernel for Hopper is used.
 
-On an H200, it takes about 12 ms per 256 rows for the linear layers of Qwen3-14B. Dequantizing all of them takes 12 ms, and their
-GEMMs in bfloat16 take 10 ms per 256 rows. By this estimate, both take equally long at 1,536 rows; half of that is a cautious
-limit, since larger sizes were not measured.
+An estimate, which docs/performance-notes.md derives from measurements of 256 rows: more rows were not measured.
 """
 
 
