@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from minisgl_backends.cuda.gemm_common import BLOCK_K
 from minisgl_backends.cuda.gemm_tiling import MAX_SMALL_M_ROWS, choose_tiling, worthwhile_rows
 from minisgl_backends.cuda.small_m_gemm import HopperSmallMGemm, StreamKWorkspace, Variant, supports_weight
 from minisgl_backends.ops.hopper import HopperOps
+from minisgl_backends.ops.triton_linear import TritonLinear
 from minisgl_core.testing.ops_kit import OpsTests
 
 MATRICES = [
@@ -100,6 +102,21 @@ def test_variants_compile_without_spilling(variant: Variant, tmp_path: Path) -> 
 
 def test_a_missing_hopper_gpu_is_named() -> None:
     assert HopperOps.unsupported(torch.device("cpu"), torch.bfloat16) == ["it needs a Hopper GPU, not cpu"]
+
+
+def test_gated_layers_prepare_gated_kernels_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = []
+    small_m = SimpleNamespace(
+        ROW_SIZES=(16,),
+        supports_weight=lambda weight, bias, *, gated: True,
+        HopperSmallMGemm=lambda *args, gated, row_sizes: prepared.append(gated),
+    )
+    monkeypatch.setattr(HopperOps, "__init__", TritonLinear.__init__)
+    ops = HopperOps(torch.device("cpu"), torch.bfloat16)
+    ops._small_m, ops._stream_k_workspace, ops._max_small_m_rows = small_m, None, 0  # type: ignore[assignment]
+    ops._gated = SimpleNamespace(supports_weight=lambda weight, bias: False)  # type: ignore[assignment]
+    ops.prepare_gated(torch.zeros(32, 64, dtype=torch.bfloat16), None)
+    assert prepared == [True]
 
 
 @pytest.mark.gpu

@@ -24,7 +24,8 @@ class TritonLinear(TritonProvider, LinearOps):
 
     def prepare_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
         """See `LinearOps.prepare_gated`."""
-        gate_up, silu_and_mul = self.prepare_linear(weight, bias), self.silu_and_mul
+        # Not the prepare_linear of a subclass: HopperOps would compile kernels that its gated ones leave without inputs.
+        gate_up, silu_and_mul = TritonLinear.prepare_linear(self, weight, bias), self.silu_and_mul
         return _flatten_batch_dims(self._with_small_m(lambda x: silu_and_mul(gate_up(x)), weight, bias, gated=True))
 
     def quantize_rows(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
