@@ -169,10 +169,10 @@ class NativeAttention(TorchAttention):
         sinks, outs = _float_sinks(layer), []
         for start in range(0, group.num_queries, _BLOCK):
             stop = min(start + _BLOCK, group.num_queries)
-            num_keys = min(int(group.first.max()) + stop, group.num_keys)
+            num_keys = min(int(group.first_positions.max()) + stop, group.num_keys)
             rows = q[:, start:stop].permute(0, 2, 3, 1, 4)
             scores = torch.bmm(rows.reshape(num * heads, -1, dim), k[:, :num_keys].transpose(1, 2))
-            first = group.first + start
+            first = group.first_positions + start
             self._kernels.causal_softmax(
                 scores.data_ptr(), first.ctypes.data, num, heads, q.shape[3], stop - start, num_keys,
                 layer.scale, layer.sliding_window or 0,

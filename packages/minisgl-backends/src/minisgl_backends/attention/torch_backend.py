@@ -63,8 +63,8 @@ class GatheredGroup:
         gather: rows of the pool that hold K and then V, int64 [2 * B * Hkv * N].
         past: indices in ``[0, B * Hkv * L)`` of gathered keys past their request's end, int64; None if there are none. These
             slots hold data of other requests, or stale data, which may be NaN.
-        first: position of each request's first query, int64 [B], on the CPU.
-        last: position of its last query, likewise.
+        first_positions: position of each request's first query, int64 [B], on the CPU.
+        last_positions: position of its last query, likewise.
         blocks: query blocks by sliding window, shared by all layers.
     """
 
@@ -75,8 +75,8 @@ class GatheredGroup:
     kept: torch.Tensor | None
     gather: torch.Tensor
     past: torch.Tensor | None
-    first: np.ndarray
-    last: np.ndarray
+    first_positions: np.ndarray
+    last_positions: np.ndarray
     blocks: dict[int | None, list[_Block]]
 
 
@@ -145,8 +145,8 @@ class TorchAttention(AttentionBackend):
             kept=kept,
             gather=(self._offsets + pages[None, :, None]).view(-1),
             past=torch.from_numpy(past).to(device) if len(past) else None,
-            first=(seq_lens - q_lens).astype(np.int64),
-            last=seq_lens.astype(np.int64) - 1,
+            first_positions=(seq_lens - q_lens).astype(np.int64),
+            last_positions=seq_lens.astype(np.int64) - 1,
             blocks={},
         )
 
@@ -174,7 +174,7 @@ class TorchAttention(AttentionBackend):
     def attend_group(self, q: torch.Tensor, layer: AttentionLayer, group: GatheredGroup) -> torch.Tensor:
         """Attend in one group; q [B * Q, Hq, D] to the same shape."""
         heads, dim, num = self.spec.num_kv_heads, self.spec.head_dim, group.num_requests
-        pool, window, num_visible = self._rows[layer.index], layer.sliding_window, int(group.first[0]) + 1
+        pool, window, num_visible = self._rows[layer.index], layer.sliding_window, int(group.first_positions[0]) + 1
         is_plain = layer.soft_cap is None and layer.sinks is None and (window is None or num_visible <= window)
         if is_plain and num == group.num_queries == 1:
             kv = self._gather(pool, group.gather, layer.kv_scales)
@@ -237,8 +237,15 @@ class TorchAttention(AttentionBackend):
 
     def _blocks(self, group: GatheredGroup, window: int | None) -> list[_Block]:
         """Split the queries into blocks, and build each block's causal and sliding-window mask."""
-        heads, lowest, highest = self.spec.num_kv_heads, int(group.first.min()), int(group.first.max())
-        first, last = (torch.from_numpy(x).to(self.spec.device)[:, None, None] for x in (group.first, group.last))
+        heads, lowest, highest = (
+            self.spec.num_kv_heads,
+            int(group.first_positions.min()),
+            int(group.first_positions.max()),
+        )
+        first, last = (
+            torch.from_numpy(x).to(self.spec.device)[:, None, None]
+            for x in (group.first_positions, group.last_positions)
+        )
         blocks = []
         for start in range(0, group.num_queries, _BLOCK):
             stop = min(start + _BLOCK, group.num_queries)

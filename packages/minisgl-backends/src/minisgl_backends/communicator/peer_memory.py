@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from minisgl_backends.communicator.rendezvous import Rendezvous
-from minisgl_backends.cuda.driver import PROTOTYPES, call
+from minisgl_backends.cuda.driver import call, declare
 from minisgl_core.errors import ProviderUnsupportedError
 
 
@@ -20,7 +20,7 @@ class _IpcHandle(ctypes.Structure):
 
 _LAZY_PEER_ACCESS = 1
 """CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS."""
-PROTOTYPES.update(
+declare(
     {
         "cuMemAlloc_v2": (POINTER(c_uint64), c_size_t),
         "cuMemFree_v2": (c_uint64,),

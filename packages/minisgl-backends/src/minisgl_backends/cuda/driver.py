@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import POINTER, c_char_p, c_float, c_int, c_uint, c_uint32, c_uint64, c_void_p
 from functools import cache
 from typing import Any, ClassVar
 
 import torch
 
-PROTOTYPES: dict[str, tuple[Any, ...]] = {}
-"""Argument types by function; modules add those that they call. Each function returns a CUresult, 0 for success."""
+_PROTOTYPES: dict[str, tuple[Any, ...]] = {}
+"""Argument types by function. Each function returns a CUresult, 0 for success."""
+
+
+def declare(prototypes: Mapping[str, tuple[Any, ...]]) -> None:
+    """Add argument types by function, for `call`. Modules declare the functions that they call."""
+    _PROTOTYPES.update(prototypes)
 
 
 @cache
@@ -24,12 +29,12 @@ def _library() -> ctypes.CDLL:
 @cache
 def _function(name: str) -> Any:
     function = getattr(_library(), name)
-    function.argtypes, function.restype = PROTOTYPES[name], c_int
+    function.argtypes, function.restype = _PROTOTYPES[name], c_int
     return function
 
 
 def call(name: str, *arguments: Any) -> None:
-    """Call a function of `PROTOTYPES`.
+    """Call a function that a module has declared.
 
     Raises:
         RuntimeError: the driver returned an error.
@@ -61,7 +66,7 @@ _CLUSTER_DIMENSION, _DEPENDENT_LAUNCH = 4, 6
 """CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION and CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION."""
 _MAX_DYNAMIC_SHARED_BYTES = 8
 """CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
-PROTOTYPES |= {
+_PROTOTYPES |= {
     "cuModuleLoadData": (POINTER(c_void_p), c_char_p),
     "cuModuleGetFunction": (POINTER(c_void_p), c_void_p, c_char_p),
     "cuFuncSetAttribute": (c_void_p, c_int, c_int),
