@@ -53,7 +53,7 @@ def test_without_compiler_sums_are_exact(gated: bool, monkeypatch: pytest.Monkey
     [
         (
             {"num_bits": 4},
-            "(quant_method 'compressed-tensors', type 'int', num_bits 4) are not 8-bit integers; it supports",
+            "(quant_method 'compressed-tensors', type 'int', num_bits 4) are not 8-bit integers; this provider loads",
         ),
         ({"type": "float"}, "type 'float', num_bits 8) are not 8-bit integers"),
         ({"strategy": "group"}, "strategy='group', but only 'channel', 'tensor'"),
