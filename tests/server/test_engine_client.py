@@ -10,7 +10,17 @@ from typing import Any
 
 import pytest
 
-from minisgl_core.protocol.messages import Abort, EngineInfo, NoReplica, Rejected, Stop, Text, TextBatch, Tokenize
+from minisgl_core.protocol.messages import (
+    Abort,
+    EngineInfo,
+    NoReplica,
+    Rejected,
+    Stop,
+    Text,
+    TextBatch,
+    Tokenize,
+    Tokens,
+)
 from minisgl_core.runtime.ipc import IpcAddresses, Receiver, Sender
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_server.api.engine_client import MAX_UNSENT_BYTES, EngineClient, Generation
@@ -177,7 +187,7 @@ def test_an_engine_that_stops_fails_all_requests() -> None:
             await generation.next()
         with pytest.raises(ApiError) as caught:
             client.ready_info()
-        assert caught.value.status == 503
+        assert (caught.value.status, caught.value.code) == (503, "engine_stopped")
 
     run(test)
 
@@ -266,5 +276,21 @@ def test_output_that_a_client_does_not_read_is_bounded() -> None:
             num_read += len(got)
         assert num_read == num_texts, "output is not limited while nothing is being sent"
         running.close()
+
+    run(test)
+
+
+def test_a_drain_waits_for_queries() -> None:
+    async def test(client: EngineClient, engine: Engine) -> None:
+        query = asyncio.create_task(
+            client.query(Tokenize(request_id="t", text="x", sampling=SamplingParams(), only_tokens=True))
+        )
+        await engine.received(1)
+        drain = asyncio.create_task(client.drain(20))
+        await asyncio.sleep(0.1)
+        assert not query.done()
+        engine.send(Tokens(request_id="t", token_ids=[1], token_names=["x"], text=""))
+        assert (await query).token_ids == [1]
+        await drain
 
     run(test)

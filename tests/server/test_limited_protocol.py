@@ -399,4 +399,4 @@ def test_malformed_requests_are_one_line_in_ten_seconds(
             assert "127.0.0.1: The request is not valid HTTP/1.1" in record.getMessage()
             bounds._next_log_s = 0.0
             ask(own, b"\x00\r\n")
-    assert caplog.records[-1].getMessage().startswith("refused 20 malformed requests")
+    assert caplog.records[-1].getMessage().startswith("refused 20 connections or requests")

@@ -132,8 +132,12 @@ def test_token_ids_of_prompts_and_outputs(http: httpx.Client, engine_tokenizer: 
     assert "token_ids" not in chat(http)["choices"][0]
     chunks = events(http, "/v1/chat/completions", messages=QUESTION, max_tokens=8, return_token_ids=True)
     assert [chunk["prompt_token_ids"] for chunk in chunks if "prompt_token_ids" in chunk] == [prompt]
+    assert not any("usage" in chunk for chunk in chunks)
     streamed = [token for chunk in chunks for token in chunk["choices"][0].get("token_ids", [])]
     assert streamed == choice["token_ids"]
+    usage = {"stream_options": {"continuous_usage_stats": True}}
+    chunks = events(http, "/v1/chat/completions", messages=QUESTION, max_tokens=8, return_token_ids=True, **usage)
+    assert all(chunk["usage"] for chunk in chunks)
     prompts = ["One two three", "The sky"]
     choices = complete(http, prompt=prompts, return_token_ids=True)["choices"]
     assert [each["prompt_token_ids"] for each in choices] == [engine_tokenizer(text)["input_ids"] for text in prompts]

@@ -68,5 +68,5 @@ def _api_routes(options: ServerOptions) -> Hook | None:
     if not (options.page or options.plugin_routes):
         return None
     entries = Registry.from_environment().entries("hooks")
-    is_enabled = {True: options.page, False: options.plugin_routes}
-    return Hooks(Registry(entry for entry in entries if is_enabled[entry.name == _PAGE_HOOKS])).api_routes
+    enabled = [each for each in entries if (options.page if each.name == _PAGE_HOOKS else options.plugin_routes)]
+    return Hooks(Registry(enabled)).api_routes

@@ -185,10 +185,12 @@ class EngineClient:
         """Return `info`.
 
         Raises:
-            ApiError: 503, the engine is not ready, all replicas fail repeatedly, or the server shuts down.
+            ApiError: 503, the engine is not ready or has stopped, all replicas fail repeatedly, or the server shuts down.
         """
         if self.is_draining:
             raise shutting_down()
+        if self.stopped.is_set():
+            raise ApiError(503, "The engine has stopped.", code="engine_stopped")
         self.check_replicas()
         if self.info is None:
             raise ApiError(503, "The server is starting; try again when GET /ready answers 200.", code="not_ready")
@@ -234,10 +236,10 @@ class EngineClient:
         return tokens
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuse new requests, and wait for the running ones; those that still run after `timeout_s` fail."""
+        """Refuse new requests, and wait for the running ones and for queries; those that still run after `timeout_s` fail."""
         self.is_draining = True
         deadline = asyncio.get_running_loop().time() + timeout_s
-        while self._routes and asyncio.get_running_loop().time() < deadline:
+        while (self._routes or self._answers) and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)
         self._fail_all(shutting_down())
 

@@ -19,6 +19,7 @@ from starlette.routing import Match
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.protocol.messages import Rejected
 from minisgl_core.utils.logs import REQUEST_ID
+from minisgl_server.api.http.request_log import access_record
 from minisgl_server.api.unsupported_fields import NOT_TEXT, UNSUPPORTED_REASONS
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,6 @@ MAX_MESSAGE = 1000
 """Maximum length of an error message in characters; messages quote values of the request."""
 MAX_PARAM = 200
 """Maximum length of a field's name in characters."""
-_TYPES = {400: "invalid_request_error", 404: "invalid_request_error", 429: "rate_limit_error"}
 _REJECTIONS = {
     "invalid": (400, None),
     "too_long": (400, "context_length_exceeded"),
@@ -37,6 +37,8 @@ _REJECTIONS = {
 """Status and code by `Rejected.kind`; others are internal errors."""
 ANTHROPIC_PATH = "/v1/messages"
 """Prefix of the paths whose errors are in Anthropic's format."""
+ANTHROPIC_ID_HEADER = "request-id"
+"""Response header in which Anthropic's client expects the request's id, also of errors."""
 _METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -71,14 +73,18 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """Return the JSON body in OpenAI's format."""
-        default = "invalid_request_error" if self.status < 500 else "server_error"
-        kind = _TYPES.get(self.status, default)
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        if self.status == 429:
+            kind = "rate_limit_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self, path: str = "") -> Response:
         """Return the response, in the format of the API that `path` belongs to."""
-        body = anthropic_body(self, REQUEST_ID.get()) if path.startswith(ANTHROPIC_PATH) else self.body()
-        return Response(msgspec.json.encode(body), self.status, self.headers, media_type="application/json")
+        body, headers = self.body(), self.headers
+        if path.startswith(ANTHROPIC_PATH):
+            request_id = REQUEST_ID.get()
+            body, headers = anthropic_body(self, request_id), {**headers, ANTHROPIC_ID_HEADER: request_id}
+        return Response(msgspec.json.encode(body), self.status, headers, media_type="application/json")
 
 
 def anthropic_body(error: ApiError, request_id: str) -> dict[str, Any]:
@@ -159,7 +165,9 @@ def invalid_body(error: ValidationError) -> ApiError:
     if first["type"] == "beyond_context":
         message = f"{first['msg']}. Please reduce the length of the field {where!r}."
         return ApiError(400, message, param, "context_length_exceeded")
-    return ApiError(400, f"{where}{': ' if where else ''}{first['msg']}.{_reason(param)}", param)
+    # The reason is why a value is not supported; a value of the wrong type is just wrong.
+    reason = "" if first["type"].endswith(("_type", "_parsing")) else _reason(param)
+    return ApiError(400, f"{where}{': ' if where else ''}{first['msg']}.{reason}", param)
 
 
 def _indices(error: ErrorDetails) -> list[int]:
@@ -193,6 +201,7 @@ def add_error_handlers(app: FastAPI) -> None:
         return response
 
     async def on_client_gone(request: Request, error: Exception) -> Response:
+        access_record(request.scope).client_gone = True
         return Response(status_code=499)
 
     for kind in (ApiError, InvalidValueError, Exception):

@@ -21,7 +21,7 @@ MIN_TEXT_CHARS = MIB
 MIN_ENTRIES = 2**14
 """Lower bound of the limit on entries per list or object."""
 MIN_VALUES = 2**18
-"""Lower bound of the limit on values per body; decoding and validating so many takes about 20 ms."""
+"""Lower bound of the limit on values per body; validating so many takes some tenths of a second if all are in small objects."""
 MIN_TOOLS = 128
 """Lower bound of the limit on tools, which is OpenAI's own limit."""
 TOKENS_PER_TOOL = 8
@@ -75,7 +75,8 @@ class RequestLimits:
         """Refuse messages and tools whose texts together cannot fit the context."""
         if prompt.messages is None:
             return
-        if (length := prompt.num_chars) > 2 * self.text:  # it counts roles and types, of which not all are rendered
+        # Twice, as `num_chars` counts roles and types, too, of which the template may render few.
+        if (length := prompt.num_chars) > 2 * self.text:
             what = f"the messages and tools have {length} characters, and no more than {self.text} fit"
             message = f"{beyond_context(self.counts[Bound.CONTEXT], what)} Please reduce the length of the messages."
             raise ApiError(400, message, "messages", "context_length_exceeded")

@@ -18,6 +18,7 @@ from minisgl_server.api.response_models import AnthropicErrorResponse, Error
 ERRORS = {
     400: "The request is not valid; param names the field.",
     401: "No valid API key.",
+    403: "The Host or Origin header is not allowed.",
     404: "The model or response does not exist.",
     408: "The body was not received in time.",
     413: "The body is larger than --max-body-size, or cannot fit the context.",
@@ -118,6 +119,7 @@ def _document(app: FastAPI) -> dict[str, Any]:
             # FastAPI's id ends with an arbitrary one of the route's methods.
             operation["operationId"] = f"{operation['operationId'].rpartition('_')[0]}_{method}"
             responses.pop("422", None)  # of FastAPI's own validation, which no route uses
+            responses["403"] = _error(403)
             if path in app.state.public_paths:
                 operation["security"] = []
             else:

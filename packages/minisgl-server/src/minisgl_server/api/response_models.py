@@ -53,7 +53,7 @@ class Version(BaseModel):
 
 
 class Counts(RootModel[dict[str, int]]):
-    """Number of requests that each process holds, and of locked pages."""
+    """Requests per process, and the number of locked pages."""
 
 
 class Model(BaseModel):
@@ -137,6 +137,7 @@ class ChatCompletionChunkChoice(BaseModel):
     delta: dict[str, Any]
     logprobs: dict[str, Any] | None
     finish_reason: FinishReason | None
+    stop_reason: str | int | None = None
     token_ids: list[int] | None = None
 
 

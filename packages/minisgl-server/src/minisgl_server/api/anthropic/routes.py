@@ -9,9 +9,10 @@ from minisgl_server.api.anthropic.events import MessageEvents, MessageObject
 from minisgl_server.api.anthropic.response_models import MessageEvent, MessageResponse, TokenCount
 from minisgl_server.api.anthropic.schemas import CountTokensRequest, MessagesRequest
 from minisgl_server.api.anthropic.translate import template_hints, to_chat_request
+from minisgl_server.api.errors import ANTHROPIC_ID_HEADER
 from minisgl_server.api.openai.chat import count_prompt_tokens, start_chat
 from minisgl_server.api.openai.event_stream import EventStreamResponse
-from minisgl_server.api.openai.requests import json_response, parse_request, served_model
+from minisgl_server.api.openai.requests import json_response, parse_request, run_sized, served_model
 from minisgl_server.api.openapi import route_docs
 
 router = APIRouter()
@@ -25,7 +26,7 @@ async def messages(request: Request) -> Response:
     """Generate content blocks for a conversation."""
     _, model = served_model(request.app)
     body = await parse_request(MessagesRequest, request)
-    chat, field_names = to_chat_request(body)
+    chat, field_names = await run_sized(request, to_chat_request, body)
     with field_names.errors():
         choices = await start_chat(request, chat, "msg", template_hints(body))
     message = MessageObject(model, choices)
@@ -41,13 +42,13 @@ async def messages(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """Count the tokens of the prompt of a message, without generating it."""
     body = await parse_request(CountTokensRequest, request)
-    chat, field_names = to_chat_request(body)
+    chat, field_names = await run_sized(request, to_chat_request, body)
     with field_names.errors():
         count = await count_prompt_tokens(request, chat, template_hints(body))
     return _with_request_id(json_response({"input_tokens": count}))
 
 
 def _with_request_id(response: Response) -> Response:
-    """Add the header ``request-id``, which Anthropic's client reads."""
-    response.headers["request-id"] = REQUEST_ID.get()
+    """Add the header that Anthropic's client reads."""
+    response.headers[ANTHROPIC_ID_HEADER] = REQUEST_ID.get()
     return response

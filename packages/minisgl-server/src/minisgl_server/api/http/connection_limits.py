@@ -1,4 +1,4 @@
-"""Limits on connections, and a log of connections that were refused before they sent a complete request."""
+"""Limits on connections, and a log of connections and requests that were refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ConnectionLimits:
 
     Attributes:
         max_total: maximum number of open connections.
-        max_per_address: maximum number of open connections per address; addresses of this host have no limit.
+        max_per_address: maximum number of open connections per address; loopback addresses have no limit.
         headers_timeout_s: maximum time until a request's headers are complete.
         write_timeout_s: maximum time for which a client reads nothing of a response that is sent.
         max_unfinished_bytes: maximum bytes of incomplete headers over all connections.
@@ -65,15 +65,15 @@ class ConnectionLimits:
                 del self._per_address[counted]
 
     def log_refused(self, host: str, reason: str) -> None:
-        """Log a refused request at debug level, with at most one line per `_LOG_INTERVAL_S`."""
+        """Log a refused connection or request at debug level, with at most one line per `_LOG_INTERVAL_S`."""
         self._num_refused += 1
         if logger.isEnabledFor(logging.DEBUG) and (now_s := time.monotonic()) >= self._next_log_s:
-            logger.debug("refused %d malformed requests, the latest from %s: %s", self._num_refused, host, reason)
+            logger.debug("refused %d connections or requests, the latest from %s: %s", self._num_refused, host, reason)
             self._num_refused, self._next_log_s = 0, now_s + _LOG_INTERVAL_S
 
 
 def _counted_address(host: str) -> str | None:
-    """Return the address or IPv6 /64 network that a connection counts for; None for addresses of this host."""
+    """Return the address or IPv6 /64 network that a connection counts for; None for loopback addresses."""
     try:
         address = ip_address(host.partition("%")[0])
     except ValueError:

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import hmac
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
 from fastapi import FastAPI
@@ -162,17 +162,21 @@ def _drain_refused_body(receive: Receive, send: Send) -> Send:
     """Return a `send` that ends a refusal only when the refused body has been drained, or after `_LINGER_S`."""
     is_refused = False
 
-    async def send_and_drain(message: Message) -> None:
+    def send_and_drain(message: Message) -> Awaitable[None]:
+        # Not a coroutine, as it is called for each chunk.
         nonlocal is_refused
         if message["type"] == "http.response.start":
             is_refused = message["status"] in (413, 429) and (b"connection", b"close") in message["headers"]
         elif is_refused and not message.get("more_body"):
-            await send({**message, "more_body": True})
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_LINGER_S):
-                    while (await receive()).get("more_body"):
-                        pass
-            message = {"type": "http.response.body"}
-        await send(message)
+            return drain_and_end(message)
+        return send(message)
+
+    async def drain_and_end(message: Message) -> None:
+        await send({**message, "more_body": True})
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LINGER_S):
+                while (await receive()).get("more_body"):
+                    pass
+        await send({"type": "http.response.body"})
 
     return send_and_drain

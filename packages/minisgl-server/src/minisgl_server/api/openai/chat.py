@@ -9,9 +9,9 @@ from fastapi import APIRouter, Request, Response
 
 from minisgl_core.protocol.messages import Text, Tokenize, ToolCallDelta
 from minisgl_server.api.openai.choices import Choices, make_tokenize
-from minisgl_server.api.openai.event_stream import ChoiceEvents, EventStreamResponse, event
+from minisgl_server.api.openai.event_stream import ChoiceEvents, EventStreamResponse
 from minisgl_server.api.openai.logprobs import chat_logprobs, prompt_fields
-from minisgl_server.api.openai.requests import json_response, new_query_id, parse_request, served_model
+from minisgl_server.api.openai.requests import json_response, new_query_id, parse_request, run_sized, served_model
 from minisgl_server.api.openai.sampling import request_sampling
 from minisgl_server.api.openai.schemas import ChatRequest
 from minisgl_server.api.openai.template_fields import template_fields
@@ -48,13 +48,13 @@ async def start_chat(
         template_hints: see `Tokenize`.
     """
     info, model = served_model(request.app)
-    choices = Choices(prefix, model, [chat_prompt(request, chat, template_hints)], info)
+    choices = Choices(prefix, model, [await run_sized(request, chat_prompt, request, chat, template_hints)], info)
     return await choices.start(request.app.state.client, request)
 
 
 async def count_prompt_tokens(request: Request, chat: ChatRequest, template_hints: dict[str, Any] | None = None) -> int:
     """Count the tokens of a chat's prompt, without running it."""
-    prompt = chat_prompt(request, chat, template_hints)
+    prompt = await run_sized(request, chat_prompt, request, chat, template_hints)
     query = msgspec.structs.replace(prompt, request_id=new_query_id(), only_tokens=True)
     tokens = await request.app.state.client.query(query)
     return len(tokens.token_ids)
@@ -151,8 +151,7 @@ class _ChatEvents(ChoiceEvents):
         """See `StreamEvents.output`. The prompt's token ids are sent with the first choice."""
         if not self._returns_ids or text.prompt_token_ids is None or index > 0:
             return super().output(index, text)
-        entry, object_type = self.entry(index, text), "chat.completion.chunk"
-        return event(self._choices.body(object_type, [entry], usage=None, prompt_token_ids=text.prompt_token_ids))
+        return self.chunk(self.entry(index, text), prompt_token_ids=text.prompt_token_ids)
 
 
 def _entry(index: int, delta: dict[str, Any]) -> dict[str, Any]:

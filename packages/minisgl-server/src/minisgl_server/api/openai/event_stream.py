@@ -79,9 +79,11 @@ class ChoiceEvents(StreamEvents):
     def output(self, index: int, text: Text) -> bytes:
         return self.chunk(self.entry(index, text))
 
-    def chunk(self, entry: dict[str, Any]) -> bytes:
-        """Return the event with this choice."""
+    def chunk(self, entry: dict[str, Any], **fields: Any) -> bytes:
+        """Return the event with this choice; `fields` follow it."""
         after = b'],"usage":' + _encode(self._choices.usage()) + b"}\n\n" if self._has_running_usage else self._after
+        if fields:
+            after = after.removesuffix(b"}\n\n") + b"," + _encode(fields)[1:] + b"\n\n"
         return self._before + _encode(entry) + after
 
     def end(self) -> bytes:

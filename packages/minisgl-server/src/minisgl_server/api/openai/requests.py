@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -18,16 +19,18 @@ from minisgl_server.api.http.request_body import BodyMemory, read_body
 from minisgl_server.api.limits import RequestLimits
 
 R = TypeVar("R", bound=BaseModel)
+T = TypeVar("T")
+P = ParamSpec("P")
 
 _MAX_INLINE_BYTES = 2**16
-"""Larger bodies are decoded and validated on a thread, so that they do not block the event loop."""
+"""Larger bodies are handled on a thread; see `run_sized`."""
 _numbers = itertools.count(1)
 
 
-def start_numbers(api_worker_id: int) -> None:
-    """Have `next_number` return numbers that no other API worker of the launch returns."""
+def start_numbers(process_id: int) -> None:
+    """Have `next_number` return numbers that no other process of the API returns; `process_id` has up to 31 bits."""
     global _numbers
-    _numbers = itertools.count(api_worker_id << 32 | 1)
+    _numbers = itertools.count(process_id << 32 | 1)
 
 
 def next_number() -> int:
@@ -47,15 +50,24 @@ async def parse_request(model: type[R], request: Request) -> R:
     memory: BodyMemory = request.app.state.body_memory
     with memory.reserve(limits) as add_bytes:
         data = await read_body(request, limits, add_bytes)
-        if len(data) <= _MAX_INLINE_BYTES:
-            body = _validate(model, data, limits)
-        else:
-            body = await asyncio.to_thread(_validate, model, data, limits)
+        request.state.num_body_bytes = len(data)
+        body = await run_sized(request, _validate, model, data, limits)
     if (name := getattr(body, "model", None)) not in (None, served):
         raise model_not_found(name, served)
     if getattr(body, "stream_options", None) is not None and not getattr(body, "stream", None):
         raise ApiError(400, "stream_options is allowed only if stream is true.", "stream_options")
     return body
+
+
+async def run_sized(request: Request, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a function whose time grows with the body of `request`: on a thread if the body is large.
+
+    The event loop still waits for each single call into pydantic, which holds the GIL: up to about 0.3 s for a body with as
+    many values as `RequestLimits` allows. Between these calls, it runs other requests.
+    """
+    if request.state.num_body_bytes <= _MAX_INLINE_BYTES:
+        return function(*args, **kwargs)
+    return await asyncio.to_thread(function, *args, **kwargs)
 
 
 def _validate(model: type[R], body: bytearray, limits: RequestLimits) -> R:

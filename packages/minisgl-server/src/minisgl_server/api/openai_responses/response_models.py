@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, RootModel
+from pydantic import BaseModel
 
 
 class InputTokensDetails(BaseModel):
@@ -67,10 +67,6 @@ class DeletedResponse(BaseModel):
     id: str
     object: Literal["response"]
     deleted: Literal[True]
-
-
-class RetrievedResponse(RootModel[ResponsesResponse | DeletedResponse]):
-    """Response of ``GET`` or ``DELETE /v1/responses/{response_id}``."""
 
 
 class InputTokensResponse(BaseModel):

@@ -12,14 +12,14 @@ from minisgl_core.errors import InvalidValueError
 from minisgl_server.api.errors import ApiError
 from minisgl_server.api.openai.chat import count_prompt_tokens, start_chat
 from minisgl_server.api.openai.event_stream import EventStreamResponse
-from minisgl_server.api.openai.requests import json_response, parse_request, served_model
+from minisgl_server.api.openai.requests import json_response, parse_request, run_sized, served_model
 from minisgl_server.api.openai_responses.events import ResponseEvents
 from minisgl_server.api.openai_responses.response_models import (
+    DeletedResponse,
     InputItems,
     InputTokensResponse,
     ResponseEvent,
     ResponsesResponse,
-    RetrievedResponse,
 )
 from minisgl_server.api.openai_responses.response_object import ResponseObject, new_id
 from minisgl_server.api.openai_responses.schemas import InputTokensRequest, PromptFields, ResponsesRequest
@@ -58,7 +58,7 @@ async def create(request: Request) -> Response:
         allowed = "false or left out, as this server stores no responses (--response-store-size is 0)"
         raise InvalidValueError("store", True, allowed)
     is_stored = store.is_enabled and body.store is not False
-    chat, conversation, field_names = to_chat_request(body, _history(store, body))
+    chat, conversation, field_names = await run_sized(request, to_chat_request, body, _history(request, body))
     with field_names.errors():
         choices = await start_chat(request, chat, "resp", template_hints(body))
     response = ResponseObject(body, model, is_stored, choices)
@@ -80,25 +80,30 @@ async def create(request: Request) -> Response:
 async def input_tokens(request: Request) -> Response:
     """Count the tokens of the prompt of a response, without generating it."""
     body = await parse_request(InputTokensRequest, request)
-    chat, _, field_names = to_chat_request(body, _history(_store(request), body))
+    chat, _, field_names = await run_sized(request, to_chat_request, body, _history(request, body))
     with field_names.errors():
         count = await count_prompt_tokens(request, chat, template_hints(body))
     return json_response({"object": "response.input_tokens", "input_tokens": count})
 
 
-@router.api_route(
+@router.get(
     "/v1/responses/{response_id}",
-    methods=["GET", "DELETE"],
-    **route_docs(response=RetrievedResponse, errors=(400, 404), needs_engine=False),
+    **route_docs(response=ResponsesResponse, errors=(400, 404), needs_engine=False),
 )
-async def retrieve_or_delete(request: Request, response_id: str) -> Response:
-    """Return or delete a stored response. One route handles both methods, so that the header Allow lists both."""
-    if request.method == "DELETE":
-        _query_params(request, {})
-        _store(request).delete(response_id)
-        return json_response({"id": response_id, "object": "response", "deleted": True})
+async def retrieve(request: Request, response_id: str) -> Response:
+    """Return a stored response."""
     _query_params(request, {"stream": ("false",)})
     return Response(_store(request).get(response_id).body, media_type="application/json")
+
+
+@router.delete(
+    "/v1/responses/{response_id}", **route_docs(response=DeletedResponse, errors=(400, 404), needs_engine=False)
+)
+async def delete(request: Request, response_id: str) -> Response:
+    """Delete a stored response."""
+    _query_params(request, {})
+    _store(request).delete(response_id)
+    return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
 @router.post("/v1/responses/{response_id}/cancel", **route_docs(errors=(400, 404), needs_engine=False))
@@ -141,8 +146,13 @@ def _store(request: Request) -> ResponseStore:
     return store
 
 
-def _history(store: ResponseStore, body: PromptFields) -> list[dict[str, Any]]:
-    return [] if body.previous_response_id is None else store.history(body.previous_response_id)
+def _history(request: Request, body: PromptFields) -> bytes:
+    """Return the messages of the previous responses as JSON, and count their bytes as part of the body."""
+    if body.previous_response_id is None:
+        return b"[]"
+    messages = _store(request).history(body.previous_response_id)
+    request.state.num_body_bytes += len(messages)
+    return messages
 
 
 def _query_params(request: Request, known: Mapping[str, tuple[str, ...] | None]) -> Mapping[str, str]:

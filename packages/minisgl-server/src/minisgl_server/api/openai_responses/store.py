@@ -70,15 +70,14 @@ class ResponseStore:
         """
         return self._find(response_id, ApiError(404, _missing(response_id), "response_id", "response_not_found"))
 
-    def history(self, response_id: str) -> list[dict[str, Any]]:
-        """Return the conversation of a response as chat messages.
+    def history(self, response_id: str) -> bytes:
+        """Return the conversation of a response: a JSON list of chat messages.
 
         Raises:
             ApiError: 400, there is no response of this id.
         """
         error = ApiError(400, _missing(response_id), "previous_response_id", "previous_response_not_found")
-        messages: list[dict[str, Any]] = msgspec.json.decode(self._find(response_id, error).messages)
-        return messages
+        return self._find(response_id, error).messages
 
     def _find(self, response_id: str, error: ApiError) -> StoredResponse:
         if response_id not in self._entries:

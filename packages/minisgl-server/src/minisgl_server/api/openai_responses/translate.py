@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from minisgl_core.errors import InvalidValueError
 from minisgl_server.api.field_names import FieldNames
 from minisgl_server.api.openai.schemas import ChatRequest, OutputSamplingFields
@@ -99,10 +101,13 @@ class Conversation:
         return turn
 
 
-def to_chat_request(
-    request: PromptFields, history: Sequence[Mapping[str, Any]]
-) -> tuple[ChatRequest, Conversation, FieldNames]:
-    """Translate a request into a chat; also return its conversation and field names."""
+def to_chat_request(request: PromptFields, history_json: bytes) -> tuple[ChatRequest, Conversation, FieldNames]:
+    """Translate a request into a chat; also return its conversation and field names.
+
+    Args:
+        history_json: messages of the previous responses, a JSON list.
+    """
+    history = msgspec.json.decode(history_json)
     conversation = Conversation(request, history)
     if request.input is None and not history:
         raise InvalidValueError("input", None, "given, or previous_response_id is")
