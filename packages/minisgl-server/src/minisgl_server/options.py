@@ -90,7 +90,7 @@ class ServerOptions:
     )
     max_connections_per_address: int = option(
         1024,
-        "Maximum number of connections per address and API worker, except of this host; others get status 429.",
+        "Maximum number of connections per address and API worker, except loopback addresses; others get status 429.",
         low=1,
     )
     response_store_size: int | None = option(

@@ -61,9 +61,10 @@ class ChatOutputParser:
         if self._splitter is not None:
             was_open = self._splitter.may_be_reasoning
             reasoning, content = self._splitter.push(text, finished)
-            self.num_reasoning_tokens += num_tokens * was_open
-            if not self._splitter.has_begun:
-                self.num_reasoning_tokens *= self._splitter.may_be_reasoning  # there was no reasoning after all
+            if was_open:
+                self.num_reasoning_tokens += num_tokens
+            if not self._splitter.has_begun and not self._splitter.may_be_reasoning:
+                self.num_reasoning_tokens = 0  # there was no reasoning after all
             reasoning = reasoning if self._include_reasoning else ""
         calls: list[ToolCallDelta] = []
         if self._tools is not None:
@@ -89,7 +90,7 @@ class ChatFormat:
         self._tool_parser_option = tool_parser
         self._template = str((template or tokenizer.chat_template) or "")
         name = detect_tool_parser(self._template) if tool_parser == AUTO else tool_parser
-        self._tool_parser = TOOL_PARSERS.get(name or NONE)
+        self._tool_parser = None if name in (None, NONE) else TOOL_PARSERS[name]
         self._knows_calls = "tools" in self._template or "tool_calls" in self._template
         self._special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
 
@@ -178,7 +179,11 @@ class ChatFormat:
         return starts_with_reasoning(self._reasoning_parser, prompt)
 
     def needs_special_tokens(self, chat: Tokenize) -> bool:
-        """Return True if a tag of reasoning or tool calls is a special token, which detokenization skips by default."""
+        """Return True if a tag of reasoning or tool calls is a special token, which detokenization skips by default.
+
+        With a reasoning parser, this holds even if the request has ``separate_reasoning=false``: the tags then stay in the
+        content, so that the client can separate it.
+        """
         tags = set() if self._reasoning_parser is None else {BEGIN, END, *TAGS}
         if chat.tools is not None:
             parser = self._parser_for_tools()

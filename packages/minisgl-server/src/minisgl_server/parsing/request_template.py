@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import resource
+import signal
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any
@@ -23,7 +24,8 @@ def render_in_process(tokenizer: Any, messages: list[dict[str, Any]], options: M
     """Return the result of ``tokenizer.apply_chat_template`` for an untrusted template.
 
     A thread could not be stopped, and its memory not be limited. The process is forked, so that it starts within milliseconds
-    and has the tokenizer.
+    and has the tokenizer. It runs Python code only. If that waits for a lock that another thread held at the fork, the time limit
+    ends it.
 
     Raises:
         ValueError: the template fails, or exceeds a limit.
@@ -39,7 +41,7 @@ def render_in_process(tokenizer: Any, messages: list[dict[str, Any]], options: M
         result = b""
     finally:
         receiver.close()
-        os.kill(child, 9)
+        os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     if result is None:
         raise ValueError(f"it takes more than {RENDER_S:g} s to render")

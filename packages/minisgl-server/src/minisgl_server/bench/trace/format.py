@@ -45,6 +45,7 @@ def read_trace(path: Path, limit: int | None = None, flag: str = "--trace") -> l
 
     Args:
         path: file of JSON lines; unknown fields are skipped.
+        limit: number of lines to read, from the first; None for all.
         flag: flag that names the file, for errors.
     """
     decode = msgspec.json.Decoder(TraceRequest).decode
