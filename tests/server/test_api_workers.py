@@ -137,5 +137,5 @@ def test_combinations_that_cannot_work_are_refused(options: dict[str, int], flag
     with pytest.raises(InvalidValueError, match=flag):
         check_api_workers(ServerOptions(**options))
     check_api_workers(ServerOptions(api_workers=2, num_tokenizers=3, response_store_size=0))
-    assert ServerOptions(api_workers=2).num_response_bytes == 0
-    assert ServerOptions().num_response_bytes == 64 * 2**20
+    assert ServerOptions(api_workers=2).response_store_bytes == 0
+    assert ServerOptions().response_store_bytes == 64 * 2**20

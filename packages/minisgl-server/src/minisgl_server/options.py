@@ -136,7 +136,7 @@ class ServerOptions:
     log_format: str = option("text", "Format of log lines.", choices=("text", "json"))
 
     @property
-    def num_response_bytes(self) -> int:
+    def response_store_bytes(self) -> int:
         """Value of ``--response-store-size``, or its default."""
         if self.response_store_size is None:
             return 64 * 2**20 if self.api_workers == 1 else 0

@@ -96,7 +96,10 @@ class ToolCallDelta(msgspec.Struct, kw_only=True):
 
 
 class Tokenize(msgspec.Struct, tag=True, kw_only=True):
-    """API server to tokenizer worker: a request for one prompt. Exactly one of `text`, `messages`, `token_ids` is set."""
+    """API server to tokenizer worker: generate the outputs of one prompt, or only tokenize it (`only_tokens`).
+
+    Exactly one of `text`, `messages` and `token_ids` is set.
+    """
 
     request_id: str
     sampling: SamplingParams
@@ -306,7 +309,10 @@ class TokenBatch(msgspec.Struct, tag=True, omit_defaults=True):
 
 
 class Text(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """New text of one request. The joined pieces are the whole output, without a chat's reasoning content and tool calls."""
+    """New output of one request: text, tokens, reasoning content and tool calls, since its last message.
+
+    The joined `text` is the whole output, without a chat's reasoning content and tool calls.
+    """
 
     request_id: str
     text: str

@@ -50,7 +50,7 @@ def create_app(
     app.state.client, app.state.options = client, options
     app.state.public_paths = PublicPaths()
     app.state.body_memory = BodyMemory()
-    app.state.response_store = ResponseStore(options.num_response_bytes)
+    app.state.response_store = ResponseStore(options.response_store_bytes)
     app.state.started = int(time.time())
     errors.add_error_handlers(app)
     openapi.add_openapi_document(app)

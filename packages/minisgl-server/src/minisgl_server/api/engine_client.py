@@ -46,7 +46,9 @@ Incoming = EngineInfo | TextBatch | Tokens | Rejected | Count | EngineSnapshot |
 
 
 class Generation:
-    """Requests to the engine for one HTTP request. Created by `EngineClient.start`; must be closed.
+    """Running requests to the engine for one HTTP request: delivers their outputs, and aborts them. `Choices` encodes them.
+
+    Created by `EngineClient.start`; must be closed.
 
     Attributes:
         is_sending: output is being sent to the client. If that has to wait for the client, new output takes memory.
@@ -169,8 +171,8 @@ class EngineClient:
         self._workers = {index: Sender(address) for index, address in addresses.own_tokenizer_in.items()}
         self._next_worker = itertools.cycle(self._workers)
         self._routes: dict[str, tuple[Generation, int]] = {}
-        self._answers: dict[str | int, asyncio.Future[Any]] = {}
-        """Answers to wait for, by the id of the request to a tokenizer worker, or the number of the query to a replica."""
+        self._pending_queries: dict[str | int, asyncio.Future[Any]] = {}
+        """Queries that wait for an answer, by id of the message to a tokenizer worker, or number of the query to a replica."""
         self._query_numbers = itertools.count(1)
         self._pending_counts: dict[int, deque[asyncio.Future[dict[str, int]]]] = {
             each: deque() for each in self._workers
@@ -239,7 +241,7 @@ class EngineClient:
         """Refuse new requests, and wait for the running ones and for queries; those that still run after `timeout_s` fail."""
         self.is_draining = True
         deadline = asyncio.get_running_loop().time() + timeout_s
-        while (self._routes or self._answers) and asyncio.get_running_loop().time() < deadline:
+        while (self._routes or self._pending_queries) and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)
         self._fail_all(shutting_down())
 
@@ -275,18 +277,18 @@ class EngineClient:
 
     async def _ask(self, worker: int, message: Tokenize | Detokenize | SnapshotRequest, key: str | int) -> Any:
         """Send a message to a tokenizer worker, and return the answer with this key."""
-        answer = self._answers[key] = asyncio.get_running_loop().create_future()
+        answer = self._pending_queries[key] = asyncio.get_running_loop().create_future()
         try:
             self._workers[worker].send(message)
             return await answer
         except (OverflowError, RecursionError, UnicodeError):
             raise not_encodable() from None
         finally:
-            del self._answers[key]
+            del self._pending_queries[key]
 
-    def _answer(self, key: str | int, result: Any) -> None:
+    def _resolve(self, key: str | int, result: Any) -> None:
         """Have `_ask` return or raise a result, unless it has ended."""
-        answer = self._answers.get(key)
+        answer = self._pending_queries.get(key)
         if answer is not None and not answer.done():
             (answer.set_exception if isinstance(result, ApiError) else answer.set_result)(result)
 
@@ -316,9 +318,9 @@ class EngineClient:
                         self._deliver(text)
                     await asyncio.sleep(0)  # a message that has arrived already does not suspend `receive`
                 case Tokens() as tokens:
-                    self._answer(tokens.request_id, tokens)
+                    self._resolve(tokens.request_id, tokens)
                 case Rejected() as message:
-                    self._answer(message.request_id, rejected(message))
+                    self._resolve(message.request_id, rejected(message))
                     if route := self._routes.pop(message.request_id, None):
                         route[0].reject(message)
                 case Count(worker=worker, counts=counts, api_worker_id=asker) if asker == self._api_worker_id:
@@ -326,9 +328,9 @@ class EngineClient:
                     if not answer.done():
                         answer.set_result(counts)
                 case EngineSnapshot() as state:
-                    self._answer(state.query, state)
+                    self._resolve(state.query, state)
                 case NoSnapshot(query):
-                    self._answer(query, no_replica())
+                    self._resolve(query, no_replica())
                 case Stop():
                     return
 
@@ -340,8 +342,8 @@ class EngineClient:
     def _fail_all(self, error: ApiError) -> None:
         for generation, _ in list(self._routes.values()):
             generation.fail(error)
-        for key in self._answers:
-            self._answer(key, error)
+        for key in self._pending_queries:
+            self._resolve(key, error)
 
     def _deliver(self, text: Text) -> None:
         route = self._routes.get(text.request_id)

@@ -37,7 +37,7 @@ class FieldNames:
         return param
 
     @contextmanager
-    def errors(self) -> Iterator[None]:
+    def renaming_errors(self) -> Iterator[None]:
         """Rename the fields of errors that are raised inside."""
         try:
             yield

@@ -18,7 +18,7 @@ from minisgl_server.api.openai.choices import Choices
 from minisgl_server.api.openai.completions import prompts_by_field
 from minisgl_server.api.openai.event_stream import EventStreamResponse, StreamEvents, event
 from minisgl_server.api.openai.requests import json_response, parse_request, served_model
-from minisgl_server.api.openai.response_format import single_output
+from minisgl_server.api.openai.response_format import single_structured_output
 from minisgl_server.api.openai.sampling import RequestSampling
 from minisgl_server.api.openai.schemas import SamplingFields
 from minisgl_server.api.openapi import route_docs
@@ -221,7 +221,7 @@ def generate_sampling(body: GenerateRequest, info: EngineInfo) -> RequestSamplin
         for name, argument in _STRUCTURED.items()
         if name in given
     }
-    structured_outputs, grammar_name = single_output(requested)
+    structured_outputs, grammar_name = single_structured_output(requested)
     values: dict[str, Any] = {**info.default_sampling, "structured_outputs": structured_outputs}
     names: dict[str, str] = {}
     sources = [(f"sampling_params.{name}", _NAMES.get(name, name), value) for name, value in given.items()]

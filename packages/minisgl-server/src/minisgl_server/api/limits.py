@@ -31,11 +31,16 @@ TOKENS_PER_TOOL = 8
 class Bound(enum.Enum):
     """Kind of limit of a list or object field: ``Annotated[list[str], Bound.OUTPUTS]``. The default is `ENTRIES`."""
 
-    ENTRIES = "the tokens of the context, or 16384 if these are fewer"
+    ENTRIES = f"the tokens of the context, or {MIN_ENTRIES} if these are fewer"
     CONTEXT = "the tokens of the context"
     OUTPUTS = "the outputs that the server holds at a time"
     VOCABULARY = "the tokens of the vocabulary"
-    TOOLS = "one for each 8 tokens of the context, or 128 if these are fewer"
+    TOOLS = f"one for each {TOKENS_PER_TOOL} tokens of the context, or {MIN_TOOLS} if these are fewer"
+
+    @property
+    def description(self) -> str:
+        """Return the limit in words, for errors."""
+        return self.value
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,7 @@ def _check_size(loc: _Loc, value: str | list[Any] | dict[str, Any], bound: Bound
     if len(value) > (most := limits.counts[bound]):
         if bound is Bound.CONTEXT:
             raise _beyond_context(loc, f"there are {len(value)} entries", limits)
-        why = f"there are {len(value)} entries, and at most {most} are allowed ({bound.value})"
+        why = f"there are {len(value)} entries, and at most {most} are allowed ({bound.description})"
         raise _error(loc, PydanticCustomError("too_large", why))
     if isinstance(value, list):
         inner = Bound.CONTEXT if is_prompts else Bound.ENTRIES

@@ -99,7 +99,7 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
             phases.done("started the processes")
             wait = partial(wait_and_restart, supervisor, (replicas, apis))
             if _wait_ready(supervisor, replicas, apis, addresses, wait, signals, phases):
-                _print(describe(supervisor, options, url, needs_key=bool(digests)))
+                _print(banner(supervisor, options, url, needs_key=bool(digests)))
                 compiler = _compile_in_background(config, options, supervisor)
                 wait(lambda: False, signals)
                 _drain(replicas, apis, options, wait, signals)
@@ -167,7 +167,7 @@ def _uncompiled(supervisor: Supervisor) -> str:
     return ", ".join(f"--attn {name}" for name in info.uncompiled)
 
 
-def describe(supervisor: Supervisor, options: ServerOptions, url: str, *, needs_key: bool) -> str:
+def banner(supervisor: Supervisor, options: ServerOptions, url: str, *, needs_key: bool) -> str:
     """Return the banner: the model, the selected providers with reasons, the URL and an example request."""
     info = _engine_info(supervisor)
     name = options.served_model_name or info.model
@@ -208,7 +208,7 @@ def _wait_ready(
     if not wait(replicas.are_ready, signals):
         return False
     phases.done("waited for the engine")
-    info = replicas.describe()
+    info = replicas.mark_ready()
     if addresses.num_replicas > 1:
         with Sender(addresses.router_in) as router:
             router.send(info)

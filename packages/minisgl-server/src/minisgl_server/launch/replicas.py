@@ -77,10 +77,10 @@ class Replicas(Restarts):
         """Return True if the ranks of all replicas are ready."""
         return self._supervisor.ready.keys() >= {name for replica in self._engine_ids for name in self._names(replica)}
 
-    def describe(self) -> EngineInfo:
-        """Return the description of the first engine, with the sum of all engines' request limits.
+    def mark_ready(self) -> EngineInfo:
+        """Note that all engines have started: from now on, a replica that fails is always restarted; see `replace`.
 
-        From now on, a replica that fails is always restarted; see `replace`.
+        Return the description of the first engine, with the sum of all engines' request limits.
         """
         info = self._supervisor.ready[self._names(0)[0]].engine_info
         assert info is not None, "rank 0 describes the engine"

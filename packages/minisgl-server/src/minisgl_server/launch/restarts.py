@@ -111,5 +111,6 @@ def wait_and_restart(
             if not any(owner.replace(error) for owner in owners):
                 raise
             continue
-        if is_met or time.monotonic() < due_s or deadline_s <= due_s:
+        is_restart_due = due_s < deadline_s and due_s <= time.monotonic()
+        if is_met or not is_restart_due:  # it was woken, or the time is over
             return is_met

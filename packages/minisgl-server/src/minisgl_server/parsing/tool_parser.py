@@ -170,7 +170,7 @@ class ToolParser:
             self._show("".join(self._after))
         self._show(self._finder.finish())
         if self.num_calls == 0:
-            self._add("")
+            self._flush_space()
         self._reader = self._after = self._rest = None
 
     def _start_call(self, tag: str, known_only: bool = False) -> None:
@@ -204,7 +204,11 @@ class ToolParser:
                 self._add(char)
 
     def _add(self, text: str) -> None:
-        self._content += [*self._space, text]
+        self._flush_space()
+        self._content.append(text)
+
+    def _flush_space(self) -> None:
+        self._content += self._space
         self._space = []
 
 

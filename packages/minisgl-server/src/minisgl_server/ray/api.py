@@ -44,7 +44,7 @@ from minisgl_server.ray.connections import Connections, open_receiver
 from minisgl_server.ray.direct_streams import DirectStreams
 from minisgl_server.ray.engine import prepare_process
 from minisgl_server.ray.request_router import HEARTBEAT_TIMEOUT_TICKS, RoutingTable
-from minisgl_server.router.load import make_router
+from minisgl_server.router.factory import make_router
 
 logger = logging.getLogger(__name__)
 
@@ -188,7 +188,7 @@ class API:
         decode = Decoder(CacheEvents)
         while True:
             source, message = await self._outputs.socket.recv_multipart()
-            if len(source) == 1:
+            if len(source) == 1:  # index of a tokenizer worker; else the id of the replica that sends a heartbeat
                 self._workers[source[0]].socket.send(message)
             else:
                 self._table.heartbeat(source.decode())

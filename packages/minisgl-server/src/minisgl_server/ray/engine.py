@@ -94,7 +94,7 @@ class Engine:
     def _start(self) -> EngineInfo:
         self._engine.start()
         self._supervisor.wait(self._engine.are_ready)
-        return self._engine.describe()
+        return self._engine.mark_ready()
 
     def _watch(self) -> None:
         """End this replica with its engine: its calls fail, and the callers send them to another replica."""

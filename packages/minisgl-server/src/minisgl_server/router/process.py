@@ -1,4 +1,4 @@
-"""Process of the router."""
+"""Main function of the router's process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from minisgl_core.protocol.messages import CacheEvents, EngineInfo, Ready, Stop
 from minisgl_core.runtime.ipc import IpcAddresses, Receiver, Sender
 from minisgl_core.runtime.supervisor import Report
 from minisgl_server.options import ServerOptions
-from minisgl_server.router.load import make_router
+from minisgl_server.router.factory import make_router
 from minisgl_server.router.worker import Message, RouterWorker, Send
 
 MAX_EVENTS = 1000

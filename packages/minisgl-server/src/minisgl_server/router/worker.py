@@ -38,7 +38,7 @@ class Replica:
     """A replica and its load; a `minisgl_core.contracts.router.ReplicaView`.
 
     Attributes:
-        replica: its index.
+        replica: index of the replica.
         engine_id: id of its engine; meaningless if `send` is None.
         send: sends to the scheduler of its engine; None if that is not ready.
         num_starts: number of engines that it has had, each ready once.

@@ -122,8 +122,10 @@ class TokenizerWorker:
             case Tokenize(only_tokens=True) | Detokenize():
                 self._send_tokens(message, encoded)
             case Tokenize():
-                self._serve(message.api_worker_id)
-                if message.api_worker_id == self._api_worker_id:  # otherwise it has ended
+                self._switch_api_worker(message.api_worker_id)
+                if (
+                    message.api_worker_id == self._api_worker_id
+                ):  # else it is of the previous API worker, which has ended
                     self._submit(message, encoded)
             case Abort(request_id):
                 if self._forget(request_id):
@@ -144,7 +146,7 @@ class TokenizerWorker:
                 for request_id in request_ids:
                     self._retry(request_id)
             case ApiRestarted(api_worker_id):
-                self._serve(api_worker_id)
+                self._switch_api_worker(api_worker_id)
             case Count(counts=counts):
                 from_scheduler = bool(counts)
                 counts[f"tokenizer {self._index}"] = len(self._requests)
@@ -157,7 +159,7 @@ class TokenizerWorker:
             case NoSnapshot():
                 self._to_api(message)
 
-    def _serve(self, api_worker_id: int) -> None:
+    def _switch_api_worker(self, api_worker_id: int) -> None:
         """Connect to an API worker that has replaced the previous one, whose requests are aborted."""
         if api_worker_id > self._api_worker_id:
             for request_id in list(self._requests):

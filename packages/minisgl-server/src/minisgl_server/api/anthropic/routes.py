@@ -27,7 +27,7 @@ async def messages(request: Request) -> Response:
     _, model = served_model(request.app)
     body = await parse_request(MessagesRequest, request)
     chat, field_names = await run_sized(request, to_chat_request, body)
-    with field_names.errors():
+    with field_names.renaming_errors():
         choices = await start_chat(request, chat, "msg", template_hints(body))
     message = MessageObject(model, choices)
     if body.stream:
@@ -43,7 +43,7 @@ async def count_tokens(request: Request) -> Response:
     """Count the tokens of the prompt of a message, without generating it."""
     body = await parse_request(CountTokensRequest, request)
     chat, field_names = await run_sized(request, to_chat_request, body)
-    with field_names.errors():
+    with field_names.renaming_errors():
         count = await count_prompt_tokens(request, chat, template_hints(body))
     return _with_request_id(json_response({"input_tokens": count}))
 

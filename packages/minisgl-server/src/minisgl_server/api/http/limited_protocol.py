@@ -109,7 +109,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Start the timeout of the headers."""
         if len(self.pipeline) >= MAX_PIPELINED:
-            self._stop(ApiError(429, f"More than {MAX_PIPELINED} requests wait on one connection."))
+            self._abort_parsing(ApiError(429, f"More than {MAX_PIPELINED} requests wait on one connection."))
         self._unset_keepalive_if_required()
         if self._timer is None:
             self._start_timer()
@@ -125,7 +125,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         """Count a header or a trailer. Trailers are dropped, as the application has already received the headers."""
         self._num_headers += 1
         if self._num_headers > MAX_HEADERS:
-            self._stop(ApiError(431, f"The request has more than {MAX_HEADERS} headers.", code="headers_too_large"))
+            self._abort_parsing(
+                ApiError(431, f"The request has more than {MAX_HEADERS} headers.", code="headers_too_large")
+            )
         self._count_header_bytes(len(name) + len(value))
         if not self._is_in_body:
             super().on_header(name, value)
@@ -150,9 +152,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def _count_header_bytes(self, number: int) -> None:
         self._num_header_bytes += number
         if self._num_header_bytes > MAX_HEADER_BYTES:
-            self._stop(_headers_too_large())
+            self._abort_parsing(_headers_too_large())
 
-    def _stop(self, error: ApiError) -> None:
+    def _abort_parsing(self, error: ApiError) -> None:
         self._refusal = error
         raise ValueError(error.message)
 
@@ -205,7 +207,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._charge(0)
         self._stop_timer()
         self._unset_keepalive_if_required()
-        if self.transport.is_closing() or not self._ends_cycles():
+        if self.transport.is_closing() or not self._end_current_request():
             self.transport.abort()
             return
         self.transport.write(_whole_response(error))
@@ -217,7 +219,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self.transport.write_eof()
             self._timer = self.loop.call_later(_LINGER_S, self.transport.abort)
 
-    def _ends_cycles(self) -> bool:
+    def _end_current_request(self) -> bool:
         """End the request that is being received. Return False if its response has begun, or an earlier request still runs."""
         cycle = self.cycle
         if cycle is None or cycle.response_complete:

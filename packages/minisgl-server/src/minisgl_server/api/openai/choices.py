@@ -32,7 +32,9 @@ _MAX_LOGPROBS_HELD = 2**20
 
 
 class Choices:
-    """Outputs of one HTTP request: n per prompt, with consecutive indices per prompt.
+    """Outputs of one HTTP request to any of the APIs: n per prompt, with consecutive indices per prompt.
+
+    Builds the messages to the engine, and counts the tokens of their outputs, which its `Generation` delivers.
 
     Attributes:
         generation: source of the outputs; it detects by itself that the client disconnected. Set by `start`.

@@ -30,7 +30,7 @@ _WHITESPACE = {
 """Fields about the whitespace of JSON, with their names in `StructuredOutputs`; they go with any field that asks for JSON."""
 
 
-def requested_output(request: GenerationRequest) -> tuple[StructuredOutputs | None, str]:
+def requested_structured_outputs(request: GenerationRequest) -> tuple[StructuredOutputs | None, str]:
     """Return the structured output that a request asks for, and the name of the field that does."""
     requested = {} if request.response_format is None else _from_response_format(request.response_format)
     given = {name: getattr(request, name) for name in (*_FIELDS, *_WHITESPACE) if name in type(request).model_fields}
@@ -41,10 +41,10 @@ def requested_output(request: GenerationRequest) -> tuple[StructuredOutputs | No
         requested[f"structured_outputs.{next(iter(inside))}" if len(inside) == 1 else "structured_outputs"] = inside
     given = {name: value for name, value in given.items() if value is not None}
     requested |= {name: {_FIELDS[name]: value} for name, value in given.items() if name in _FIELDS}
-    return single_output(requested, {name: value for name, value in given.items() if name in _WHITESPACE})
+    return single_structured_output(requested, {name: value for name, value in given.items() if name in _WHITESPACE})
 
 
-def single_output(
+def single_structured_output(
     requested: dict[str, dict[str, Any]], whitespace: dict[str, Any] | None = None
 ) -> tuple[StructuredOutputs | None, str]:
     """Return the one structured output of a request, and the name of its field. None and "" if there is none.
@@ -64,15 +64,16 @@ def single_output(
     if len(requested) > 1:
         first, second = list(requested)[:2]
         raise InvalidValueError(second, "given", f"left out if {first} is given")
-    for name, arguments in requested.items():
-        try:
-            return StructuredOutputs(**arguments, **whitespace_options), name
-        except InvalidValueError as error:
-            whitespace_field = names.get(error.name.removeprefix("structured_outputs."))
-            raise InvalidValueError(whitespace_field or name, error.value, error.allowed) from None
-    for field, name in names.items():
-        raise InvalidValueError(name, whitespace_options[field], "left out unless the output must be JSON")
-    return None, ""
+    if not requested:
+        for field, name in names.items():
+            raise InvalidValueError(name, whitespace_options[field], "left out unless the output must be JSON")
+        return None, ""
+    [(name, arguments)] = requested.items()
+    try:
+        return StructuredOutputs(**arguments, **whitespace_options), name
+    except InvalidValueError as error:
+        whitespace_field = names.get(error.name.removeprefix("structured_outputs."))
+        raise InvalidValueError(whitespace_field or name, error.value, error.allowed) from None
 
 
 def _from_response_format(response_format: ResponseFormat) -> dict[str, dict[str, Any]]:

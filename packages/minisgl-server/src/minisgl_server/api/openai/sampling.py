@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.protocol.messages import EngineInfo
 from minisgl_core.sampling_params import SamplingParams
-from minisgl_server.api.openai.response_format import requested_output
+from minisgl_server.api.openai.response_format import requested_structured_outputs
 from minisgl_server.api.openai.schemas import ChatRequest, CompletionRequest, GenerationRequest, SamplingFields
 
 COMPLETION_MAX_TOKENS = 16
@@ -53,7 +53,7 @@ def request_sampling(request: GenerationRequest, info: EngineInfo) -> RequestSam
     if values["prompt_logprobs"] != request.prompt_logprobs:
         prompt_logprobs_name = logprobs_name
     _check_grammar_provider(request, info)
-    values["structured_outputs"], grammar_name = requested_output(request)
+    values["structured_outputs"], grammar_name = requested_structured_outputs(request)
     values["max_tokens"] = max(default_max_tokens, request.min_tokens or 0) if max_tokens is None else max_tokens
     names = {"max_tokens": limit_name, "logprobs": logprobs_name, "prompt_logprobs": prompt_logprobs_name}
     try:

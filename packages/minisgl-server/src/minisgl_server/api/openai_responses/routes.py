@@ -59,7 +59,7 @@ async def create(request: Request) -> Response:
         raise InvalidValueError("store", True, allowed)
     is_stored = store.is_enabled and body.store is not False
     chat, conversation, field_names = await run_sized(request, to_chat_request, body, _history(request, body))
-    with field_names.errors():
+    with field_names.renaming_errors():
         choices = await start_chat(request, chat, "resp", template_hints(body))
     response = ResponseObject(body, model, is_stored, choices)
 
@@ -81,7 +81,7 @@ async def input_tokens(request: Request) -> Response:
     """Count the tokens of the prompt of a response, without generating it."""
     body = await parse_request(InputTokensRequest, request)
     chat, _, field_names = await run_sized(request, to_chat_request, body, _history(request, body))
-    with field_names.errors():
+    with field_names.renaming_errors():
         count = await count_prompt_tokens(request, chat, template_hints(body))
     return json_response({"object": "response.input_tokens", "input_tokens": count})
 
