@@ -45,6 +45,7 @@ from minisgl_core.runtime.ipc import IpcAddresses
 from minisgl_server.api.anthropic.schemas import CountTokensRequest, MessagesRequest
 from minisgl_server.api.app import create_app
 from minisgl_server.api.engine_client import EngineClient
+from minisgl_server.api.errors import _REJECTIONS
 from minisgl_server.api.generate import GenerateRequest, GenerateSamplingParams
 from minisgl_server.api.openai.schemas import ChatRequest, CompletionRequest
 from minisgl_server.api.openai_responses.schemas import InputTokensRequest, ResponsesRequest
@@ -266,12 +267,13 @@ def test_endpoints() -> None:
 
 def test_errors() -> None:
     """Status and code of every answer other than success that the source makes."""
-    real = set()
+    real = {(status, code) for status, code in _REJECTIONS.values() if code}
     for path in ROOT.glob("packages/minisgl-server/src/minisgl_server/**/*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "ApiError":
                 codes = [*node.args[3:4], *(word.value for word in node.keywords if word.arg == "code")]
-                real |= {(ast.literal_eval(node.args[0]), ast.literal_eval(code)) for code in codes}
+                literals = [code for code in codes if isinstance(code, ast.Constant)]
+                real |= {(ast.literal_eval(node.args[0]), code.value) for code in literals}
     shown = {(int(row[0]), code) for row in rows("api.md", "errors") for code in names(row[1])}
     assert shown == real
 
