@@ -37,17 +37,17 @@ def test_failures_before_a_long_service_are_forgotten(monkeypatch: pytest.Monkey
         died = [WorkerDiedError("It died.", name) for name in workers.names]
         for _ in range(MAX_FAILURES):
             for error in died:
-                assert workers.replace(error)
+                assert workers.handle_failure(error)
                 workers.due_s.clear()
                 workers.start_one(workers.names.index(error.process))
         now_s += SERVED_S
-        assert workers.replace(died[0]), "both have served since"
+        assert workers.handle_failure(died[0]), "both have served since"
         workers.due_s.clear()
         workers.start_one(0)
         for _ in range(MAX_FAILURES):
             for error in died:
-                workers.replace(error)
+                workers.handle_failure(error)
                 workers.due_s.clear()
                 workers.start_one(workers.names.index(error.process))
-        assert not workers.replace(died[0])
+        assert not workers.handle_failure(died[0])
         workers.close()

@@ -96,7 +96,7 @@ class ApiWorkers(Restarts):
         if self._told is not None:
             self._senders[index].send(self._told)
 
-    def replace(self, error: WorkerDiedError) -> bool:
+    def handle_failure(self, error: WorkerDiedError) -> bool:
         """Schedule a restart.
 
         The launch ends instead if the worker is the only one, the launch is not ready, all workers fail repeatedly, or the user

@@ -78,7 +78,7 @@ class Replicas(Restarts):
         return self._supervisor.ready.keys() >= {name for replica in self._engine_ids for name in self._names(replica)}
 
     def mark_ready(self) -> EngineInfo:
-        """Note that all engines have started: from now on, a replica that fails is always restarted; see `replace`.
+        """Note that all engines have started: from now on, a replica that fails is always restarted; see `handle_failure`.
 
         Return the description of the first engine, with the sum of all engines' request limits.
         """
@@ -106,7 +106,7 @@ class Replicas(Restarts):
                     self._no_replica = False
                     self._tell_api(self.info)
 
-    def replace(self, error: WorkerDiedError) -> bool:
+    def handle_failure(self, error: WorkerDiedError) -> bool:
         """End the other ranks of a replica, tell the router, and schedule its restart, unless it is the only replica.
 
         Nothing is restarted while the server stops. Before the launch is ready, an error that the user can correct ends the

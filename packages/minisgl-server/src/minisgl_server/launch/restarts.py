@@ -22,7 +22,7 @@ SERVED_S = 60.0
 """Time that a process must have served for its earlier failures to be forgotten."""
 MAX_FAILURES = 3
 """Failures in a row after which a process counts as one that cannot start. Requests are refused before, once all replicas have
-failed twice in a row; see `Replicas.replace`."""
+failed twice in a row; see `Replicas.handle_failure`."""
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class Restarts(ABC):
         """Start the process or group with this index, also for the first time."""
 
     @abstractmethod
-    def replace(self, error: WorkerDiedError) -> bool:
+    def handle_failure(self, error: WorkerDiedError) -> bool:
         """Schedule the restart of the process that `error` names. Return False if the launch must end instead."""
 
     def check(self) -> None:
@@ -108,7 +108,7 @@ def wait_and_restart(
         try:
             is_met = supervisor.wait(check, timeout_s=remaining_s, wake=wake)
         except WorkerDiedError as error:
-            if not any(owner.replace(error) for owner in owners):
+            if not any(owner.handle_failure(error) for owner in owners):
                 raise
             continue
         is_restart_due = due_s < deadline_s and due_s <= time.monotonic()

@@ -36,13 +36,15 @@ class PrefixRouter(Router):
         found = self._table.find(keys)
         num_held = self._table.num_held(found).tolist()
         loads = [each.num_requests for each in replicas]
-        least = min(loads)
-        limit = max(least + self.spec.overload_requests, least * self.spec.overload_ratio)
+        min_load = min(loads)
+        limit = max(min_load + self.spec.overload_requests, min_load * self.spec.overload_ratio)
         candidates = replicas if max(loads) <= limit else [each for each in replicas if each.num_requests <= limit]
         saved = NEW_TOKEN_COST * prompt.block_size  # all replicas have the same prompt, so only cached tokens count
         work = [each.num_prompt_tokens - saved * num_held[each.replica] for each in candidates]
-        least = min(work)
-        chosen = self._balance.route(prompt, [each for each, own in zip(candidates, work, strict=True) if own == least])
+        min_work = min(work)
+        chosen = self._balance.route(
+            prompt, [each for each, own in zip(candidates, work, strict=True) if own == min_work]
+        )
         self._table.add(keys, chosen, found)
         return chosen
 

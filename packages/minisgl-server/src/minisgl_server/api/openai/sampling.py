@@ -50,7 +50,7 @@ def request_sampling(request: GenerationRequest, info: EngineInfo) -> RequestSam
         default_max_tokens = COMPLETION_MAX_TOKENS
         values["logprobs"] = request.logprobs
     values["prompt_logprobs"], prompt_logprobs_name = _prompt_logprobs(request), "prompt_logprobs"
-    if values["prompt_logprobs"] != request.prompt_logprobs:
+    if values["prompt_logprobs"] != request.prompt_logprobs:  # an echo asks for more
         prompt_logprobs_name = logprobs_name
     _check_grammar_provider(request, info)
     values["structured_outputs"], grammar_name = requested_structured_outputs(request)
