@@ -99,8 +99,8 @@ class ApiWorkers(Restarts):
     def handle_failure(self, error: WorkerDiedError) -> bool:
         """Schedule a restart.
 
-        The launch ends instead if the worker is the only one, the launch is not ready, all workers fail repeatedly, or the user
-        can correct the error.
+        The launch ends instead if the worker is the only one, or the launch is not ready. It also ends if all workers fail
+        repeatedly, or if the user can correct the error.
         """
         if error.process not in self.names or isinstance(error, WorkerRefusedError):
             return False
