@@ -64,7 +64,7 @@ def variants(communicators: list[str]) -> Iterator[tuple[list[str], Any, Callabl
         """Keep the communicator's own selection of kernels."""
 
     def force(group: Any, name: str) -> None:
-        group._one_shot_bytes = 4 * group._row_words if name.startswith("one") else 0
+        group._one_shot_limit = 4 * group._row_words if name.startswith("one") else 0
 
     for name in communicators:
         yield [name], registry.load("communicator", name), leave

@@ -71,7 +71,7 @@ class OneShotOfOneRank(OneShotCommunicator):
 
     def __init__(self) -> None:
         self.rank, self.size, self.taken = 0, 1, []
-        self._one_shot_bytes, self._row_words, self._peers, self._state = 1 << 20, 1 << 20, None, None
+        self._one_shot_limit, self._row_words, self._peers, self._state = 1 << 20, 1 << 20, None, None
         self._comm = object()
         self._kernels = SimpleNamespace(
             supports_hidden_size=lambda hidden_size, size: True,
