@@ -112,7 +112,7 @@ class DuplicateProviderError(PluginError):
 
 
 class ProviderLoadError(PluginError):
-    """A provider is registered, but importing it failed. The message has the cause and the remedy."""
+    """A registered provider cannot be imported, or breaks its contract. The message has the cause and any remedy."""
 
 
 class ProviderUnsupportedError(PluginError):
@@ -157,7 +157,7 @@ class OutOfPagesError(MinisglError):
 
 
 class QueueFullError(MinisglError):
-    """The scheduler's waiting queue is full; the request was not accepted."""
+    """The scheduler's queue is full, or too much text of grammars waits to be compiled; the request was not accepted."""
 
 
 class WorkerDiedError(MinisglError):

@@ -47,7 +47,7 @@ class SamplingParams:
         frequency_penalty: subtracted once per occurrence of the token in the output; in [-2, 2].
         repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output; in [1e-6, 1e6].
         logit_bias: token id to a number added to its logit, in [-100, 100].
-        allowed_token_ids: the only tokens that are generated, EOS tokens included; None allows all.
+        allowed_token_ids: the only tokens that may be generated; EOS tokens too only if they are listed; None allows all.
         bad_words: texts that are not generated. The token that would complete a bad word's token sequence is banned, as in
             vLLM. The sequence is that of the text, or of the text after a space if that has as many tokens.
         seed: the same seed gives the same tokens if the logits are equal; None draws a random seed. Other requests in the

@@ -19,7 +19,8 @@ def group_by_size(q_lens: Int32, seq_lens: Int32) -> list[npt.NDArray[np.int64]]
         seq_lens: keys per request, [B].
 
     Returns:
-        Request indices per group, [B_g]: ascending if there is one group, else sorted by size. Each request is in one group.
+        Request indices per group, [B_g]: ascending if there is one group, else sorted by queries, then by keys. Each request
+        is in one group.
     """
     all_requests = np.arange(len(q_lens))
     sizes = q_lens.astype(np.int64) * seq_lens

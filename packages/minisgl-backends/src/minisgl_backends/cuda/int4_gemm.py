@@ -55,7 +55,7 @@ class Variant:
 
     @property
     def box_rows(self) -> int:
-        """Return the rows of a box of x, FETCHED_ROWS of int4_gemm.cu."""
+        """Return the rows of x that a thread block fetches at a time, FETCHED_ROWS of int4_gemm.cu."""
         return -(-self.block_rows // 16) * 8 if self.cluster == 4 else self.block_rows
 
     @property

@@ -26,7 +26,7 @@ constexpr int OCTETS_AT_ONCE = 4;  // groups of 8 rows that are staged at once f
 #include "small_m_epilogue.cuh"
 
 constexpr int WEIGHT_BYTES = OUTPUTS * BLOCK_K * 2, X_BYTES = ROWS * BLOCK_K * 2, STAGE_BYTES = WEIGHT_BYTES + X_BYTES;
-constexpr int BOX_ROWS = (ROWS / CLUSTER + 7) / 8 * 8;  // rows of x that each of them loads; the last boxes may overlap
+constexpr int BOX_ROWS = (ROWS / CLUSTER + 7) / 8 * 8;  // rows of x that each thread block of a cluster loads; the last boxes may overlap
 constexpr int STAGE_TX_BYTES = WEIGHT_BYTES + CLUSTER * BOX_ROWS * BLOCK_K * 2;
 
 // weight: [N, K], or [2 N, K] if GATED; x: [M, K]; out: [M, N]; bias: one value per row of weight. K is a multiple of 64, N of 8.

@@ -301,7 +301,8 @@ def matmul_by_panels(
         weight: the weight, whose codes are not read.
         num_tiles: T.
         bias: one value per output, or None.
-        dequantize: writes the rows of the tiles from a given one on to its first argument, [tiles * 64, K].
+        dequantize: fills its first argument, [tiles * 64, K], with the rows of consecutive tiles, from the tile on that its
+            second argument names.
 
     Returns:
         [M, N], in x's dtype.

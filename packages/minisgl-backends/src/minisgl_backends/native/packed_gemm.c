@@ -10,7 +10,7 @@ typedef struct {
     float scale;
     union {
         float sum;     /* of the group's dequantized values, by which minima are multiplied */
-        int32_t start; /* of the dot product of the group: minus the zero of the weights' codes times the sum of these codes */
+        int32_t start; /* of the group's dot product: minus the zero of the weights' codes, times the sum of its `codes` below */
     } groups[2];
     int8_t codes[BLOCK];
 } XBlock;

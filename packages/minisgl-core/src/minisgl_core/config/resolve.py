@@ -45,7 +45,11 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """Config in which no option is ``auto``, and the choices that were made."""
+    """Config with resolved options, and the choices that were made.
+
+    The sizes of CUDA graphs stay ``auto`` until `EngineFactory` resolves them. So does an option that the engine does not need:
+    `moe` of a dense model, `communicator` of one rank.
+    """
 
     config: EngineConfig
     choices: tuple[Choice, ...]
@@ -154,7 +158,8 @@ def resolve(
 
     grammar = config.backends.grammar
     if grammar == AUTO:
-        grammar = picker.first("grammar")  # loaded with the first request that needs it, not now
+        # It is loaded later: by a thread after a server's start, or in `LLM` with the first request that needs it.
+        grammar = picker.first("grammar")
     elif reasons := unsupported("grammar", grammar):
         raise ProviderUnsupportedError("grammar", grammar, reasons)
 

@@ -357,8 +357,9 @@ class AttentionBackend(ABC):
     def plan_replay(self, batch: AttentionBatch) -> None:
         """Update the captured plan of this batch size in place.
 
-        Before a replay, the captured batch's tensors are overwritten with the step's values; `batch` has these tensors and new
-        host arrays. The replay itself overwrites `slots` before `forward`. With `AttentionCapabilities.graph_reads_page_table`
-        it also overwrites the batch's other tensors and the page table.
+        `batch` is the captured batch, with the step's values in its host arrays. Without
+        `AttentionCapabilities.graph_reads_page_table`, the page table and its tensors other than `slots` have the step's values,
+        too. With it, they may still have those of an earlier step, and the replay writes them before `forward`. In both cases the
+        replay writes `slots`.
         """
         raise NotImplementedError

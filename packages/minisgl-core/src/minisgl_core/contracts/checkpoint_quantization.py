@@ -250,7 +250,7 @@ def _group_size(config: Mapping[str, Any], key: str) -> int | None:
 
 
 def _excluded(config: Mapping[str, Any]) -> Mapping[str, str]:
-    """Return the key by the patterns of modules that GPTQModel's ``dynamic`` excludes.
+    """Return the regular expressions of the modules that GPTQModel's ``dynamic`` excludes, each mapped to its config key.
 
     Raises:
         ModelFormatError: ``dynamic`` has other rules, or ``modules_in_block_to_quantize`` selects modules.

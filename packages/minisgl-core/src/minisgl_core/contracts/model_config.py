@@ -19,7 +19,8 @@ class RopeConfig:
     Attributes:
         theta: base of the frequencies.
         rotary_dim: rotated dimensions of a head.
-        kind: the scaling rule; ``per_layer`` if the config has parameters per kind of layer.
+        kind: the scaling rule; ``per_layer``, which is not supported, if the config has parameters for kinds of layers other than
+            full and sliding attention (see `ModelConfig.sliding_rope`).
         factor: factor of context extension; 1 for ``default``.
         original_max_position: context of the unscaled model, in tokens.
         low_freq_factor, high_freq_factor: bounds of the llama3 rule.
@@ -105,7 +106,7 @@ class ModelConfig:
         has_sinks: True if attention layers have sinks; models set ``attention_sinks`` in `standard_config` for this.
         value_head_dim: head dimension of values; None for `head_dim`.
         sliding_rope: rotary embedding of the layers with a sliding window (Gemma 3, OLMo 3); None if all layers have `rope`.
-        raw: the original config.
+        raw: the config as `Model.standard_config` returns it, defaults included.
     """
 
     architecture: str

@@ -142,7 +142,7 @@ class QKVParallelLinear(ReplicatedLinear):
             build: ranks, kernels and dtype.
             bias: True if the projections have biases.
             interleaved_dim: rotary dimension of a checkpoint whose pairs of dimensions are interleaved, as in GLM-4; otherwise 0.
-                `heads` returns them half-split, as `RotaryOps.rotary` requires. Scores do not depend on the order.
+                `heads` returns them half-split, as `RotaryOps.apply_rope` requires. Scores do not depend on the order.
 
         Raises:
             InvalidValueError: the heads cannot be split over ``build.tp_size`` ranks.

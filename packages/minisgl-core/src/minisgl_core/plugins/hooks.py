@@ -27,7 +27,7 @@ class Hooks:
     """Hooks of one process. An attribute is None if no plugin implements the hook, which then costs one comparison::
 
         if hooks.batch_finished is not None:
-            hooks.batch_finished(plan=plan, result=result)
+            hooks.batch_finished(plan=plan, result=result, state=scheduler)
 
     The first exception of an implementation is logged with its traceback, and the implementation counts as returning None.
     Exceptions in `api_routes` are raised, since routes that the user has enabled must not be missing silently.

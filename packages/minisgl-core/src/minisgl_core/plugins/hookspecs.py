@@ -96,7 +96,10 @@ def engine_started(info: EngineInfo) -> None:
 
 @hookspec
 def engine_stopped() -> None:
-    """Called once per `engine_started`, when the engine ends and has released the device."""
+    """Called when an engine ends.
+
+    If its start or a step failed, `engine_started` may not have been called, and the device may not be released yet.
+    """
 
 
 @hookspec

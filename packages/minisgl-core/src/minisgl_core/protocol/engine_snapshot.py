@@ -154,7 +154,7 @@ class EngineSnapshot(msgspec.Struct, tag=True, kw_only=True):
     requests: list[RequestSnapshot]
     """The first running and then waiting requests, in their order."""
     nodes: list[PrefixTreeNodeSnapshot]
-    """Runs of the prefix cache, parents before children. If there are too many, those in use and the most recent ones."""
+    """Nodes of the prefix tree, parents before children. If there are too many, those in use and the most recent ones."""
     steps: list[StepSnapshot]
     query: int = 0
     replica: int = 0

@@ -296,8 +296,8 @@ class TokenOut(msgspec.Struct, kw_only=True, omit_defaults=True):
 class TokenBatch(msgspec.Struct, tag=True, omit_defaults=True):
     """Scheduler to tokenizer worker: output of one step for the worker's requests.
 
-    A request whose only output is one token, without log-probabilities, is in `request_ids`; all others are in `outputs`. The
-    first and the last token of a request are always in `outputs`.
+    `request_ids` has only requests whose output is one token without log-probabilities. `outputs` has all others, and may have
+    such requests, too. The first and the last token of a request are always in `outputs`.
     """
 
     outputs: list[TokenOut]
@@ -375,7 +375,7 @@ class EngineInfo(msgspec.Struct, tag=True, kw_only=True):
     uncompiled: list[str] = msgspec.field(default_factory=list)
     """Attention backends that ``auto`` would have selected, had they been compiled."""
     engine_id: int = 0
-    """Id of the engine: index of its replica plus the number of replicas per restart. A restarted replica is a new engine."""
+    """Id of the engine: ``replica + num_replicas * num_restarts``, so that a restarted replica is a new engine."""
     replica: int = 0
     """Index of the replica that the engine is."""
 
@@ -445,7 +445,7 @@ class ReplicaLost(msgspec.Struct, tag=True):
 class ApiRestarted(msgspec.Struct, tag=True):
     """Launcher to tokenizer worker: its API worker has ended, and with it all requests.
 
-    `api_worker_id` is the id of its successor: index of the worker plus the number of API workers per restart.
+    `api_worker_id` is the id of its successor: ``index + num_api_workers * num_restarts``.
     """
 
     api_worker_id: int

@@ -88,7 +88,7 @@ def _limit_memory() -> None:
 
 
 def _reset_peak() -> int:
-    """Return free memory to the system and reset the peak counter. Return the resident memory in bytes."""
+    """Give free memory back to the system, and reset the peak counter. Return the resident memory in bytes."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
     with suppress(OSError):

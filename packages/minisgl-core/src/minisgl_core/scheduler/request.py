@@ -145,7 +145,8 @@ class Request:
 
     @property
     def num_pending(self) -> int:
-        """Tokens that steps in flight sample. It is 0 or 1 when a step is planned, and 2 until the earlier step is processed."""
+        """Tokens that steps in flight sample. It is 0 or 1 before a step is planned, and may then be 2 until the
+        earlier step is processed."""
         return int(self._running.num_pending[self.row])
 
     @property

@@ -1,8 +1,9 @@
 """Continuous batching with chunked prefill, admission by pages, preemption and resumption.
 
-Each step schedules one token per decoding request and up to `max_prefill_length` prompt tokens in one batch (the chunked
-prefill of Sarathi-Serve, arXiv 2403.02310). The scheduler only plans steps. The engine loop runs the plans and returns their
-results in order, possibly one step late (overlap), or several steps late (pipeline parallelism).
+Each step is one batch of a token per decoding request and up to `SchedulerLimits.max_prefill_tokens` prompt tokens (the chunked
+prefill of Sarathi-Serve, arXiv 2403.02310). If `max_step_s` limits its duration, it has fewer prompt tokens. The scheduler only
+plans steps. The engine loop runs the plans and returns their results in order, possibly one step late (overlap), or several
+steps late (pipeline parallelism).
 
 Decoding requests are handled together, as rows of the arrays in `RunningRequests`. Only prefills, requests that end, and those
 with a grammar or log-probabilities are handled one by one.
@@ -45,7 +46,7 @@ _NO_ROWS = np.empty(0, np.int32)
 _COMPILE_WAIT_S = 0.02
 """Longest wait for a grammar to be compiled while no other request can run."""
 _FEW_WAITING = 3
-"""Most waiting requests for which a step rather has fewer prompts than more prompt tokens."""
+"""While at most this many requests wait, a further prompt of a step must fit as a whole; see `_schedule_prefills`."""
 
 
 def _queue_key(request: Request) -> tuple[int, int]:
@@ -118,7 +119,7 @@ class Scheduler:
 
         Raises:
             InvalidValueError: the request fails `validate`.
-            QueueFullError: the queue is at its bound.
+            QueueFullError: the queue is at its bound, or too much text of grammars waits to be compiled.
         """
         self.validate(submit)
         limits = self.limits
@@ -345,8 +346,9 @@ class Scheduler:
     def _schedule_prefills(self, num_decodes: int, rows: Int32) -> list[Chunk]:
         most = self.limits.max_prefill_tokens
         budget = self.step_times.prompt_tokens(num_decodes, most)
-        # If `max_step_s` limits the prompt tokens, a further prompt begins only if half of them are left. So the prompts that
-        # have begun get their first tokens earlier. While few requests wait, it must also leave that half when it ends.
+        # If `max_step_s` limits the prompt tokens, half of the budget is a reserve. After the step's first chunk, a waiting
+        # prompt is admitted only while more than the reserve is left, so that the prompts that have begun get their first
+        # tokens earlier. While few requests wait, the whole rest of the prompt must fit without the reserve.
         reserve = 0 if budget == most else budget // 2
         chunks: list[Chunk] = []
         for row in rows.tolist():

@@ -56,7 +56,9 @@ class FolderSource(WeightSource):
 
     @property
     def eos_token_id(self) -> int | None:
-        """Read the EOS id from the tokenizer's config files if possible, otherwise from the loaded tokenizer.
+        """Return the EOS id from the tokenizer's config files if possible, otherwise from the loaded tokenizer.
+
+        It is None without a ``tokenizer_config.json``.
 
         Raises:
             ModelFormatError: one of the files cannot be read.

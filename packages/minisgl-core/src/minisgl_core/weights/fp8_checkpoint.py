@@ -27,7 +27,7 @@ class TypedTensor(LazyTensor, Protocol):
 
     @property
     def is_fp8(self) -> bool:
-        """True if the stored dtype is float8_e4m3fn."""
+        """True if the stored dtype is one of the float8 types."""
 
 
 def unreadable_reasons(config: Mapping[str, Any]) -> list[str]:

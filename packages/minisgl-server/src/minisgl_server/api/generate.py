@@ -30,8 +30,8 @@ router = APIRouter()
 GENERATE_MAX_TOKENS = 128
 """SGLang's default of max_new_tokens."""
 _VALUES_PER_NEW_TOKEN = 1024
-"""Tokens and log-probabilities of an output per new token that the next event waits for. As each event has the whole output, an
-event per token would take time and bytes that grow with the square of the output's length."""
+"""The next event waits for one new token per this many tokens and log-probabilities that the output already has. As each event
+has the whole output, an event per token would take time and bytes that grow with the square of the output's length."""
 
 
 class GenerateSamplingParams(SamplingFields):

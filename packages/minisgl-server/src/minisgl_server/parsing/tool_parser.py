@@ -36,7 +36,8 @@ class ToolParser:
     spellings: ClassVar[tuple[tuple[str, str, str], ...]]
     """Forms of a call in an otherwise free output: its trigger, the text before its arguments, and the text after them.
 
-    NAME stands for the function's name. A call that begins with `begin` has one of the first of these forms.
+    NAME stands for the function's name. A form whose trigger is `begin` constrains calls of all functions, the others only those
+    of strict functions.
     """
 
     def __init__(self, functions: Collection[str], parallel: bool, strict: Collection[str] = ()) -> None:

@@ -70,7 +70,8 @@ class RoutingEntry:
         replica_id: id of the replica in Serve; empty for a free entry.
         num_requests: requests that were routed to it by this process.
         num_prompt_tokens: prompt tokens of these.
-        ticks_since_heartbeat: `HEARTBEAT_TIMEOUT_TICKS` or more if it is lost until its next heartbeat.
+        ticks_since_heartbeat: calls of `tick` since its last heartbeat, counted while it has requests. From
+            `HEARTBEAT_TIMEOUT_TICKS` on, it counts as lost, until its next heartbeat.
     """
 
     replica: int

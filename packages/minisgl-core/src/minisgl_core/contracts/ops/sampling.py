@@ -65,7 +65,7 @@ class SamplingOps(OpsProvider):
         """Apply `sample` to logits that are sharded over the ranks. Every rank calls it and gets the same tokens.
 
         Args:
-            logits: logits of this rank's shard, [N, S].
+            logits: logits of this rank's shard, [N, C]; see `VocabShard`.
             temperature: see `sample`.
             uniform: see `sample`.
             shard: part of the vocabulary that `logits` covers.

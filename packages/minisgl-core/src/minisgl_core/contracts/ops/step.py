@@ -26,7 +26,7 @@ class StepOps(OpsProvider):
 
         CUDA graphs capture it with decode steps; see `Model.forward`. The first four rows of the inputs are, per token:
 
-        - the page-table row. Tokens with the same row have the same position and no new page.
+        - the page-table row. Rows are distinct, except that padding tokens share row 0; they have one position and no new page.
         - the token id; -1 for the last token of that row.
         - the position.
         - the new page, if the page table does not have it yet; otherwise -1.

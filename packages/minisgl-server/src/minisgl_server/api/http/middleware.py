@@ -1,4 +1,4 @@
-"""ASGI middleware before the application: API keys, body size and timeout, and concurrency. It costs nothing per chunk."""
+"""ASGI middleware before the application: API keys, body size and timeout, and concurrency. It adds no coroutine per chunk."""
 
 from __future__ import annotations
 

@@ -82,7 +82,9 @@ class Choices:
         self._num_logprobs = 0
         if self._max_logprobs is not None and self._most_logprobs(info.max_seq_len) > self._max_logprobs:
             for each in self._requests:
-                each.is_streamed = True  # a tokenizer worker that holds whole outputs does not count
+                each.is_streamed = (
+                    True  # nothing counts what a tokenizer worker holds of an output that is not streamed
+                )
         self._num_reasoning_tokens = [0] * count
         self._num_prompt_tokens = [0] * len(prompts)
         self._num_cached_tokens = [0] * len(prompts)

@@ -14,7 +14,7 @@ from minisgl_server.bench.trace.format import BLOCK_TOKENS, TraceRequest
 
 VOCAB_SIZE = 2**31 - 1
 _NUM_SHARED_IDS = 2**30
-"""Token ids below are those of blocks with a hash; the others belong to one request."""
+"""Smaller token ids are those of blocks with a hash; the others belong to one request."""
 
 TokenIds = npt.NDArray[np.int32]
 

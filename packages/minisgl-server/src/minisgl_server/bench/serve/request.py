@@ -61,7 +61,8 @@ class Record:
         asked_prompt_tokens: tokens of the sent prompt; None if only the server knows them.
         asked_output_tokens: requested output tokens.
         sent_s: time of sending, since the start of the run.
-        wait_s: time from its arrival to sending, because of ``--max-concurrency``.
+        wait_s: time from the conversation's arrival to sending its first turn, because of ``--max-concurrency`` or the load
+            generator; 0 for later turns.
         ttft_s: time to the first text, or to the end if there was none.
         latency_s: time to the last event.
         gaps_s: times between events with text.

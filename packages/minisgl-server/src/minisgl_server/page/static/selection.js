@@ -8,5 +8,6 @@ export function select(owners, source) {
   window.dispatchEvent(new CustomEvent("selection"));
 }
 
-// Owner of a request's pages in the page map; nodes are owners by their id.
+// Owner of a request's pages in the page map. Other owners: 0 is free, n > 0 is the cached node n, -1 is a cached node that is
+// not listed.
 export const requestOwner = (number) => -1 - number;
