@@ -123,9 +123,7 @@ class TokenizerWorker:
                 self._send_tokens(message, encoded)
             case Tokenize():
                 self._switch_api_worker(message.api_worker_id)
-                if (
-                    message.api_worker_id == self._api_worker_id
-                ):  # else it is of the previous API worker, which has ended
+                if message.api_worker_id == self._api_worker_id:  # else the API worker that sent it has ended
                     self._submit(message, encoded)
             case Abort(request_id):
                 if self._forget(request_id):

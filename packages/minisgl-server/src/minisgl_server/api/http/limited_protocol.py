@@ -211,9 +211,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self.transport.abort()
             return
         self.transport.write(_whole_response(error))
-        if (
-            error.status == 503
-        ):  # the server is at its limit of connections or memory, so the connection does not linger
+        if error.status == 503:  # at the limit of connections or memory, the connection does not linger
             self.transport.close()
         else:
             self.transport.write_eof()

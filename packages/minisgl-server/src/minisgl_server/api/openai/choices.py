@@ -81,10 +81,9 @@ class Choices:
         self._max_logprobs = max(_MAX_LOGPROBS_HELD, (MAX_LOGPROBS + 1) * info.max_seq_len) if is_held else None
         self._num_logprobs = 0
         if self._max_logprobs is not None and self._most_logprobs(info.max_seq_len) > self._max_logprobs:
+            # Nothing counts what a tokenizer worker holds of an output that is not streamed.
             for each in self._requests:
-                each.is_streamed = (
-                    True  # nothing counts what a tokenizer worker holds of an output that is not streamed
-                )
+                each.is_streamed = True
         self._num_reasoning_tokens = [0] * count
         self._num_prompt_tokens = [0] * len(prompts)
         self._num_cached_tokens = [0] * len(prompts)
