@@ -106,13 +106,13 @@ def test_a_laptop_without_a_compiler_gets_the_next() -> None:
 
 
 def test_a_gpu_gets_the_first_supported_provider_and_reasons() -> None:
-    assert choose(H200).config.backends.attn == "fa,hopper"
+    assert choose(H200).config.backends.attn == "hopper"
     assert choose(H200).config.backends.ops == "hopper,triton"
     resolved = choose(H200, refused=["fa", "hopper"])
     assert (resolved.config.backends.attn, resolved.config.backends.ops) == ("fi,triton", "triton")
     reason = next(choice.reason for choice in resolved.choices if choice.name == "attn")
     assert "fa is not for this" in reason
-    assert choose(H200, refused=["fa", "fi"]).config.backends.attn == "hopper"
+    assert choose(H200, refused=["hopper"]).config.backends.attn == "fa,triton"
     assert choose(H200, refused=["fa", "fi", "hopper"]).config.backends.attn == "triton"
     assert choose(H200).config.scheduler.disable_overlap is False
 
@@ -124,9 +124,9 @@ def test_a_platform_may_be_called_otherwise_than_its_devices() -> None:
 
 def test_a_plugin_may_prefer_its_own() -> None:
     assert choose(H200, preferred={"attention": "theirs"}).config.backends.attn == "theirs"
-    assert choose(H200, refused=["theirs"], preferred={"attention": "theirs"}).config.backends.attn == "fa,hopper"
+    assert choose(H200, refused=["theirs"], preferred={"attention": "theirs"}).config.backends.attn == "hopper"
     absent = choose(H200, preferred={"attention": "nobodys"})
-    assert absent.config.backends.attn == "fa,hopper"
+    assert absent.config.backends.attn == "hopper"
     assert any("nobodys: a plugin prefers it, but it is not installed" in choice.reason for choice in absent.choices)
 
 
@@ -310,14 +310,14 @@ def attention(*uncompiled: str, refused: Iterable[str] = (), **options: Any) -> 
 
 
 def test_auto_serves_with_what_is_compiled_and_names_what_is_not() -> None:
-    without_fa = {"refused": ["fa"]}
-    assert attention("fi")[:2] == ("fa,hopper", ()), "the best one is there already"
-    assert attention(**without_fa)[:2] == ("fi,hopper", ())
-    chosen, uncompiled, reason = attention("fi", **without_fa)
-    assert (chosen, uncompiled) == ("hopper", ("fi",))
-    assert "fi,hopper: fi's kernels must be compiled first" in reason
-    assert attention("fi", attn="fi", **without_fa)[:2] == ("fi", ()), "a named backend is waited for"
-    assert attention("fi", attn="auto,triton", **without_fa)[:2] == ("hopper,triton", ("fi",))
+    others = {"refused": ["fa", "hopper"]}
+    assert attention("fi")[:2] == ("hopper", ()), "the best one is there already"
+    assert attention(**others)[:2] == ("fi,triton", ())
+    chosen, uncompiled, reason = attention("fi", **others)
+    assert (chosen, uncompiled) == ("triton", ("fi",))
+    assert "fi,triton: fi's kernels must be compiled first" in reason
+    assert attention("fi", attn="fi", **others)[:2] == ("fi", ()), "a named backend is waited for"
+    assert attention("fi", attn="auto,torch", **others)[:2] == ("triton,torch", ("fi",))
 
 
 def test_auto_compiles_if_nothing_else_works() -> None:

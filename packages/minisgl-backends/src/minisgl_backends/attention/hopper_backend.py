@@ -1,19 +1,19 @@
-"""Paged attention for Hopper GPUs: decode in CUDA C++, prefill in Triton."""
+"""Paged attention for Hopper GPUs, in CUDA C++."""
 
 from __future__ import annotations
 
 import torch
 
 from minisgl_backends.attention.triton_backend import StepPlan, TritonAttention
-from minisgl_backends.cuda import decode
+from minisgl_backends.cuda import decode, prefill
 from minisgl_backends.cuda.requirements import hopper_missing
-from minisgl_core.contracts.attention import AttentionCapabilities, AttentionLayer, AttentionSpec
+from minisgl_core.contracts.attention import AttentionBatch, AttentionCapabilities, AttentionLayer, AttentionSpec
 from minisgl_core.contracts.kv_cache import KVPages
 from minisgl_core.contracts.ops import Rope
 
 
 class HopperAttention(TritonAttention):
-    """`TritonAttention` with a decode kernel in CUDA C++ that prefetches keys (PDL) and fuses RoPE and KV store."""
+    """Kernels for Hopper: decode prefetches keys (PDL) and fuses RoPE and KV store, prefill is like FlashAttention-3."""
 
     head_dims = decode.HEAD_DIMS
     capabilities = AttentionCapabilities(
@@ -36,6 +36,8 @@ class HopperAttention(TritonAttention):
     def __init__(self, spec: AttentionSpec, pool: KVPages, page_table: torch.Tensor) -> None:
         super().__init__(spec, pool, page_table)
         self._hopper_decode = decode.HopperDecode(pool, spec.num_q_heads)
+        self._hopper_prefill = prefill.HopperPrefill(pool, spec.num_q_heads)
+        self._num_pairs = self._hopper_prefill.num_pairs
 
     def _begin_decodes(self, num_requests: int) -> None:
         """Start a step of `HopperDecode`, which has a workspace of its own."""
@@ -73,3 +75,10 @@ class HopperAttention(TritonAttention):
     ) -> None:
         metadata = self.page_table, plan.batch.rows, plan.batch.seq_lens
         self._hopper_decode(q, layer.index, layer.scale, *metadata, out, rope_and_store)
+
+    def _prefill(
+        self, q: torch.Tensor, layer: AttentionLayer, prefills: AttentionBatch, tiles: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        if q.data_ptr() % 16 or any(stride % 8 for stride in q.stride()[:2]):
+            q = q.contiguous()  # TMA needs multiples of 16 bytes
+        self._hopper_prefill(q, layer.index, layer.scale, self.page_table, prefills, tiles, out)

@@ -80,6 +80,8 @@ class TritonAttention(FusedStoreAttention):
         self._prefill_kernels, self._decode_kernels = paged_prefill, paged_decode
         self._tile = decode_tile(spec.head_dim, spec.dtype, spec.kv_dtype, spec.device)
         self._num_programs = self._tile.num_programs(spec.device)
+        self._num_pairs, _ = paged_prefill.prefill_tile(spec.head_dim, spec.dtype)
+        """(Query, head of the group) pairs of a tile of prefills."""
 
     def plan(self, batch: AttentionBatch) -> StepPlan:
         """Allocate the decodes' workspace, and split the prefills' queries into tiles."""
@@ -104,7 +106,7 @@ class TritonAttention(FusedStoreAttention):
         return make(num_requests, *heads, spec.head_dim, spec.device, self._num_programs)
 
     def _tiles(self, prefills: AttentionBatch) -> torch.Tensor:
-        size, _ = self._prefill_kernels.prefill_tile(self.spec.head_dim, self.spec.dtype)
+        size = self._num_pairs
         pairs = prefills.q_lens_host.astype(np.int64) * (self.spec.num_q_heads // self.spec.num_kv_heads)
         counts = -(-pairs // size)
         requests = np.repeat(np.arange(len(counts)), counts)
@@ -119,13 +121,19 @@ class TritonAttention(FusedStoreAttention):
 
     def attend_stored(self, q: torch.Tensor, layer: AttentionLayer, plan: StepPlan, out: torch.Tensor) -> None:
         """See `AttentionBackend.attend_stored`."""
-        k_pages, v_pages = self.pool.k(layer.index), self.pool.v(layer.index)
         n = plan.batch.num_decodes
         if n:
             self._decode(q[:n], layer, plan, out)
         if plan.prefills is not None and plan.tiles is not None:
-            metadata = (plan.prefills.rows, plan.prefills.cu_seqlens_q, plan.prefills.seq_lens, plan.tiles)
-            self._prefill_kernels.prefill(q[n:], k_pages, v_pages, self.page_table, *metadata, out[n:], layer)
+            self._prefill(q[n:], layer, plan.prefills, plan.tiles, out[n:])
+
+    def _prefill(
+        self, q: torch.Tensor, layer: AttentionLayer, prefills: AttentionBatch, tiles: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Attend to the prefills' keys: `q` and `out` are those of the prefills alone."""
+        pages = self.pool.k(layer.index), self.pool.v(layer.index)
+        metadata = prefills.rows, prefills.cu_seqlens_q, prefills.seq_lens, tiles
+        self._prefill_kernels.prefill(q, *pages, self.page_table, *metadata, out, layer)
 
     def _decode(self, q: torch.Tensor, layer: AttentionLayer, plan: StepPlan, out: torch.Tensor) -> None:
         """Attend to the decodes' keys: `q` holds the decodes alone, and `out` starts with them."""

@@ -48,16 +48,21 @@ def load_kernel(variant: GemmVariant, name: str, device: torch.device) -> tuple[
         return kernel, kernel.max_resident_blocks()
 
 
-def wgmma_source(rows: int, *, from_registers: bool = False) -> str:
+def wgmma_source(rows: int, *, from_registers: bool = False, columns: bool = False) -> str:
     """Return the source that gemm_common.cuh includes as WGMMA: a wgmma of 64 rows of a, `rows` of b and 16 inputs.
 
-    With `from_registers`, the rows of a are in registers, ``const u32 (&a)[4]`` instead of a descriptor.
+    With `from_registers`, the rows of a are in registers, ``const u32 (&a)[4]`` instead of a descriptor. With `columns` besides,
+    b is stored by inputs: 16 rows with `rows` contiguous values each.
     """
     count = rows // 2
     sums = ", ".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+f"(sums[{i}])' for i in range(count))
     if from_registers:
-        parameter, values, transposes = "const u32 (&a)[4]", ", ".join(f'"r"(a[{i}])' for i in range(4)), "0"
+        parameter, values, transposes = (
+            "const u32 (&a)[4]",
+            ", ".join(f'"r"(a[{i}])' for i in range(4)),
+            str(int(columns)),
+        )
         operand, next_operand = "{" + ", ".join(f"%{count + i}" for i in range(4)) + "}", count + 4
     else:
         parameter, values, transposes = "u64 a", '"l"(a)', "0, 0"

@@ -15,7 +15,7 @@ It raises an error if a provider that the user named does not load.
 """
 
 PREFERENCES: dict[tuple[str, str], tuple[str, ...]] = {
-    ("attention", "cuda"): ("fa,hopper", "fa,triton", "fi,hopper", "fi,triton", "hopper", "triton", "torch"),
+    ("attention", "cuda"): ("hopper", "fa,triton", "fi,triton", "triton", "torch"),
     ("attention", "cpu"): ("native", "torch"),
     ("ops", "cuda"): ("hopper", "triton", "torch"),
     ("ops", "cpu"): ("native", "onednn", "torch"),
@@ -33,10 +33,11 @@ PREFERENCES: dict[tuple[str, str], tuple[str, ...]] = {
 """Providers that ``auto`` tries, best first, by kind and platform. It first tries the one that a plugin's hook prefers. For
 ``ops``, each role is served by the first provider that has it.
 
-The order of attention backends on CUDA was measured on an H200 (docs/benchmarks.md). FlashAttention 3 is the fastest for
-prefill, then FlashInfer. For decodes of mixed lengths, the Triton kernel is as fast as theirs and needs no planning on the
-host; the Hopper kernel has less overhead at its start and end. On four H200s, the one-shot all-reduce takes a third of NCCL's
-time for the message sizes of decode steps.
+The order of attention backends on CUDA was measured on Hopper GPUs (docs/performance-notes.md). The Hopper kernels are not slower
+than FlashAttention 3 for prefills, and have less overhead at the start and end of decodes. What they do not support goes to
+FlashAttention or FlashInfer for prefills, and to Triton for decodes. With mixed lengths, Triton's kernel is as fast as theirs,
+and needs no planning on the host. On four H200s, the one-shot all-reduce takes a third of NCCL's time for the message sizes of
+decode steps.
 """
 
 

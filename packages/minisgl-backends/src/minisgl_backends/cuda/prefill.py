@@ -1,0 +1,117 @@
+"""Variants and launch of prefill.cu, prefill attention for Hopper.
+
+Shape legend: as in `kernels.paged_prefill`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from minisgl_backends.cuda.compiler import compile_async, program
+from minisgl_backends.cuda.driver import Kernel, TensorMap
+from minisgl_backends.cuda.gemm_common import wgmma_source
+from minisgl_core.contracts.attention import AttentionBatch
+from minisgl_core.contracts.kv_cache import KVPages
+
+_ROWS = 128
+"""Rows of a tile: (query, head of the group) pairs."""
+_KEYS = 128
+"""Keys per tile."""
+_THREADS = 384
+_SHARED_BYTES = 6 * _ROWS * 128 * 2 + 1024
+"""Two tiles each of queries, K and V with heads of 128, and what aligns them."""
+_MAX_QUERY_MAPS = 1024
+"""Tensor maps of queries that are kept. Steps with the same number of tokens often have the same buffers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Compile-time parameters of prefill.cu.
+
+    Attributes:
+        group: query heads per KV head.
+        dim: head dimension.
+        page_size: tokens per page.
+    """
+
+    group: int
+    dim: int
+    page_size: int
+
+    def source(self) -> str:
+        """Return the program's source."""
+        macros = {"GROUP": self.group, "DIM": self.dim, "PAGE": self.page_size}
+        gemms = wgmma_source(_KEYS), wgmma_source(self.dim, from_registers=True, columns=True)
+        return program("prefill.cu", macros).replace("#include WGMMA", "\n".join(gemms))
+
+
+class HopperPrefill:
+    """Causal prefill attention in bfloat16."""
+
+    def __init__(self, pool: KVPages, num_q_heads: int) -> None:
+        """Start compiling for a bfloat16 pool of layout NHD."""
+        spec = pool.spec
+        self._pool = pool
+        self._variant = Variant(num_q_heads // spec.num_kv_heads, spec.head_dim, spec.page_size)
+        self.num_pairs = _ROWS // self._variant.group * self._variant.group
+        """(Query, head of the group) pairs of a tile."""
+        compile_async(self._variant.source())
+        self._kernel: Kernel | None = None
+        self._num_sms = torch.cuda.get_device_properties(spec.device).multi_processor_count
+        self._pool_maps: dict[int, tuple[TensorMap, ...]] = {}
+        self._query_maps: dict[tuple[int, ...], TensorMap] = {}
+        self._counter = torch.zeros(1, dtype=torch.int32, device=spec.device)
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        layer: int,
+        scale: float,
+        page_table: torch.Tensor,
+        batch: AttentionBatch,
+        tiles: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Enqueue the kernel. Calls must follow each other in one stream.
+
+        Args:
+            q: [T, Hq, D], contiguous in the last dimension; its address and other strides are multiples of 16 bytes.
+            layer: index in the pool.
+            scale: factor on the scores, above 0.
+            page_table: int32 [R, M].
+            batch: the requests, whose keys and values are stored.
+            tiles: request and first pair of each tile, int32 [tiles, 2]; first pairs are multiples of `num_pairs`.
+            out: [T, Hq, D], contiguous.
+        """
+        spec = self._pool.spec
+        if self._kernel is None:
+            cubin = compile_async(self._variant.source()).result()
+            self._kernel = Kernel(cubin, "prefill", num_threads=_THREADS, shared_bytes=_SHARED_BYTES, cluster=1)
+        num_blocks = min(self._num_sms, len(tiles) * spec.num_kv_heads)
+        maps = self._query_map(q), *self._maps_of(layer)
+        metadata = page_table, batch.rows, batch.cu_seqlens_q, batch.seq_lens, tiles
+        sizes = len(tiles), spec.num_kv_heads, page_table.stride(0), spec.num_pages * spec.page_size
+        self._kernel.launch(num_blocks, (*maps, *metadata, out, self._counter, scale * math.log2(math.e), *sizes))
+
+    def _query_map(self, q: torch.Tensor) -> TensorMap:
+        key = q.data_ptr(), *q.shape, *q.stride()
+        if key not in self._query_maps:
+            if len(self._query_maps) == _MAX_QUERY_MAPS:
+                self._query_maps.clear()
+            self._query_maps[key] = TensorMap(q, (_ROWS // self._variant.group, self._variant.group, 64))
+        return self._query_maps[key]
+
+    def _maps_of(self, layer: int) -> tuple[TensorMap, ...]:
+        """Return the maps of K and V in boxes of full tiles, then in small boxes."""
+        if layer not in self._pool_maps:
+            spec = self._pool.spec
+            lines = [
+                each.view(-1, spec.num_kv_heads * spec.head_dim // 64, 64)
+                for each in (self._pool.k(layer), self._pool.v(layer))
+            ]
+            boxes = min(spec.page_size, 64), 8
+            self._pool_maps[layer] = tuple(TensorMap(each, (box, 1, 64)) for box in boxes for each in lines)
+        return self._pool_maps[layer]

@@ -1,0 +1,97 @@
+"""Prefill attention in CUDA C++: compilation, and on a Hopper GPU its results."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from compile_cuda import compile_by_nvcc
+from hopper_reference import HAS_HOPPER
+
+from minisgl_backends.attention.hopper_backend import HopperAttention
+from minisgl_backends.cuda.prefill import Variant
+from minisgl_core.contracts.attention import AttentionBatch, AttentionLayer, AttentionSpec
+from minisgl_core.contracts.kv_cache import KVPoolSpec
+from minisgl_core.kv.pool import KVPool
+from minisgl_core.testing.attention_rig import TOLERANCES
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize(("group", "dim", "page_size"), [(2, 128, 16), (5, 128, 64), (1, 64, 8), (8, 128, 256)])
+def test_variants_compile_without_spilling_and_keep_wgmmas_asynchronous(
+    group: int, dim: int, page_size: int, tmp_path: Path
+) -> None:
+    log = compile_by_nvcc(Variant(group, dim, page_size).source(), tmp_path)
+    assert "0 bytes spill stores" in log
+    assert "serialized" not in log
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("page_size", [8, 16, 64, 256])
+@pytest.mark.parametrize("group", [1, 2, 5, 8])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("longest", [9, 300, 2100])
+def test_mixed_lengths_match_a_float64_reference(page_size: int, group: int, dim: int, longest: int) -> None:
+    """Slots of the pool outside of all requests are NaN. Repeated calls give equal results."""
+    draw, device, heads = random.Random(page_size * group * dim * longest), torch.device("cuda"), 2
+    lengths = [draw.randint(1, longest) for _ in range(12)] + [longest]
+    counts = [
+        draw.choice([length, draw.randint(1, length)]) for length in lengths
+    ]  # queries; earlier tokens are cached
+    num_pages = [-(-length // page_size) for length in lengths]
+    pages = iter(draw.sample(range(1, sum(num_pages) + 5), sum(num_pages)))
+    table = torch.zeros(len(lengths) + 1, max(num_pages) + 1, dtype=torch.int32)
+    for row, num in enumerate(num_pages, 1):
+        table[row, :num] = torch.tensor([next(pages) for _ in range(num)])
+    table = table.to(device)
+    pool = KVPool(KVPoolSpec(2, sum(num_pages) + 5, page_size, heads, dim, torch.bfloat16, device))
+    pool.data.fill_(float("nan"))
+    keys_and_values = []
+    for row, length in enumerate(lengths, 1):
+        at = torch.arange(length, device=device)
+        kv = torch.randn(2, length, heads, dim, device=device, dtype=torch.bfloat16)
+        pool.store(1, kv[0], kv[1], table[row, at // page_size].long() * page_size + at % page_size)
+        keys_and_values.append(kv)
+    offsets = np.cumsum([0, *counts])
+    qkv = 3 * torch.randn(offsets[-1], heads * group + 2, dim, device=device, dtype=torch.bfloat16)
+    q = qkv[:, : heads * group]
+    spec = AttentionSpec(
+        num_q_heads=heads * group,
+        num_kv_heads=heads,
+        head_dim=dim,
+        page_size=page_size,
+        max_batch=len(lengths),
+        max_seq_len=longest,
+        dtype=torch.bfloat16,
+        kv_dtype=torch.bfloat16,
+        device=device,
+    )
+    attention = HopperAttention(spec, pool, table)
+    batch = AttentionBatch(
+        num_decodes=0,
+        rows=torch.arange(1, len(lengths) + 1, dtype=torch.int32, device=device),
+        cu_seqlens_q=torch.tensor(offsets, dtype=torch.int32, device=device),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
+        slots=torch.zeros(int(offsets[-1]), dtype=torch.int64, device=device),
+        q_lens_host=np.array(counts, np.int32),
+        seq_lens_host=np.array(lengths, np.int32),
+    )
+    layer, results = AttentionLayer(1, dim**-0.5), []
+    for _ in range(3):
+        results.append(torch.full((int(offsets[-1]), heads * group, dim), float("nan"), dtype=q.dtype, device=device))
+        attention.attend_stored(q, layer, attention.plan(batch), results[-1])
+    assert all(torch.equal(result, results[0]) for result in results)
+    for request, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        k, v = keys_and_values[request].double()
+        own = q[offsets[request] : offsets[request + 1]].view(count, heads, group, dim).double()
+        scores = torch.einsum("qhgd,lhd->hgql", own, k) * dim**-0.5
+        is_hidden = torch.arange(length, device=device) > torch.arange(length - count, length, device=device)[:, None]
+        weights = scores.masked_fill(is_hidden, float("-inf")).softmax(-1)
+        wanted = torch.einsum("hgql,lhd->qhgd", weights, v).flatten(1, 2)
+        difference = (results[0][offsets[request] : offsets[request + 1]] - wanted).abs().max()
+        assert difference < TOLERANCES[torch.bfloat16], (request, length, count)
