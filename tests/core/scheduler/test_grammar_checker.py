@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import threading
+import time
+from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import suppress
 
 import psutil
 import pytest
 
 from minisgl_backends.grammar.llguidance_grammar import LlguidanceGrammar
+from minisgl_core.contracts.grammar import GrammarKind, GrammarState
 from minisgl_core.contracts.structured_outputs import GrammarSource
 from minisgl_core.errors import InvalidValueError, PluginError, QueueFullError
 from minisgl_core.scheduler import constraints
@@ -27,62 +33,82 @@ def checker() -> Iterator[GrammarChecker]:
     made.close()
 
 
+def regex(text: str) -> GrammarSource:
+    return GrammarSource("regex", text, "it")
+
+
 def new_grammars(checker: GrammarChecker | None = None) -> GrammarManager:
     return GrammarManager(lambda: LlguidanceGrammar(byte_tokenizer(), VOCAB_SIZE, EOS), VOCAB_SIZE, checker)
 
 
 def test_what_takes_too_long_names_field_and_limit(checker: GrammarChecker) -> None:
     with pytest.raises(InvalidValueError, match="must be compiled within") as raised:
-        checker.check("grammar", INTERSECTION, "field.of_the_user")
+        checker.check(GrammarSource("grammar", INTERSECTION, "field.of_the_user"))
     assert raised.value.name == "field.of_the_user"
-    assert checker.check("regex", "a|b", "it") > 0  # by a new process
+    assert checker.check(regex("a|b")) > 0  # by a new process
 
 
 def test_a_fault_is_told_as_by_the_provider(checker: GrammarChecker) -> None:
     with pytest.raises(InvalidValueError) as wanted:
         LlguidanceGrammar.check("regex", "(a", "it")
     with pytest.raises(InvalidValueError) as raised:
-        checker.check("regex", "(a", "it")
+        checker.check(regex("(a"))
     assert str(raised.value) == str(wanted.value)
 
 
 def test_an_unknown_provider_is_a_plugin_error() -> None:
     with pytest.raises(PluginError, match="nothing-like-it"):
-        GrammarChecker("nothing-like-it").check("regex", "a", "it")
+        GrammarChecker("nothing-like-it").check(regex("a"))
 
 
 def test_close_ends_the_process() -> None:
     checker = GrammarChecker("llguidance")
-    checker.check("regex", "a", "it")
-    process = psutil.Process(checker._process.pid)
+    checker.check(regex("a"))
+    process = psutil.Process(checker._thorough._process.pid)
+    [child] = process.children()
     assert process.cmdline()[0] == "minisgl: grammar check"
     checker.close()
     assert not process.is_running()
+    psutil.wait_procs([child], timeout=30)
+    assert not child.is_running()
 
 
 def test_a_process_that_is_killed_is_not_called_slow() -> None:
     checker = GrammarChecker("llguidance")
-    checker.check("regex", "a", "it")
-    psutil.Process(checker._process.pid).kill()
+    checker.check(regex("a"))
+    process = psutil.Process(checker._thorough._process.pid)
+    [child] = process.children()
+    child.kill()
+    while process.children() in ([], [child]):
+        time.sleep(0.01)
+    for text in ("a", "b"):
+        assert checker.check(regex(text)) > 0
+    with pytest.raises(InvalidValueError, match="llguidance supports"):
+        checker.check(regex("(a"))
+    for each in (process, *process.children()):
+        each.kill()
     with pytest.raises(InvalidValueError, match="killed by SIGKILL"):
-        checker.check("regex", "a", "it")
-    assert checker.check("regex", "a", "it") > 0
+        checker.check(regex("a"))
+    assert checker.check(regex("a")) > 0
     checker.close()
 
 
 def test_it_ends_with_a_parent_that_is_killed() -> None:
     code = (
         "import time; from minisgl_core.scheduler.grammar_checker import GrammarChecker; checker = GrammarChecker('llguidance');"
-        "checker.check('regex', 'a', 'it'); print(checker._process.pid, flush=True); time.sleep(600)"
+        "from minisgl_core.contracts.structured_outputs import GrammarSource; checker.check(GrammarSource('regex', 'a', 'it'));"
+        "print(checker._thorough._process.pid, flush=True); time.sleep(600)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     process = psutil.Process(int(parent.stdout.readline()))
+    processes = [process, *process.children()]
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    psutil.wait_procs([process], timeout=30)
-    assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    psutil.wait_procs(processes, timeout=30)
+    for each in processes:
+        assert not each.is_running() or each.status() == psutil.STATUS_ZOMBIE
 
 
 def test_no_failed_grammar_is_remembered(checker: GrammarChecker) -> None:
@@ -142,4 +168,75 @@ def test_a_grammar_that_no_request_waits_for_is_not_compiled() -> None:
     assert not grammars._pending
     assert not grammars._num_waiting
     assert grammars.num_kept == 4
+    grammars.close()
+
+
+def test_expensive_grammars_delay_others_by_little(checker: GrammarChecker) -> None:
+    """Those that fail a quick trial are tried again in another process and thread."""
+    grammars = new_grammars(checker)
+    expensive = [grammars.start(GrammarSource("grammar", f"{INTERSECTION}// {number}", "it")) for number in range(8)]
+    harmless = grammars.start(regex("a|b"))
+    harmless.compiled.result()
+    assert not any(isinstance(each.compiled.exception(), InvalidValueError) for each in expensive if each.is_compiled)
+    assert sum(each.is_compiled for each in expensive) < 4
+    for each in expensive[1:]:
+        grammars.stop(each)
+    with pytest.raises(InvalidValueError, match="must be compiled within"):
+        expensive[0].compiled.result()
+    grammars.check(regex("c"))
+    assert not grammars._pending
+
+
+def test_the_limit_is_that_of_all_parts_together(checker: GrammarChecker) -> None:
+    """Otherwise one request with many tools could keep the process busy for a minute."""
+    enum = json.dumps({"enum": [{"a": number, "b": "x"} for number in range(3_000)]})
+    checker.check(GrammarSource("json_schema", enum, "one"))
+    parts = tuple((f"tools[{index}]", enum) for index in range(10))
+    with pytest.raises(InvalidValueError, match=r"compiled within 0\.5 s") as raised:
+        checker.check(GrammarSource("choice", '["a"]', "tools", parts=parts))
+    assert raised.value.name == "tools"
+
+
+def test_errors_name_the_field_of_their_request() -> None:
+    """Requests with the same text in different fields share no error, and other parts are checked although the text is known."""
+    grammars = new_grammars()
+    with grammars._backend_lock:
+        constraints = [grammars.start(GrammarSource("regex", "(a", name)) for name in ("one", "two")]
+    for each, name in zip(constraints, ("one", "two"), strict=True):
+        error = each.compiled.exception()
+        assert isinstance(error, InvalidValueError)
+        assert error.name == name
+    good, bad = ((("tools[0]", text),) for text in ('{"type": "object"}', '{"type": "no"}'))
+    checker = GrammarChecker("llguidance")
+    grammars = new_grammars(checker)
+    grammars.check(GrammarSource("choice", '["a"]', "tools", parts=good))
+    with pytest.raises(InvalidValueError):
+        grammars.check(GrammarSource("choice", '["a"]', "tools", parts=bad))
+    checker.close()
+
+
+def test_a_grammar_may_fail_while_the_same_is_started() -> None:
+    """The thread that fails removes the entry at any moment of `start`."""
+
+    class Entries(OrderedDict):  # type: ignore[type-arg]
+        def get(self, key: bytes, default: object = None) -> object:
+            found = super().get(key, default)
+            if found is not None:
+                release.set()
+                with suppress(TimeoutError):
+                    found.exception(0.5)
+                threading.Event().wait(0.05)
+            return found
+
+    class Waiting(LlguidanceGrammar):
+        def compile(self, kind: GrammarKind, text: str, name: str) -> GrammarState:
+            release.wait(10)
+            return super().compile(kind, text, name)
+
+    release = threading.Event()
+    provider = Waiting(byte_tokenizer(), VOCAB_SIZE, EOS)
+    grammars = GrammarManager(lambda: provider, VOCAB_SIZE)
+    grammars._compiled = Entries()
+    first, second = grammars.start(regex("(a")), grammars.start(regex("(a"))
+    assert first.compiled is second.compiled
     grammars.close()

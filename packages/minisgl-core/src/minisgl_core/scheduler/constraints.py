@@ -2,7 +2,8 @@
 
 A grammar takes milliseconds to compile, and the provider reads the tokenizer before it compiles the first one. Threads do
 this work. A request waits in the queue until its grammar is compiled, and other requests run meanwhile. `GrammarChecker`
-refuses texts that take too long or too much memory before a thread compiles them.
+refuses texts that take too long or too much memory before a thread compiles them. Grammars that fail a quick trial are left to
+a thread of their own, so that expensive grammars delay others by little.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from threading import Lock
+from threading import Lock, RLock
 
+import msgspec
 import numpy as np
 
 from minisgl_core.contracts.grammar import GrammarBackend, GrammarState, Masks, allow_token, clear_tokens, mask_width
 from minisgl_core.contracts.structured_outputs import GrammarSource
 from minisgl_core.errors import InvalidValueError, MinisglError, PluginError, QueueFullError
-from minisgl_core.scheduler.grammar_checker import GrammarChecker
+from minisgl_core.protocol.messages import encode
+from minisgl_core.scheduler.grammar_checker import GrammarChecker, QuickLimitError
 from minisgl_core.scheduler.token_rules import TokenRules
 
 logger = logging.getLogger(__name__)
@@ -37,6 +40,7 @@ _MIN_BYTES_PER_CHARACTER = 64
 _ACCEPT_LIMIT_S = 0.05
 """CPU time that `accept` may take for one token. Most tokens take microseconds."""
 _NUM_THREADS = 2
+"""Threads for grammars that pass a quick trial. The others have one more thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +139,12 @@ class GrammarManager:
         self._backend: GrammarBackend | None = None
         self._backend_lock = Lock()
         self._pool = ThreadPoolExecutor(_NUM_THREADS, "grammar")
+        self._slow_pool = ThreadPoolExecutor(1, "slow grammar")
+        self._lock = RLock()
+        """Lock of the next two, which the threads change, too."""
         self._compiled: OrderedDict[bytes, Future[CompiledGrammar]] = OrderedDict()
-        self._pending: dict[bytes, GrammarSource] = {}
-        """Grammars that are not compiled yet, by their keys in `_compiled`."""
+        self._pending: dict[Future[CompiledGrammar], GrammarSource] = {}
+        """Grammars that are not compiled yet."""
         self._num_waiting = Counter[Future[CompiledGrammar]]()
         """Number of requests that wait for each grammar."""
 
@@ -146,8 +153,9 @@ class GrammarManager:
         self._pool.submit(self._load_backend)
 
     def close(self) -> None:
-        """Cancel the grammars that wait to be compiled, and end the checker's process."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """Cancel the grammars that wait to be compiled, and end the checker's processes."""
+        for pool in (self._pool, self._slow_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
         if self._checker is not None:
             self._checker.close()
 
@@ -162,19 +170,20 @@ class GrammarManager:
         Raises:
             QueueFullError: too much text waits to be compiled already.
         """
-        key = hashlib.sha256(f"{source.kind}\0{source.text}".encode()).digest()
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            if self._pending and sum(map(_size, [*self._pending.values(), source])) > MAX_PENDING_BYTES:
-                raise QueueFullError(f"{len(self._pending)} grammars wait to be compiled already; try again later")
-            self._pending[key] = source
-            # The pool keeps the arguments of cancelled calls for a while, so the text is not one of them.
-            compiled = self._compiled[key] = self._pool.submit(self._compile, key)
-            compiled.add_done_callback(lambda done: self._finish(key, done))
-        else:
-            self._compiled.move_to_end(key)
-        self._num_waiting[compiled] += 1
-        self._trim()
+        key = _key(source)
+        with self._lock:
+            compiled = self._compiled.get(key)
+            if compiled is None:
+                if self._pending and sum(map(_size, [*self._pending.values(), source])) > MAX_PENDING_BYTES:
+                    raise QueueFullError(f"{len(self._pending)} grammars wait to be compiled already; try again later")
+                compiled = self._compiled[key] = Future()
+                self._pending[compiled] = source
+                compiled.add_done_callback(lambda done: self._finish(key, done))
+                self._pool.submit(self._run, compiled, is_quick=self._checker is not None)
+            else:
+                self._compiled.move_to_end(key)
+            self._num_waiting[compiled] += 1
+            self._trim()
         return Constraint(source, compiled)
 
     def stop(self, constraint: Constraint) -> None:
@@ -186,18 +195,21 @@ class GrammarManager:
             compiled.cancel()
 
     def _finish(self, key: bytes, compiled: Future[CompiledGrammar]) -> None:
-        self._pending.pop(key, None)
-        if compiled.cancelled() or compiled.exception() is not None:
-            self._compiled.pop(key, None)
+        with self._lock:
+            self._pending.pop(compiled, None)
+            has_failed = compiled.cancelled() or compiled.exception() is not None
+            if has_failed and self._compiled.get(key) is compiled:
+                del self._compiled[key]
 
     def _trim(self) -> None:
         """Evict the least recently used grammars while the cache exceeds its limits."""
-        done = [each.result() for each in list(self._compiled.values()) if each.done() and not each.exception()]
+        done = [each.result() for each in self._compiled.values() if each.done() and not each.exception()]
         num_bytes = sum(each.num_bytes for each in done)
         for key, each in list(self._compiled.items()):
             if len(self._compiled) <= NUM_KEPT and num_bytes <= MAX_KEPT_BYTES:
                 return
-            if each.done() and self._compiled.pop(key, None) is not None and not each.exception():
+            if each.done() and not each.exception():
+                del self._compiled[key]
                 num_bytes -= each.result().num_bytes
 
     def check(self, source: GrammarSource) -> None:
@@ -252,18 +264,38 @@ class GrammarManager:
                 self._backend = self._make_provider()
             return self._backend
 
-    def _compile(self, key: bytes) -> CompiledGrammar:
-        source, provider, num_bytes = self._pending[key], self._load_backend(), 0
-        if self._checker is not None:
-            for name, schema in source.parts:
-                self._checker.check("json_schema", schema, name)
-            num_bytes = self._checker.check(source.kind, source.text, source.name)
+    def _run(self, compiled: Future[CompiledGrammar], is_quick: bool) -> None:
+        """Compile a grammar that a request still waits for. If it fails a quick trial, leave it to the slow thread."""
+        with self._lock:
+            source = self._pending.get(compiled)
+        if source is None:
+            return
+        try:
+            result = self._compile(source, is_quick)
+        except QuickLimitError:
+            self._slow_pool.submit(self._run, compiled, is_quick=False)
+        except BaseException as error:
+            if compiled.set_running_or_notify_cancel():
+                compiled.set_exception(error)
+        else:
+            if compiled.set_running_or_notify_cancel():
+                compiled.set_result(result)
+
+    def _compile(self, source: GrammarSource, is_quick: bool) -> CompiledGrammar:
+        provider = self._load_backend()
+        num_bytes = 0 if self._checker is None else self._checker.check(source, is_quick)
         state = provider.compile(source.kind, source.text, source.name)
         if not isinstance(state, GrammarState):
             raise PluginError(
                 f"{type(provider).__qualname__}.compile() must return a GrammarState, but returned {state!r}"
             )
         return CompiledGrammar(state, max(num_bytes, _MIN_BYTES_PER_CHARACTER * len(source.text)))
+
+
+def _key(source: GrammarSource) -> bytes:
+    """Return the key of a grammar in the cache. Parts and names count, as errors depend on them."""
+    plain = msgspec.structs.replace(source, reasoning_end_token=None, reasoning_begin_token=None)
+    return hashlib.sha256(encode(plain)).digest()
 
 
 def _size(source: GrammarSource) -> int:

@@ -1,7 +1,10 @@
-"""Trial compilation of grammars in a child process, before the engine's process compiles them.
+"""Trial compilation of grammars in child processes, before the engine's process compiles them.
 
 Some short texts take minutes or gigabytes to compile. A thread cannot be stopped or limited in memory, but a process can,
-so each text is compiled in the child process first. The child ends when its pipe closes, however the engine's process ends.
+so each text is compiled in a child process first. The child ends when its pipe closes, however the engine's process ends.
+
+A quick trial has a tenth of the CPU time, and a process of its own. Nearly all grammars pass it, so that they do not wait for
+the trials of those that need more.
 """
 
 from __future__ import annotations
@@ -9,19 +12,22 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from threading import Lock
 
 import msgspec
 
-from minisgl_core.contracts.grammar import GrammarKind
+from minisgl_core.contracts.structured_outputs import GrammarSource
 from minisgl_core.errors import InvalidValueError, MinisglError, PluginError
 from minisgl_core.protocol.messages import Decoder, encode
 from minisgl_core.utils.exit_status import describe_exit
 
 CPU_LIMIT_S = 0.5
-"""CPU time of one trial."""
+"""CPU time of one trial, for a grammar and all of its parts."""
+QUICK_LIMIT_S = 0.05
+"""CPU time of a quick trial. Most grammars take a few milliseconds."""
 MEMORY_LIMIT_BYTES = 128 * 1024**2
 """Most memory of one trial."""
 _WALL_LIMIT_S = 30.0
@@ -30,92 +36,136 @@ _START_LIMIT_S = 120.0
 """Longest start of the child process, which imports the provider."""
 
 
-class Trial(msgspec.Struct, tag=True):
-    """A text to try; see `minisgl_core.contracts.grammar.GrammarBackend.check`."""
+class QuickLimitError(Exception):
+    """A grammar needs more CPU time than a quick trial has."""
 
-    kind: GrammarKind
-    text: str
-    name: str
+
+class Trial(msgspec.Struct, tag=True):
+    """A grammar to try, with a number that its `Verdict` repeats."""
+
+    number: int
+    source: GrammarSource
 
 
 class Verdict(msgspec.Struct, tag=True):
     """Result of a trial, or of the start of the child process if all fields are empty.
 
     Attributes:
+        number: number of the trial; 0 if `exit_status` is set.
         num_bytes: memory that the trial took.
-        allowed, remedy: those of the `InvalidValueError` that the trial raised; empty if it raised none.
+        name, allowed, remedy: those of the `InvalidValueError` that the trial raised; empty if it raised none.
         plugin_error: the reason why the provider cannot be loaded.
         failure: any other exception of the provider.
+        exit_status: exit status of the process that runs trials, if it ended; 0 otherwise.
     """
 
+    number: int = 0
     num_bytes: int = 0
+    name: str = ""
     allowed: str = ""
     remedy: str = ""
     plugin_error: str = ""
     failure: str = ""
+    exit_status: int = 0
 
 
 class GrammarChecker:
-    """Checker of grammars, which compiles them on trial in a child process. Several threads may use it.
-
-    The process starts with the first trial, and again after a trial that ended it.
+    """Checker of grammars, which compiles them on trial in child processes. Several threads may use it.
 
     Args:
         provider: name of the grammar backend.
     """
 
     def __init__(self, provider: str) -> None:
-        self._provider = provider
-        self._lock = Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._pipe: Connection | None = None
-        self._decode = Decoder(Verdict)
+        self._quick, self._thorough = TrialProcess(provider, QUICK_LIMIT_S), TrialProcess(provider, CPU_LIMIT_S)
 
-    def check(self, kind: GrammarKind, text: str, name: str) -> int:
-        """Compile a text in the child process.
+    def check(self, source: GrammarSource, is_quick: bool = False) -> int:
+        """Compile the parts of a grammar and its text in a child process.
 
         Returns:
             Memory that the compilation took, in bytes.
 
         Raises:
-            InvalidValueError: the text is not valid for its kind, or exceeds a limit.
+            QuickLimitError: a quick trial has too little CPU time.
+            InvalidValueError: a text is not valid for its kind, or exceeds a limit.
             MinisglError: the provider cannot be loaded, or the process does not start.
             RuntimeError: the provider failed in another way.
         """
-        with self._lock:
-            try:
-                verdict = self._try(Trial(kind, text, name))
-            except (EOFError, OSError):
-                allowed = self._end()
-                raise InvalidValueError(name, text, allowed, "Ask for a simpler structure.") from None
+        verdict = (self._quick if is_quick else self._thorough).run(source)
+        if is_quick and verdict.exit_status == -signal.SIGPROF:
+            raise QuickLimitError
+        if verdict.exit_status:
+            raise InvalidValueError(
+                source.name, source.text, _limit(verdict.exit_status), "Ask for a simpler structure."
+            )
         if verdict.allowed:
-            raise InvalidValueError(name, text, verdict.allowed, verdict.remedy)
+            text = dict(source.parts).get(verdict.name, source.text)
+            raise InvalidValueError(verdict.name, text, verdict.allowed, verdict.remedy)
         if verdict.failure:
             raise RuntimeError(f"the grammar backend failed in its own process: {verdict.failure}")
         return verdict.num_bytes
 
     def close(self) -> None:
-        """End the process. A trial that is running then ends as if it had exceeded a limit."""
+        """End the processes. A trial that is running then ends as if it had exceeded a limit."""
+        for each in (self._quick, self._thorough):
+            each.close()
+
+
+class TrialProcess:
+    """Child process that runs trials one by one. It starts with the first trial, and again if it was killed.
+
+    Args:
+        provider: name of the grammar backend.
+        cpu_limit_s: CPU time of one trial.
+    """
+
+    def __init__(self, provider: str, cpu_limit_s: float) -> None:
+        self._provider, self._cpu_limit_s = provider, cpu_limit_s
+        self._lock = Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection | None = None
+        self._decode = Decoder(Verdict)
+        self._number = 0
+        """Number of the newest trial."""
+
+    def run(self, source: GrammarSource) -> Verdict:
+        """Return the result of a trial.
+
+        Raises:
+            MinisglError: the provider cannot be loaded, or the process does not start.
+        """
+        with self._lock:
+            try:
+                return self._run(source)
+            except (EOFError, OSError):
+                return Verdict(exit_status=self._end())
+
+    def close(self) -> None:
+        """End the process."""
         with suppress(AttributeError):
             self._process.kill()  # type: ignore[union-attr]  # a trial may end it concurrently
         with self._lock:
             self._end()
 
-    def _try(self, trial: Trial) -> Verdict:
+    def _run(self, source: GrammarSource) -> Verdict:
         if self._pipe is None:
             self._start()
         assert self._pipe is not None
-        self._pipe.send_bytes(encode(trial))
-        if not self._pipe.poll(_WALL_LIMIT_S):
-            raise EOFError
-        verdict = self._decode(self._pipe.recv_bytes())
-        assert isinstance(verdict, Verdict)
-        return verdict
+        while self._pipe.poll(0):  # the process was killed between two trials
+            self._pipe.recv_bytes()
+        self._number += 1
+        self._pipe.send_bytes(encode(Trial(self._number, source)))
+        deadline = time.monotonic() + _WALL_LIMIT_S
+        while self._pipe.poll(max(0.0, deadline - time.monotonic())):
+            verdict: Verdict = self._decode(self._pipe.recv_bytes())
+            if verdict.number == self._number or verdict.exit_status:
+                return verdict
+        raise EOFError
 
     def _start(self) -> None:
         ours, theirs = Pipe()
         module = "minisgl_core.scheduler.grammar_checker_process"
-        command = [sys.executable, "-P", "-m", module, str(theirs.fileno()), self._provider]
+        command = [sys.executable, "-P", "-m", module, str(theirs.fileno()), self._provider, str(self._cpu_limit_s)]
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
         theirs.close()
         self._pipe = ours
@@ -132,22 +182,26 @@ class GrammarChecker:
             self._end()
             raise PluginError(verdict.plugin_error)
 
-    def _end(self) -> str:
-        """End the process. Return the limit that it exceeded, or how it ended, as the ``allowed`` of an error."""
+    def _end(self) -> int:
+        """End the process, and return its exit status. If it did not end by itself, it is that of the CPU limit."""
         process, pipe = self._process, self._pipe
         self._process = self._pipe = None
         if pipe is not None:
             pipe.close()
         if process is None:
-            return "checked before the engine stops"
+            return -signal.SIGKILL
         try:
-            status = process.wait(1)
+            return process.wait(1) or -signal.SIGKILL
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-            status = -signal.SIGPROF
-        if status == -signal.SIGPROF:
-            return f"compiled within {CPU_LIMIT_S:g} s of processor time"
-        if status in (-signal.SIGABRT, -signal.SIGSEGV):
-            return f"compiled within {MEMORY_LIMIT_BYTES // 1024**2} MiB of memory"
-        return f"compiled without an error of the provider, whose process {describe_exit(status)}"
+            return -signal.SIGPROF
+
+
+def _limit(exit_status: int) -> str:
+    """Return the limit that a trial exceeded, or how it ended, as the ``allowed`` of an error."""
+    if exit_status == -signal.SIGPROF:
+        return f"compiled within {CPU_LIMIT_S:g} s of processor time"
+    if exit_status in (-signal.SIGABRT, -signal.SIGSEGV):
+        return f"compiled within {MEMORY_LIMIT_BYTES // 1024**2} MiB of memory"
+    return f"compiled without an error of the provider, whose process {describe_exit(exit_status)}"

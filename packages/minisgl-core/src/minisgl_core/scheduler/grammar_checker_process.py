@@ -1,4 +1,4 @@
-"""Main function of the process that compiles grammars on trial; see `minisgl_core.scheduler.grammar_checker`.
+"""Main function of a process that compiles grammars on trial; see `minisgl_core.scheduler.grammar_checker`.
 
 It imports the provider and nothing of the engine, so that it starts fast and needs little memory.
 """
@@ -18,10 +18,11 @@ from pathlib import Path
 import setproctitle
 
 from minisgl_core.contracts.grammar import GrammarBackend
+from minisgl_core.contracts.structured_outputs import GrammarSource
 from minisgl_core.errors import InvalidValueError, MinisglError
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.protocol.messages import Decoder, encode
-from minisgl_core.scheduler.grammar_checker import CPU_LIMIT_S, MEMORY_LIMIT_BYTES, Trial, Verdict
+from minisgl_core.scheduler.grammar_checker import MEMORY_LIMIT_BYTES, Trial, Verdict
 
 _STACK_BYTES = 1024**2
 """Stack size, smaller than that of the engine's threads: a text that nests too deeply ends this process, not the engine."""
@@ -29,8 +30,12 @@ _NICENESS = 10
 """Increment of the niceness, so that trials do not slow the engine down."""
 
 
-def main(fd: int, provider: str) -> None:
-    """Run trials from the pipe until its other end closes."""
+def main(fd: int, provider: str, cpu_limit_s: float) -> None:
+    """Run trials from the pipe until its other end closes.
+
+    Trials run in a forked process. If one of them ends it, the next trials run in another, which starts within milliseconds, as
+    the provider is imported already.
+    """
     setproctitle.setproctitle("minisgl: grammar check")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the engine's process handles these signals
@@ -40,37 +45,55 @@ def main(fd: int, provider: str) -> None:
     pipe = Connection(fd)
     try:
         checker: type[GrammarBackend] = Registry.from_environment().load("grammar", provider)
-        checker.check("json_object", "", "")
     except MinisglError as error:
         pipe.send_bytes(encode(Verdict(plugin_error=str(error))))
         return
-    _limit_memory()
     pipe.send_bytes(encode(Verdict()))
     silent = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silent, 2)  # the exit status reports a failed allocation
-    threading.stack_size(_STACK_BYTES)
-    worker = threading.Thread(target=_serve, args=(pipe, checker))
-    worker.start()
-    worker.join()
+    with suppress(BrokenPipeError):
+        while status := _run_trials(pipe, checker, cpu_limit_s):
+            pipe.send_bytes(encode(Verdict(exit_status=status)))
 
 
-def _serve(pipe: Connection, checker: type[GrammarBackend]) -> None:
+def _run_trials(pipe: Connection, checker: type[GrammarBackend], cpu_limit_s: float) -> int:
+    """Run trials in a forked process. Return its exit status, which is 0 if the other end of the pipe closed."""
+    child = os.fork()
+    if child == 0:
+        try:
+            threading.stack_size(_STACK_BYTES)
+            worker = threading.Thread(target=_serve, args=(pipe, checker, cpu_limit_s))
+            worker.start()
+            worker.join()
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _serve(pipe: Connection, checker: type[GrammarBackend], cpu_limit_s: float) -> None:
+    with suppress(Exception):  # it also fails in the trials, which report it
+        checker.check("json_object", "", "")  # what the provider makes once does not count as memory of a trial
+    _limit_memory()
     decode = Decoder(Trial)
     while True:
         try:
-            trial = decode(pipe.recv_bytes())
+            trial: Trial = decode(pipe.recv_bytes())
         except (EOFError, OSError):
-            return
-        pipe.send_bytes(encode(_verdict(checker, trial)))
+            os._exit(0)
+        verdict = _verdict(checker, trial.source, cpu_limit_s)
+        verdict.number = trial.number
+        pipe.send_bytes(encode(verdict))
 
 
-def _verdict(checker: type[GrammarBackend], trial: Trial) -> Verdict:
+def _verdict(checker: type[GrammarBackend], source: GrammarSource, cpu_limit_s: float) -> Verdict:
     before = _reset_peak()
-    signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)
+    signal.setitimer(signal.ITIMER_PROF, cpu_limit_s)
     try:
-        checker.check(trial.kind, trial.text, trial.name)
+        for name, schema in source.parts:
+            checker.check("json_schema", schema, name)
+        checker.check(source.kind, source.text, source.name)
     except InvalidValueError as error:
-        return Verdict(allowed=error.allowed, remedy=error.remedy)
+        return Verdict(name=error.name, allowed=error.allowed, remedy=error.remedy)
     except MemoryError:
         os.abort()
     except Exception as error:
@@ -106,4 +129,4 @@ def _memory(field: str) -> int:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(int(sys.argv[1]), sys.argv[2], float(sys.argv[3]))
