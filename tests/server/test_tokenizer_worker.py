@@ -314,6 +314,25 @@ def test_a_long_prompt_does_not_delay_other_messages(rig: Rig, monkeypatch: pyte
     assert isinstance(count, Count), "it follows all that was sent before it"
 
 
+def test_waiting_prompts_are_measured_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measuring a chat of thousands of messages takes milliseconds, and the queue is searched for each message that arrives."""
+    measured, num_chars = list[str](), Tokenize.num_chars
+    monkeypatch.setattr(
+        Tokenize, "num_chars", property(lambda self: measured.append(self.request_id) or num_chars.fget(self))
+    )
+    may_end = threading.Event()
+    monkeypatch.setattr(TokenizerWorker, "encode", lambda self, message: may_end.wait(20))
+    queue, names = TokenizerQueue(rig.worker), [f"long {number}" for number in range(5)]
+    for name in names:
+        queue.add(Tokenize(request_id=name, text="x " * 30_000, sampling=SamplingParams()))
+    for number in range(5):
+        queue.run_next()
+        queue.add(Detokenize(request_id=f"text {number}", token_ids=[5]))
+        queue.run_next()
+    assert measured == names
+    may_end.set()
+
+
 def test_abort_and_rejection_free_the_request(rig: Rig) -> None:
     rig.submit("a")
     rig.submit("b")

@@ -34,7 +34,8 @@ class TokenizerQueue:
 
     def __init__(self, worker: TokenizerWorker) -> None:
         self._worker = worker
-        self._waiting: deque[Tokenize | Detokenize | Count] = deque()
+        self._waiting: deque[tuple[Tokenize | Detokenize | Count, bool]] = deque()
+        """Waiting messages, and True for each that is slow; see `_is_slow`, which takes long for many messages of a chat."""
         self._waiting_ids: set[str] = set()
         """Request ids of the waiting prompts and of the prompt on the thread."""
         self._aborted_ids: set[str] = set()
@@ -58,7 +59,7 @@ class TokenizerQueue:
         """Handle a message at once, or queue it. A `Count` is queued, as it must follow everything sent before it."""
         match message:
             case Tokenize() | Detokenize() | Count():
-                self._waiting.append(message)
+                self._waiting.append((message, _is_slow(message)))
                 if isinstance(message, Tokenize):
                     self._waiting_ids.update(message.output_ids)
             case Abort(request_id) if request_id in self._waiting_ids:
@@ -74,11 +75,11 @@ class TokenizerQueue:
             (message, encoded), self._in_background = self._in_background, None
             self._handle_prompt(message, encoded)
         elif (index := self._next()) is not None:
-            waiting = self._waiting[index]
+            waiting, is_slow = self._waiting[index]
             del self._waiting[index]
             if not isinstance(waiting, Tokenize):
                 self._worker.handle(waiting)
-            elif _is_slow(waiting) and not self._aborted_ids.issuperset(waiting.output_ids):
+            elif is_slow and not self._aborted_ids.issuperset(waiting.output_ids):
                 self._in_background = waiting, self._encode_in_background(waiting)
             else:
                 self._handle_prompt(waiting, None)
@@ -88,7 +89,9 @@ class TokenizerQueue:
         if self._in_background is None:
             return 0 if self._waiting else None
         indices = (
-            index for index, each in enumerate(self._waiting) if not isinstance(each, Count) and not _is_slow(each)
+            index
+            for index, (message, is_slow) in enumerate(self._waiting)
+            if not is_slow and not isinstance(message, Count)
         )
         return next(indices, None)
 
@@ -116,9 +119,9 @@ class TokenizerQueue:
         return encoded
 
 
-def _is_slow(message: Tokenize | Detokenize) -> bool:
+def _is_slow(message: Tokenize | Detokenize | Count) -> bool:
     """Return True if a prompt is long, or has a chat template of its own, which is rendered in another process."""
-    if isinstance(message, Detokenize):
+    if not isinstance(message, Tokenize):
         return False
     num_chars = message.num_chars + _CHARS_PER_MESSAGE * len(message.messages or ())
     return num_chars > _BACKGROUND_CHARS or message.chat_template is not None
