@@ -13,17 +13,19 @@ import pytest
 from minisgl_core.protocol.messages import (
     Abort,
     EngineInfo,
+    Logprob,
     NoReplica,
     Rejected,
     Stop,
     Text,
     TextBatch,
     Tokenize,
+    TokenLogprobs,
     Tokens,
 )
 from minisgl_core.runtime.ipc import IpcAddresses, Receiver, Sender
 from minisgl_core.sampling_params import SamplingParams
-from minisgl_server.api.engine_client import MAX_UNSENT_BYTES, EngineClient, Generation
+from minisgl_server.api.engine_client import MAX_UNSENT_BYTES, MAX_UNSENT_BYTES_PER_OUTPUT, EngineClient, Generation
 from minisgl_server.api.errors import ApiError, ClientGoneError
 from minisgl_server.api.openai.event_stream import EventStreamResponse, StreamEvents, event
 
@@ -276,6 +278,49 @@ def test_output_that_a_client_does_not_read_is_bounded() -> None:
             num_read += len(got)
         assert num_read == num_texts, "output is not limited while nothing is being sent"
         running.close()
+
+    run(test)
+
+
+@pytest.mark.parametrize("what", ["headers", "prompt_logprobs", "prompt_token_ids", "prompt_text"])
+def test_all_that_a_client_does_not_read_counts(what: str) -> None:
+    """The headers wait while an earlier response on the connection is not read. Each output of an echo has its prompt."""
+
+    class Events(StreamEvents):
+        def output(self, index: int, text: Text) -> bytes:
+            return b"x"
+
+    top = [Logprob(token, -1.0, 1) for token in range(20)]
+    fields: dict[str, Any] = {
+        "headers": {"text": "x" * 5000},
+        "prompt_logprobs": {"prompt_logprobs": [None, *[TokenLogprobs(top[0], top)] * 9]},
+        "prompt_token_ids": {"prompt_token_ids": list(range(500))},
+        "prompt_text": {"prompt_text": "x" * 10_000},
+    }
+
+    async def test(client: EngineClient, engine: Engine) -> None:
+        can_send = asyncio.Event()
+        waits = asyncio.Event()
+
+        async def send(message: MutableMapping[str, Any]) -> None:
+            if (what == "headers") == (message["type"] == "http.response.start"):
+                waits.set()
+                await can_send.wait()
+
+        names = ["a", "b"]
+        generation = start(client, *names)
+        await engine.received(2)
+        engine.text("a", "first")
+        choices: Any = SimpleNamespace(
+            generation=generation, first=await generation.next(), count_tokens=lambda outputs: outputs
+        )
+        response = asyncio.create_task(EventStreamResponse(choices, Events())({"type": "http"}, connected, send))
+        await waits.wait()
+        for _ in range((MAX_UNSENT_BYTES + MAX_UNSENT_BYTES_PER_OUTPUT) // 5000):
+            engine.send(TextBatch([Text(**{"request_id": "b", "text": "", "token_ids": [], **fields[what]})]))
+        assert sorted(each.request_id for each in await engine.received(2)) == names
+        can_send.set()
+        await response
 
     run(test)
 

@@ -143,8 +143,11 @@ def num_logprobs(text: Text) -> int:
 def _num_bytes(text: Text) -> int:
     """Return the approximate memory of an output."""
     num_chars = len(text.text) + len(text.reasoning) + sum([len(call.arguments) for call in text.tool_calls])
-    num_bytes = _BYTES_PER_TEXT + num_chars + _BYTES_PER_TOKEN * len(text.token_ids)
-    return num_bytes + _BYTES_PER_LOGPROB * num_logprobs(text)
+    num_chars += len(text.prompt_text or "")
+    num_tokens = len(text.token_ids) + len(text.prompt_token_ids or ())
+    num_prompt_logprobs = sum([1 + len(each.top) for each in text.prompt_logprobs or () if each is not None])
+    num_bytes = _BYTES_PER_TEXT + num_chars + _BYTES_PER_TOKEN * num_tokens
+    return num_bytes + _BYTES_PER_LOGPROB * (num_logprobs(text) + num_prompt_logprobs)
 
 
 class EngineClient:

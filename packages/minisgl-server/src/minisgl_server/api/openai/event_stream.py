@@ -102,8 +102,11 @@ class EventStreamResponse(Response):
         self._choices, self._events = choices, events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        generation = self._choices.generation
         try:
+            generation.is_sending = True  # this waits if the client has not read an earlier response on the connection
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            generation.is_sending = False
             last = b""
             try:
                 # In a task of its own, a chunk does not resume the coroutines of all middlewares.
@@ -117,7 +120,7 @@ class EventStreamResponse(Response):
                 last = self._events.error(ApiError(500, "The server failed on this request.", code="internal_error"))
             await send({"type": "http.response.body", "body": last})
         finally:
-            self._choices.generation.close()
+            generation.close()
 
     async def _send_all(self, send: Send) -> bytes:
         """Send events until all outputs have ended; return the events that are left to send."""
