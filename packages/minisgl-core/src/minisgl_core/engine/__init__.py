@@ -1,1 +1,1 @@
-"""The engine: it runs the scheduler's plans on one rank's device."""
+"""The model runner of a rank: it runs the scheduler's plans on the rank's device."""

@@ -1,4 +1,4 @@
-"""Construction of an engine from options.
+"""Construction of a rank's model runner from options.
 
 options --locate, open--> checkpoint --normalise--> ModelConfig --resolve--> options without auto
     --> groups of ranks --> model --> weights --> KV pool in the remaining memory --> attention backend --> Engine --> graphs
@@ -48,10 +48,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """Engine that is ready to run.
+    """Model runner that is ready to run.
 
     Attributes:
-        engine: engine of this rank.
+        engine: model runner of this rank.
         config: resolved options.
         checkpoint: checkpoint of the model, whose tokenizer is loaded on demand.
         num_pages: pages of the KV pool, equal on all ranks.
@@ -75,7 +75,7 @@ def build_engine(
     progress: bool = True,
     joined: Callable[[Communicator], None] = lambda communicator: None,
 ) -> BuiltEngine:
-    """Build one rank's engine. Every rank calls this with the same options.
+    """Build one rank's model runner. Every rank calls this with the same options.
 
     The function is long because it lists all steps of a start, in order.
 

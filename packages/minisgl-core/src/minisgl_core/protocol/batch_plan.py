@@ -1,8 +1,8 @@
-"""Plan and result of one step: the scheduler makes the plan, the engine returns the result.
+"""Plan and result of one step: the scheduler makes the plan, the model runner returns the result.
 
 A `BatchPlan` is plain data on the host. Apart from the `TokenMasks` of constrained requests, the scheduler sends nothing else to
-the engine. Rank 0 sends both to the other ranks, and a `Stop` at the end. So every rank runs the same steps in the same order by
-construction. With pipeline parallelism, the last stage sends the `StepResult` to rank 0.
+the model runner. Rank 0 sends both to the other ranks, and a `Stop` at the end. So every rank runs the same steps in the same
+order by construction. With pipeline parallelism, the last stage sends the `StepResult` to rank 0.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from minisgl_core.protocol.messages import TokenLogprobs
 
 FROM_DEVICE = -1
-"""Placeholder of a token id that the host does not know yet. The engine uses the row's last sampled token."""
+"""Placeholder of a token id that the host does not know yet. The model runner uses the row's last sampled token."""
 
 
 class PenaltyState(msgspec.Struct, kw_only=True):

@@ -25,10 +25,10 @@ from minisgl_core.runtime.worker import FromLastStage, run_worker
 
 
 class Build(Protocol):
-    """Function that builds rank 0's engine, with all other arguments bound."""
+    """Function that builds rank 0's model runner, with all other arguments bound."""
 
     def __call__(self, *, placement: RankPlacement, joined: Callable[[Communicator], None]) -> BuiltEngine:
-        """Build the engine; see `build_engine`."""
+        """Build the model runner; see `build_engine`."""
 
 
 class OtherRanks:
@@ -63,7 +63,7 @@ class OtherRanks:
             self._stack = stack.pop_all()
 
     def join(self, build: Build) -> BuiltEngine:
-        """Build rank 0's engine while the others build theirs, wait for all ranks, and watch them afterwards.
+        """Build rank 0's model runner while the others build theirs, wait for all ranks, and watch them afterwards.
 
         `build` runs in a thread, because it waits for the other ranks and would wait forever for one that has ended.
 
@@ -141,9 +141,9 @@ class OtherRanks:
             raise WorkerDiedError(self._failure)
 
     def abort(self) -> None:
-        """Abort collectives that wait for other ranks. The engine cannot run any more afterwards."""
+        """Abort collectives that wait for other ranks. No step can run afterwards."""
         for communicator in self._communicators:
-            # In a thread, since abort may wait until the engine has freed its CUDA graphs.
+            # In a thread, since abort may wait until the model runner has freed its CUDA graphs.
             threading.Thread(target=communicator.abort, name="abort", daemon=True).start()
 
     def stop(self) -> None:
