@@ -360,15 +360,15 @@ class SamplesPadding(SamplingOps):
 
 
 class MasksTheFirstRows(SamplingOps):
-    def mask_logits(self, logits, rows, words) -> torch.Tensor:
-        return super().mask_logits(logits, torch.arange(len(rows)), words)
+    def mask_logits(self, logits, index, words) -> torch.Tensor:
+        return super().mask_logits(logits, torch.arange(len(index)), words)
 
 
 class MasksFromTheHighestBit(SamplingOps):
-    def mask_logits(self, logits, rows, words) -> torch.Tensor:
+    def mask_logits(self, logits, index, words) -> torch.Tensor:
         bits = (words[:, :, None] >> torch.arange(31, -1, -1)) & 1
         ruled_out = bits.flatten(1)[:, : logits.shape[1]] == 0
-        return logits.index_copy_(0, rows, logits[rows].masked_fill(ruled_out, -torch.inf))
+        return logits.index_copy_(0, index, logits[index].masked_fill(ruled_out, -torch.inf))
 
 
 class NormalisesAlways(RoutingOps):

@@ -53,7 +53,7 @@ class TestInt4Checkpoints(TestInt4):
 class TestInt4Experts(TestInt4Checkpoints):
     """The grouped kernel for experts dequantizes in registers."""
 
-    experts = TritonMoe
+    moe_kernel = TritonMoe
 
 
 class TestInt8(QuantizationTests):

@@ -62,7 +62,7 @@ def test_experts_of_nine_ranks(name: str) -> None:
 
     class Kit(Stored):
         checkpoints = (FORMATS[name],)
-        experts = TorchMoe
+        moe_kernel = TorchMoe
         dtypes = (torch.float32,)
 
     kit = Kit()

@@ -38,7 +38,7 @@ class HopperOps(TritonLinear, TritonNorm, TritonRotary):
         """Return True if GEMMs over `num_rows` tokens run in the small-M kernel, which launches with PDL."""
         return num_rows <= self._max_small_m_rows
 
-    def expect(self, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool) -> None:
+    def precompile(self, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool) -> None:
         """Start compiling, while weights are loaded."""
         if self._small_m.supports_weight(weight, bias, gated=gated):
             row_sizes = self._row_sizes(weight, gated=gated)

@@ -110,9 +110,9 @@ class TritonOps(TritonLinear, TritonNorm, TritonRotary, SamplingOps, StepOps, Ro
         """See `StepOps.scatter`."""
         self._step.scatter(table, index.contiguous(), values.contiguous())
 
-    def mask_logits(self, logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+    def mask_logits(self, logits: torch.Tensor, index: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
         """See `SamplingOps.mask_logits`; in place."""
-        return self._mask.mask_logits(dense(logits), rows, words.contiguous())
+        return self._mask.mask_logits(dense(logits), index, words.contiguous())
 
     def sample(self, logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
         """See `SamplingOps.sample`."""

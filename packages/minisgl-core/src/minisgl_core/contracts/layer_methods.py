@@ -144,7 +144,7 @@ class PlainLinear(LinearMethod):
         self.ops = ops
         self.weight = spec.empty(spec.out_features, spec.in_features)
         self.bias = spec.empty(spec.out_features) if spec.bias else None
-        ops.linear.expect(self.weight, self.bias, gated=spec.gated)
+        ops.linear.precompile(self.weight, self.bias, gated=spec.gated)
 
     def targets(self) -> Targets:
         """Yield ``NAME.weight`` and ``NAME.bias`` of every part."""

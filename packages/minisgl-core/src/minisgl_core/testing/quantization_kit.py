@@ -45,7 +45,7 @@ class QuantizationTests:
     Attributes:
         provider: the class.
         ops: ops provider; set it if the quantization provider requires its kernels.
-        experts: MoE kernel; set it if the quantization provider requires it.
+        moe_kernel: MoE kernel; set it if the quantization provider requires it.
         device: device of the tests.
         dtypes: dtypes of activations, and of weights before they are quantized.
         shapes: (output features, input features) of the weights. The provider must quantize the first of these shapes.
@@ -55,7 +55,7 @@ class QuantizationTests:
 
     provider: ClassVar[type[Quantization]]
     ops: ClassVar[type[OpsProvider]] = TorchOps
-    experts: ClassVar[type[MoeKernel]] = NaiveMoe
+    moe_kernel: ClassVar[type[MoeKernel]] = NaiveMoe
     device: ClassVar[str] = "cpu"
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16)
     shapes: ClassVar[tuple[Shape, ...]] = ((64, 128), (48, 32), (160, 1024), (24, 40))
@@ -302,7 +302,7 @@ class QuantizationTests:
         """Return the build context of the layers."""
         spec = provider.spec
         group = communicator or SingleRank()
-        return BuildContext(group, provider.ops, spec.device, spec.dtype, self.experts, quantization=provider)
+        return BuildContext(group, provider.ops, spec.device, spec.dtype, self.moe_kernel, quantization=provider)
 
     def column_parallel(
         self,
@@ -335,10 +335,10 @@ class QuantizationTests:
         build, has_bias = self.build(provider, communicator), modules["m.experts.0.gate_proj"].bias is not None
         inner = Shard.of(48, build)
         shape = MoeSpec(3, 2, 64, inner.size, build.dtype, build.device, has_bias=has_bias)
-        if reasons := self.experts.unsupported(shape):
+        if reasons := self.moe_kernel.unsupported(shape):
             pytest.skip("; ".join(reasons))
         spec = ExpertsSpec("m.experts", shape, inner, _PROJECTIONS, adds_bias=build.tp_rank == 0)
-        method = provider.experts(spec, self.experts)
+        method = provider.experts(spec, self.moe_kernel)
         fill(method.targets(), modules)
         return method
 

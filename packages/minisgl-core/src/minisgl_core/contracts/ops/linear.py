@@ -22,8 +22,8 @@ class LinearOps(OpsProvider):
     of the weight. The function does not modify its input.
     """
 
-    def expect(self, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool) -> None:
-        """Start work that needs only the shape of a weight, such as compiling. The weight is loaded later, and then prepared."""
+    def precompile(self, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool) -> None:
+        """Start to compile the kernels of a weight, which needs only its shape. The weight is loaded later, and then prepared."""
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
         """Return ``x -> x @ weight.T + bias``.

@@ -75,17 +75,17 @@ class SamplingOps(OpsProvider):
         """
         return self.sample(shard.gather(logits), temperature, uniform)
 
-    def mask_logits(self, logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+    def mask_logits(self, logits: torch.Tensor, index: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
         """Set the logits of the tokens that a bit mask does not allow to -inf. May overwrite `logits`.
 
         Args:
             logits: [N, V], any float dtype.
-            rows: indices of the G requests that have a mask, each at most once, int64 [G].
+            index: indices in [0, N) of the G requests that have a mask, each at most once, int64 [G].
             words: bit ``t % 32`` of word ``t // 32`` is set if token t is allowed, int32 [G, ceil(V / 32)].
 
         Returns:
             Masked logits, [N, V].
         """
         bits = (1 << torch.arange(8, device=words.device)).to(torch.uint8)
-        ruled_out = (words.view(torch.uint8)[:, :, None] & bits).view(len(rows), -1)[:, : logits.shape[1]] == 0
-        return logits.index_copy_(0, rows, logits[rows].masked_fill_(ruled_out, -torch.inf))
+        ruled_out = (words.view(torch.uint8)[:, :, None] & bits).view(len(index), -1)[:, : logits.shape[1]] == 0
+        return logits.index_copy_(0, index, logits[index].masked_fill_(ruled_out, -torch.inf))
