@@ -192,7 +192,7 @@ def test_stop_texts_end_the_output_before_them(llm: LLM) -> None:
     assert across not in tiny_folder.words(stopped.token_ids[:-1])
     assert tuple(other.token_ids) == tiny.greedy(tuple(PROMPTS[3]), 20)[: len(other.token_ids)]
     assert llm.stats.num_output_tokens == len(stopped.token_ids) + len(other.token_ids), (
-        "it went on after the stop text"
+        "it went on after the stop string"
     )
     assert "".join(llm.stream(PROMPTS[2], greedy(20, stop=across))) == text[:first]
     including = greedy(20, stop=across, include_stop_str_in_output=True)

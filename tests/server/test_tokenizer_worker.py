@@ -191,7 +191,7 @@ def test_a_stop_text_ends_the_output_and_aborts_the_request(rig: Rig) -> None:
 
 
 def test_tokens_of_a_step_give_the_texts_of_single_outputs(engine_tokenizer: Any) -> None:
-    """For several requests, with a stop text, reasoning content and an id that has ended here."""
+    """For several requests, with a stop string, reasoning content and an id that has ended here."""
     tokens = engine_tokenizer("<think>\nwhy not\n</think>\n\nsun 👩 END moon")["input_ids"]
     options = {"num_prompt_tokens": 3, "num_cached_tokens": 2}
     taken = []

@@ -41,7 +41,7 @@ def test_finds_what_a_search_from_the_start_finds(pieces: list[str], stops: tupl
         held = so_far[len(shown) :]
         assert all(not stop.startswith(held + "x") for stop in stops)
         assert not held or any(stop.startswith(held) for stop in stops), (
-            "no more is held back than could be a stop text"
+            "no more is held back than could be a stop string"
         )
     assert shown + finder.finish() == "".join(pieces)
 

@@ -87,9 +87,9 @@ ATTACKS = {
     "many texts without room for an answer": Attack(
         lambda: body(prompt=listed(f'"{"once upon a time " * 60}"', 1_000), max_tokens="8192"), 400, "max_tokens"
     ),
-    "stop texts": Attack(lambda: prompt("x", stop=listed('"y"', 2_000_000)), 413),
-    "fewer stop texts": Attack(lambda: prompt("x", stop=listed('"y"', 250_000)), 400, "stop"),
-    "long stop texts": Attack(lambda: prompt("x", stop=listed(f'"{"y" * MIB}"', 30)), 400, "stop"),
+    "stop strings": Attack(lambda: prompt("x", stop=listed('"y"', 2_000_000)), 413),
+    "fewer stop strings": Attack(lambda: prompt("x", stop=listed('"y"', 250_000)), 400, "stop"),
+    "long stop strings": Attack(lambda: prompt("x", stop=listed(f'"{"y" * MIB}"', 30)), 400, "stop"),
     "stop token ids": Attack(lambda: prompt("x", stop_token_ids=listed("1", 260_000)), 400, "stop_token_ids"),
     "biases": Attack(lambda: prompt("x", logit_bias=keyed("", "1", 1_000_000)), 413),
     "fewer biases": Attack(lambda: prompt("x", logit_bias=keyed("", "1", 100_000)), 400, "logit_bias"),

@@ -52,10 +52,10 @@ class GenerationOutput:
 
     Attributes:
         prompt_token_ids: token ids of the prompt.
-        text: text of the output without special tokens and stop text; empty if the model has no tokenizer.
+        text: text of the output without special tokens and stop string; empty if the model has no tokenizer.
         token_ids: token ids of the output, including a stop token.
         finish_reason: ``stop``, ``length`` or ``abort``.
-        stop_reason: the stop text, or the id from ``stop_token_ids``, that ended the output; None otherwise.
+        stop_reason: the stop string, or the id from ``stop_token_ids``, that ended the output; None otherwise.
         cached_tokens: prompt tokens whose KV was found in the prefix cache.
         logprobs: one entry per output token, if requested.
         prompt_logprobs: one entry per prompt token, if requested; the first entry is None.
@@ -81,7 +81,7 @@ class _Running:
         output: the output, which is filled in step by step.
         prompt: tokens of the prompt; the output receives them as a list at the end.
         decoder: turns its tokens into text.
-        is_incremental: True to decode each new token at once, for streams and stop texts; False to decode at the end.
+        is_incremental: True to decode each new token at once, for streams and stop strings; False to decode at the end.
         fresh: text that a stream has not yielded yet.
         done: True if the output is complete.
     """
@@ -94,7 +94,7 @@ class _Running:
     done: bool = False
 
     def add(self, new: TokenOut) -> bool:
-        """Add new tokens. Return True if a stop text ended the output, so that the scheduler has to abort it."""
+        """Add new tokens. Return True if a stop string ended the output, so that the scheduler has to abort it."""
         output = self.output
         output.token_ids += new.token_ids
         output.cached_tokens = new.num_cached_tokens

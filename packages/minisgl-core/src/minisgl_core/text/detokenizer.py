@@ -31,8 +31,8 @@ class IncrementalDetokenizer:
         tokens: bytes of the tokenizer's tokens.
         skip_special_tokens: leave special tokens out.
         stop: texts that end the output.
-        min_tokens: number of first tokens whose text is not searched for stop texts.
-        include_stop: keep the stop text in the output.
+        min_tokens: number of first tokens whose text is not searched for stop strings.
+        include_stop: keep the stop string in the output.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class IncrementalDetokenizer:
             finished: True if no more tokens follow, so that nothing is held back.
 
         Returns:
-            New text, and the stop text that was found, or None. The text ends before the stop text, or with it if stops are
+            New text, and the stop string that was found, or None. The text ends before the stop string, or with it if stops are
             included, and the detokenizer is done then.
         """
         unsearched = ""
@@ -145,8 +145,8 @@ class Piece(NamedTuple):
     Attributes:
         text: new text.
         finish_reason: ``stop``, ``length``, ``abort``, or None while running.
-        stop_reason: the stop text or token that ended it; None for an EOS token or a limit.
-        is_early: True if a stop text ended it and the scheduler still runs it, so that it has to be aborted there.
+        stop_reason: the stop string or token that ended it; None for an EOS token or a limit.
+        is_early: True if a stop string ended it and the scheduler still runs it, so that it has to be aborted there.
     """
 
     text: str

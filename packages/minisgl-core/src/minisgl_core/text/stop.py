@@ -1,4 +1,4 @@
-"""Search for stop texts in a stream."""
+"""Search for stop strings in a stream."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from minisgl_core.sampling_params import MAX_STOPS
 
 
 class StopFinder:
-    """Filter that passes a stream of text on and ends it before the first stop text.
+    """Filter that passes a stream of text on and ends it before the first stop string.
 
-    Text that may be the beginning of a stop text is held back until that is decided. One Knuth-Morris-Pratt automaton (SIAM
-    J. Comput. 6, 1977) per stop text makes this O(1) per character, however long the stop texts are. Only the automata that have
-    matched a character, or whose text begins with the next one, take a step.
+    Text that may be the beginning of a stop string is held back until that is decided. One Knuth-Morris-Pratt automaton (SIAM
+    J. Comput. 6, 1977) per stop string makes this O(1) per character, however long the stop strings are. Only the automata that
+    have matched a character, or whose string begins with the next one, take a step.
     """
 
     def __init__(self, stop: tuple[str, ...], include_found: bool = False) -> None:
-        """`include_found`: keep the stop text in the output."""
+        """`include_found`: keep the stop string in the output."""
         self._stop, self._include_found = stop, include_found
         self._failures = [_failures(text) for text in stop]
         self._by_first_char: dict[str, list[int]] = {}
         for index, text in enumerate(stop):
             self._by_first_char.setdefault(text[0], []).append(index)
         self._matched: dict[int, int] = {}
-        """Matched characters of each stop text, by its index; those without any are left out."""
+        """Matched characters of each stop string, by its index; those without any are left out."""
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Return the text that is ready, and the stop text that was found, or None. If two end together, the longer one wins."""
+        """Return the text that is ready, and the stop string that was found, or None: the longer one if two end together."""
         if not self._stop:
             return text, None
         self._held += text
@@ -65,7 +65,8 @@ class StopFinder:
         return found
 
 
-@lru_cache(maxsize=MAX_STOPS)  # outputs of one prompt have the same stop texts; a table of 32,768 characters takes 8 ms
+# Outputs of one prompt have the same stop strings. A table of 32,768 characters takes 8 ms.
+@lru_cache(maxsize=MAX_STOPS)
 def _failures(text: str) -> array[int]:
     """Return, for each prefix of `text`, the length of its longest proper prefix that is also its suffix."""
     table = array("I", bytes(4 * len(text)))

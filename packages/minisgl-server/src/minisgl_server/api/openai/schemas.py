@@ -98,7 +98,7 @@ class SamplingFields(OutputSamplingFields):
         None, min_length=1, description="Only these tokens are generated."
     )
     bad_words: list[str] | None = Field(None, max_length=MAX_BAD_WORDS, description="Texts that are not generated.")
-    include_stop_str_in_output: bool | None = Field(None, description="Include the stop text or token in the output.")
+    include_stop_str_in_output: bool | None = Field(None, description="Include the stop string or token in the output.")
 
 
 class GenerationRequest(SamplingFields, NoOpFields):
