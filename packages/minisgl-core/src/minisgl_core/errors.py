@@ -55,7 +55,7 @@ class InvalidValueError(MinisglError, ValueError):
 
 
 def beyond_context(max_seq_len: int, what: str) -> str:
-    """Return the message that clients recognise: the context limit, and `what` exceeds it."""
+    """Return the message on the context limit that clients recognise. `what` is a clause that says what exceeds it."""
     return f"This model's maximum context length is {max_seq_len} tokens. However, {what}."
 
 

@@ -15,9 +15,9 @@ from minisgl_core.errors import InvalidValueError
 MAX_LOGPROBS = 20
 """Largest ``logprobs`` and ``prompt_logprobs`` (OpenAI's limit on ``top_logprobs``)."""
 MAX_STOPS = 256
-"""Most stop texts. Each of them is matched against every character."""
+"""Most stop strings. Each of them is matched against every character."""
 MAX_STOP_CHARS = 2**15
-"""Most characters of all stop texts together. A table has one entry per character."""
+"""Most characters of all stop strings together. A table has one entry per character."""
 MAX_STOP_TOKEN_IDS = 1024
 """Most ``stop_token_ids``. Before ``min_tokens``, each step bans all of them."""
 MAX_BIASES = 1 << 20
@@ -38,7 +38,7 @@ class SamplingParams:
 
     Attributes:
         max_tokens: most tokens to generate, at least 1.
-        min_tokens: least tokens to generate; before, EOS and stop tokens are banned and stop texts are ignored.
+        min_tokens: least tokens to generate; before, EOS and stop tokens are banned and stop strings are ignored.
         temperature: divisor of the logits, in [0, 1e6]; sampling is greedy below 1e-5.
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         top_p: keep the smallest set of tokens whose probability reaches this; in (0, 1].
@@ -193,7 +193,7 @@ def _texts(name: str, value: Any) -> tuple[str, ...]:
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     ids = () if value is None else value
-    if isinstance(ids, list | tuple) and set(map(type, ids)) <= {int}:  # fast for the scheduler, which decodes many
+    if isinstance(ids, list | tuple) and set(map(type, ids)) <= {int}:  # fast, since messages may have many
         return tuple(ids)
     if not isinstance(ids, Collection) or not all(_is_token_id(token) for token in ids):
         raise InvalidValueError(name, value, "a list of token ids, which are whole numbers")

@@ -76,8 +76,8 @@ class AttentionCapabilities:
         cuda_graphs: supports captured decode steps: CUDA graphs, or on a CPU its captured calls
             (`minisgl_core.platforms.cpu_graphs`). Requires `plan_capture` and `plan_replay`.
         graph_reads_page_table: the captured kernels read the page table and the batch's tensors, so that `plan_replay` reads no
-            device memory. If True, the graph writes both before `forward`. If False, the engine writes them before
-            `plan_replay`; see there.
+            device memory. If True, the graph writes the table and these tensors before `forward`. If False, the engine
+            writes them before `plan_replay`.
         fp8_kv: reads and writes a KV pool in float8_e4m3fn.
         sliding_windows: supports `AttentionLayer.sliding_window`.
         soft_cap: supports `AttentionLayer.soft_cap`.
@@ -357,9 +357,8 @@ class AttentionBackend(ABC):
     def plan_replay(self, batch: AttentionBatch) -> None:
         """Update the captured plan of this batch size in place.
 
-        `batch` is the captured batch, with the step's values in its host arrays. Without
-        `AttentionCapabilities.graph_reads_page_table`, the page table and its tensors other than `slots` have the step's values,
-        too. With it, they may still have those of an earlier step, and the replay writes them before `forward`. In both cases the
-        replay writes `slots`.
+        `batch` is the captured batch. Its host arrays have the step's values, and the replay writes its `slots` before `forward`.
+        With `AttentionCapabilities.graph_reads_page_table`, the replay also writes the page table and the other tensors of
+        `batch`, so they may have an earlier step's values now. Without it, they have the step's values.
         """
         raise NotImplementedError

@@ -2,7 +2,7 @@
 
 A provider returns one method object per layer (`minisgl_core.contracts.layer_methods`), which declares the checkpoint's tensors
 of that layer: the weight, or packed weights, scales and zero points. Norms and routers are not quantized. Embeddings and the
-LM head are if `Quantization.embedding` says so. `Quantization` itself is the provider ``none``.
+LM head are quantized only if `Quantization.embedding` returns a method. `Quantization` itself is the provider ``none``.
 """
 
 from __future__ import annotations

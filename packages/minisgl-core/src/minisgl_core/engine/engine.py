@@ -1,4 +1,4 @@
-"""The engine of one rank, which runs plans.
+"""The model runner of one rank, which runs plans.
 
 BatchPlan --upload--> StepInputs --model--> hidden [T, H] --logits--> [N, V] --sampler--> tokens [N] --> PendingStep
 |---------------------------- begin ---------------------------|          |---------- finish ----------|
@@ -63,7 +63,7 @@ class BegunStep:
 
 
 class Engine:
-    """Model, attention backend with its KV pool, and sampler of one rank, built by `minisgl_core.engine.build`."""
+    """Model runner: model, attention backend with its KV pool, and sampler of one rank. `minisgl_core.engine.build` builds it."""
 
     def __init__(
         self,
@@ -80,7 +80,8 @@ class Engine:
         self._table = table
         self._ops = ops
         self._sampler = Sampler(num_rows, model.config.vocab_size, platform, ops.sampling)
-        # With `logits_index`, `Model.forward` computes the last layer for these tokens only.
+        # With `logits_index`, the last layer computes these tokens only. A fused all-reduce + RMSNorm does not allow it, since
+        # the residual may be sharded over the ranks; see `Model.forward`.
         self._uses_logits_index = groups.tensor.size == 1 and groups.is_last_stage
         self._graphs: DecodeGraphs | None = None
         self._piecewise: PiecewiseGraphs | None = None

@@ -1,4 +1,4 @@
-"""Factory of the engine, first with a minimal KV pool to measure a step's memory, then with the full pool."""
+"""Factory of the model runner, first with a minimal KV pool to measure a step's memory, then with the full pool."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ With overlap scheduling, the host returns a step's tokens only after it has laun
 tokens even if they do not delay the device. 2,048 tokens cover the prompt tokens that ``--max-step-ms`` allows in a step with
 decodes."""
 _MAX_BATCH_ON_CPU = 32
-"""Largest decode batch that ``auto`` captures on a CPU, where the Python code takes little of the time of larger ones."""
+"""Largest decode batch that ``auto`` captures on a CPU. Python code takes only a small part of the time of larger batches."""
 
 
 def launch_bound_tokens(model_config: ModelConfig, tp: int) -> int:
@@ -45,7 +45,7 @@ def launch_bound_tokens(model_config: ModelConfig, tp: int) -> int:
 
 
 class EngineFactory:
-    """Factory of the engine for a KV pool of any size.
+    """Factory of the model runner for a KV pool of any size.
 
     Attributes:
         attention: classes of the attention backends; the last one serves decodes.
@@ -81,7 +81,7 @@ class EngineFactory:
         )
 
     def engine(self, pool: KVPoolSpec, max_seq_len: int) -> Engine:
-        """Allocate the pool and return an engine with it."""
+        """Allocate the pool and return a model runner with it."""
         num_rows = self._config.scheduler.max_running_requests
         table = PageTable(num_rows, max_seq_len, pool.page_size, pool.device)
         spec = attention_spec(
@@ -91,7 +91,7 @@ class EngineFactory:
         return Engine(self._platform, self._groups, self._model, attention, table, self._ops, num_rows)
 
     def run_profile_batch(self) -> None:
-        """Run the step that needs the most memory on an engine with the smallest pool."""
+        """Run the step that needs the most memory on a model runner with the smallest pool."""
         limits = self._config.scheduler
         prefill, vocab = int(limits.max_prefill_length), self._model_config.vocab_size
         plan = profile_batch(limits.max_running_requests, prefill, self.longest, vocab)

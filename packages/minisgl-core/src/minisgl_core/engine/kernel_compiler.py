@@ -75,7 +75,7 @@ def compile_kernels(config: EngineConfig) -> None:
 def main() -> None:
     """Compile for the options on standard input."""
     options: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
-    if os.getpgrp() != os.getpid():  # its end kills the group, which must not be that of whoever started it
+    if os.getpgrp() != os.getpid():  # `_end_with_parent` kills the group, which must not have the parent in it
         os.setpgrp()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     logs.configure("kernel compiler", *options["log"])

@@ -55,7 +55,8 @@ class _Call:
 class _Capture:
     """`Attend` that records the attention calls while a size is captured; see `minisgl_core.contracts.model`.
 
-    Steps of this size have more than `least` tokens. `between` ends one graph and begins the next, at each attention call.
+    Steps of this size have more tokens than `smaller_size`, the next smaller capture size. `between` ends one graph and begins
+    the next, at each attention call.
     """
 
     def __init__(
@@ -64,12 +65,12 @@ class _Capture:
         backend: AttentionBackend,
         rotary: RotaryOps,
         slots: torch.Tensor,
-        least: int,
+        smaller_size: int,
         between: Callable[[], None],
     ) -> None:
         self._platform, self._backend, self._rotary = platform, backend, rotary
         self._slots = None if fused_store_backend(backend, rotary) is None else slots
-        self._least, self._between = least, between
+        self._smaller_size, self._between = smaller_size, between
         self.calls: list[_Call] = []
 
     def __call__(
@@ -82,7 +83,7 @@ class _Capture:
     ) -> torch.Tensor:
         q, k, is_stored = rope_and_store(self._backend, self._rotary, q, k, v, layer, rope, self._slots)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        out[self._least :].zero_()  # attention does not write the output of padding tokens
+        out[self._smaller_size :].zero_()  # attention does not write the output of padding tokens
         weak_ref = self._platform.weak_ref
         self.calls.append(_Call(weak_ref(q), weak_ref(k), weak_ref(v), weak_ref(out), layer, is_stored))
         self._between()
@@ -93,7 +94,7 @@ class _Capture:
 class _Captured:
     """Graphs of one size. A call follows each graph but the last, which returns the hidden states.
 
-    These are the hidden states of all tokens, or of those in `PiecewiseGraphs._rows`.
+    These are the hidden states of all tokens, or of those in `PiecewiseGraphs._logits_index`.
     """
 
     graphs: list[Any]
@@ -182,8 +183,8 @@ class PiecewiseGraphs:
         return captured.hidden[: num_sampled if self._uses_logits_index(size) else count]
 
     def _run(self, size: int, between: Callable[[], None]) -> tuple[torch.Tensor, list[_Call]]:
-        least = int(max(self._sizes[self._sizes < size], default=0))  # steps with fewer tokens use a smaller size
-        attend = _Capture(self._platform, self._attention, self._rotary, self._slots[:size], least, between)
+        smaller_size = int(max(self._sizes[self._sizes < size], default=0))
+        attend = _Capture(self._platform, self._attention, self._rotary, self._slots[:size], smaller_size, between)
         index = self._logits_index if self._uses_logits_index(size) else None
         return self._model.forward(self._ids[:size], self._positions[:size], attend, index), attend.calls
 

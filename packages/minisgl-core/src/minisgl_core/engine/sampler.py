@@ -64,10 +64,9 @@ class Sampler:
     """Sampler with penalties, biases, masks and filters. It keeps the token counts for penalties, and the biases."""
 
     def __init__(self, num_rows: int, vocab_size: int, platform: Platform, ops: SamplingOps) -> None:
-        """`num_rows`: page-table rows for requests."""
+        """Keep the state of `num_rows` page-table rows besides row 0. It is allocated when a request first needs it."""
         self._shape = (num_rows + 1, vocab_size)
         self._platform, self._ops = platform, ops
-        # Allocated for the first request with penalties, or with biases.
         self._output_counts: torch.Tensor | None = None
         self._in_prompt: torch.Tensor | None = None
         self._biases: torch.Tensor | None = None
@@ -117,8 +116,8 @@ class Sampler:
         packed = np.concatenate((plan.temperature, plan.uniform, plan.top_p, plan.min_p, plan.top_k.astype(np.float32)))
         temperature, uniform, top_p, min_p, top_k = self._platform.to_device(packed).view(5, -1).unbind(0)
         if _has_filters(plan):
-            asked = {name: getattr(plan, name)[is_random] for name in ("top_k", "top_p", "min_p")}
-            logits = self._filter(logits, temperature[:, None], top_k[:, None], top_p[:, None], min_p[:, None], asked)
+            host = plan.top_k[is_random], plan.top_p[is_random]
+            logits = self._filter(logits, temperature[:, None], top_k[:, None], top_p[:, None], min_p[:, None], *host)
         return self._ops.sample(logits, temperature, uniform)
 
     def _filter(
@@ -128,30 +127,32 @@ class Sampler:
         top_k: torch.Tensor,
         top_p: torch.Tensor,
         min_p: torch.Tensor,
-        asked: dict[str, np.ndarray],
+        top_k_host: np.ndarray,
+        top_p_host: np.ndarray,
     ) -> torch.Tensor:
         """Return logits with -inf for tokens that top-k, top-p and min-p exclude; tensors per request are [N, 1].
 
-        `asked` has the parameters of the requests that are not greedy, on the host. Greedy requests keep their largest logit.
+        `top_k_host` and `top_p_host` are those of the requests that are not greedy, on the host. Greedy requests keep their
+        largest logit.
         """
         scaled = logits.float() / torch.where(temperature > 0, temperature, 1.0)
-        if asked["top_k"].any():
-            largest = min(int(asked["top_k"].max()), scaled.shape[-1])
+        if top_k_host.any():
+            largest = min(int(top_k_host.max()), scaled.shape[-1])
             best = scaled.topk(largest, dim=-1).values
             last = best.gather(-1, top_k.clamp(1, largest).long() - 1)
             scaled = scaled.masked_fill((scaled < last) & (top_k > 0), -torch.inf)
         probs = torch.softmax(scaled, dim=-1)
         threshold = min_p * probs.amax(-1, keepdim=True)
-        if (asked["top_p"] < 1).any():
-            threshold = torch.maximum(threshold, self._nucleus_threshold(probs, top_p, asked["top_k"]))
+        if (top_p_host < 1).any():
+            threshold = torch.maximum(threshold, self._nucleus_threshold(probs, top_p, top_k_host))
         return logits.masked_fill((probs < threshold) | (scaled == -torch.inf), -torch.inf)
 
-    def _nucleus_threshold(self, probs: torch.Tensor, top_p: torch.Tensor, sampled_k: np.ndarray) -> torch.Tensor:
+    def _nucleus_threshold(self, probs: torch.Tensor, top_p: torch.Tensor, top_k_host: np.ndarray) -> torch.Tensor:
         """Return the smallest probability in each row's top-p nucleus (arXiv 1904.09751), [N, 1]; 0 if top_p is 1."""
         vocab_size = probs.shape[-1]
         num_candidates = vocab_size
-        if sampled_k.all():
-            num_candidates = min(int(sampled_k.max()), vocab_size)
+        if top_k_host.all():
+            num_candidates = min(int(top_k_host.max()), vocab_size)
         elif not self._platform.is_async and vocab_size > _FEW_CANDIDATES:
             # The probability mass of a few candidates is known without a wait here, and usually makes the sort unnecessary.
             few = probs.topk(_FEW_CANDIDATES, dim=-1).values.sum(-1, keepdim=True)

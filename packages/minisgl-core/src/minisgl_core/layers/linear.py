@@ -198,7 +198,7 @@ class RowParallelLinear(ReplicatedLinear):
         # Only rank 0 adds the bias, since the ranks' outputs are summed.
         owns_bias = bias and build.tp_rank == 0
         self._describe([Shard.whole(out_features)], Shard.of(in_features, build), build, bias=owns_bias)
-        self._leaves_bias = bias and not owns_bias
+        self._skips_bias = bias and not owns_bias
         self._communicator = build.communicator if reduce and build.tp_size > 1 else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -207,9 +207,9 @@ class RowParallelLinear(ReplicatedLinear):
         return out if self._communicator is None else self._communicator.all_reduce(out)
 
     def weight_targets(self, name: str, fused_projections: FusedProjections) -> Targets:
-        """Yield this rank's columns, and the bias, of which ranks other than 0 load no elements."""
+        """Yield this rank's columns, and the bias. Ranks other than 0 load no elements of it, but the checkpoint must have it."""
         yield from super().weight_targets(name, fused_projections)
-        if self._leaves_bias:
+        if self._skips_bias:
             yield f"{name}.bias", WeightTarget(torch.empty(0), (slice(0, 0),), shape=(self._parts[0].total,))
 
 

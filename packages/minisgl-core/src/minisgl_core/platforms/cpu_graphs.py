@@ -34,7 +34,8 @@ _current = _Current()
 def call(function: Callable[..., object], *arguments: object) -> None:
     """Call a kernel that is no operator of torch, and capture the call if this thread captures a graph.
 
-    Tensors are passed as addresses. They must be allocated by torch's functions, which the graph keeps, or outlive the graph.
+    Tensors are passed as addresses. The graph keeps the memory of tensors that torch's functions allocate during the capture.
+    Other tensors must outlive the graph.
     A function may have an attribute `sequence`, which merges adjacent calls of functions with an equal `sequence`. It takes a
     list of pairs of a function and its arguments, and returns a function without arguments, for replays.
     """
@@ -47,7 +48,7 @@ class MemoryPool:
     """Memory of the captured tensors. A block is used again as soon as no tensor of the captured code has it."""
 
     def __init__(self) -> None:
-        # The memory of each block, and a reference to the array over it that the storage of a tensor keeps alive.
+        # Memory of each block, and a weak reference to the array over it. Tensors with this memory keep the array alive.
         self._blocks: defaultdict[int, list[tuple[np.ndarray, weakref.ref[np.ndarray]]]] = defaultdict(list)
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:

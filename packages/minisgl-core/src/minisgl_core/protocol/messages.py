@@ -154,7 +154,7 @@ class Tokenize(msgspec.Struct, tag=True, kw_only=True):
     grammar_name: str = ""
     """The client's name for the grammar in `sampling.structured_outputs`."""
     field_names: dict[str, str] = msgspec.field(default_factory=dict)
-    """The client's names for the prompt and fields of `sampling`, by their names here; equal names may be missing."""
+    """The client's names for the prompt and fields of `sampling`, by their names here. Equal names may be left out."""
 
     @property
     def output_ids(self) -> list[str]:
@@ -201,14 +201,14 @@ class Abort(msgspec.Struct, tag=True):
 
     request_id: str
     reason: str = "abort"
-    """``stop`` if the output is complete because of a stop text, which the scheduler does not see."""
+    """``stop`` if the output is complete because of a stop string, which the scheduler does not see."""
 
 
 class Submit(msgspec.Struct, tag=True, kw_only=True):
     """Tokenizer worker to scheduler: a tokenized request.
 
     `logit_bias` and `allowed_token_ids` of `sampling` may have an entry per token of the vocabulary. They move to arrays, which
-    the scheduler decodes at once.
+    take no time per entry to decode from a message.
 
     Raises:
         InvalidValueError: a token id of the two is too large for an array.
@@ -319,7 +319,7 @@ class Text(msgspec.Struct, kw_only=True, omit_defaults=True):
     token_ids: list[int]
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    """Stop text or stop token that ended the output; None for an EOS token or a limit."""
+    """Stop string or stop token that ended the output; None for an EOS token or a limit."""
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     logprobs: list[TokenLogprobs] | None = None

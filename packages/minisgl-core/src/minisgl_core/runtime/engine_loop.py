@@ -1,4 +1,4 @@
-"""Engine loop: it schedules steps, runs them on the engine, and returns the results to the scheduler.
+"""Engine loop: it schedules steps, runs them on the model runner, and returns the results to the scheduler.
 
 Without overlap, each step is scheduled, run and processed before the next. With overlap, step n + 1 is scheduled and launched
 while the device runs step n. The results of step n are processed while the device runs step n + 1 (NanoFlow, arXiv 2408.12757):
@@ -91,7 +91,7 @@ class EngineLoop:
 
         Args:
             scheduler: plans the steps.
-            engine: engine of rank 0.
+            engine: model runner of rank 0.
             hooks: called for each step.
             overlap: True if one more step may be in flight than there are stages.
             num_stages: pipeline stages.
@@ -105,8 +105,8 @@ class EngineLoop:
         self._send_plan, self._receive_result = send_plan, receive_result
         self._in_flight: deque[_InFlight] = deque()
         self._host_s = 0.0
-        """Duration of scheduling and launching the newest decode step on the host. The launch of a step with prompts takes
-        longer, but its first kernels are on the device as early, and run while the others are launched."""
+        """Duration of scheduling and launching the newest decode step on the host. Steps with prompts do not count: their
+        launch takes longer, but the device runs the first kernels while the host launches the others."""
         self._last_done_s = 0.0
         """Time when the last processed step was done. The next step began then if it had been launched before."""
 

@@ -47,14 +47,14 @@ def run_worker(
     addresses: IpcAddresses,
     report: Callable[[Ready], None],
 ) -> None:
-    """Build this rank's engine, report that it is ready, and serve until stopped.
+    """Build this rank's model runner, report that it is ready, and serve until stopped.
 
     Args:
         config: options of the user.
         placements: placements of all ranks.
         rank: this rank.
         addresses: socket addresses of the launch.
-        report: called once the engine is ready.
+        report: called once the model runner is ready.
     """
     phases = StartupTimer(process_age_s())
     registry = Registry.from_environment()
@@ -81,7 +81,7 @@ def _run_rank0(
     addresses: IpcAddresses,
     report: Callable[[Ready], None],
 ) -> None:
-    """Build the engine of rank 0 and its scheduler, and serve requests; see `run_worker`."""
+    """Build the model runner of rank 0 and the scheduler, and serve requests; see `run_worker`."""
     placement = placements[0]
     with ExitStack() as stack:
         requests = stack.enter_context(Receiver[Incoming](addresses.scheduler_in, Incoming))
@@ -115,7 +115,7 @@ def _run_rank0(
 
 @contextmanager
 def closing(engine: Engine) -> Iterator[None]:
-    """Close the engine at the end. After an error, abort its communicators instead of waiting for the other ranks."""
+    """Close the model runner at the end. After an error, abort its communicators instead of waiting for the other ranks."""
     try:
         yield
     except BaseException:
@@ -133,7 +133,7 @@ def make_loop(
     plan_senders: list[Sender],
     results: Receiver[FromLastStage] | None = None,
 ) -> EngineLoop:
-    """Return rank 0's loop with a scheduler for an engine.
+    """Return rank 0's loop, with a new scheduler.
 
     `plan_senders` reach the other ranks. `results` come from the last pipeline stage, if there are several.
     """
@@ -271,8 +271,8 @@ def _serve(
 def _arrivals(requests: Receiver[Incoming], loop: EngineLoop) -> Iterator[Incoming | None]:
     """Yield the messages to handle before the next step.
 
-    These are all messages that have arrived. With one message per step, requests that end within a step would never share a
-    batch. Then it waits for more until `EngineLoop.time_to_schedule` is 0.
+    First come all messages that have arrived. With one message per step, short requests would end before the next one is
+    submitted, and never share a batch. Then it waits for more messages until `EngineLoop.time_to_schedule` is 0.
     """
     if not loop.has_work:
         yield requests.receive()

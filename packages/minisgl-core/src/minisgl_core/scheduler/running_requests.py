@@ -120,16 +120,16 @@ class RunningRequests:
         self.num_pending[sampled] -= 1
 
     def add_tokens(self, rows: Int32, token_ids: Int32) -> Bools:
-        """Append a sampled token to each row. Return True for each row that needs no further work for it.
+        """Append a sampled token to each row. Return True for each row whose output of the step is only the token.
 
-        This holds for tokens of plain requests, apart from the first token of a request and tokens that may be its last.
+        These are the rows of plain requests, unless the token is the request's first or may be its last.
         """
         self.tokens.append(rows, token_ids)
         self.last_token[rows] = token_ids
         lengths = self.tokens.lengths[rows]
         continues = (lengths < self.max_length[rows]) & (self._num_stopping[token_ids] == 0)
-        needs_nothing: Bools = continues & self.is_plain[rows] & (lengths > self.num_prompt[rows] + 1)
-        return needs_nothing
+        is_token_only: Bools = continues & self.is_plain[rows] & (lengths > self.num_prompt[rows] + 1)
+        return is_token_only
 
     def end(self, request: Request) -> None:
         """Exclude a request from further steps. `remove` clears its row."""

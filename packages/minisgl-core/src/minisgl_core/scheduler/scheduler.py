@@ -46,7 +46,7 @@ _NO_ROWS = np.empty(0, np.int32)
 _COMPILE_WAIT_S = 0.02
 """Longest wait for a grammar to be compiled while no other request can run."""
 _FEW_WAITING = 3
-"""While at most this many requests wait, a further prompt of a step must fit as a whole; see `_schedule_prefills`."""
+"""Number of waiting requests up to which a step begins a further prompt only as a whole; see `_schedule_prefills`."""
 
 
 def _queue_key(request: Request) -> tuple[int, int]:
@@ -241,14 +241,14 @@ class Scheduler:
         running.complete(plan.rows, sampled)
         live = np.flatnonzero(running.is_live(sampled))
         rows, tokens = sampled[live], result.tokens[live]
-        needs_only_token = running.add_tokens(rows, tokens)
+        is_token_only = running.add_tokens(rows, tokens)
         self.stats.num_output_tokens += len(rows)
         outputs = []
-        for index in np.flatnonzero(~needs_only_token).tolist():
+        for index in np.flatnonzero(~is_token_only).tolist():
             request = running[int(rows[index])]
             logprobs = result.logprobs[live[index]] if result.logprobs else None
             outputs.append((request.worker, self._output(request, int(tokens[index]), logprobs)))
-        batches = self._batches(outputs, rows[needs_only_token], tokens[needs_only_token])
+        batches = self._batches(outputs, rows[is_token_only], tokens[is_token_only])
         for request in running.removable(plan.rows):
             self._release(request)
         return batches
@@ -346,9 +346,9 @@ class Scheduler:
     def _schedule_prefills(self, num_decodes: int, rows: Int32) -> list[Chunk]:
         most = self.limits.max_prefill_tokens
         budget = self.step_times.prompt_tokens(num_decodes, most)
-        # If `max_step_s` limits the prompt tokens, half of the budget is a reserve. After the step's first chunk, a waiting
-        # prompt is admitted only while more than the reserve is left, so that the prompts that have begun get their first
-        # tokens earlier. While few requests wait, the whole rest of the prompt must fit without the reserve.
+        # If `max_step_s` limits the prompt tokens, half of the budget is a reserve. A step that has a chunk begins a further
+        # prompt only while more than the reserve is left. Otherwise it stays shorter, so that the prompts in it get their
+        # first tokens earlier. While few requests wait, a further prompt must fit as a whole without the reserve.
         reserve = 0 if budget == most else budget // 2
         chunks: list[Chunk] = []
         for row in rows.tolist():
@@ -377,7 +377,7 @@ class Scheduler:
         return cast(Sequence[Request], ordered)
 
     def _admit(self, budget: int, reserve: int, chunks: list[Chunk]) -> None:
-        """Admit waiting requests while `reserve` tokens of the budget are left. The step's first prompt may use the reserve."""
+        """Admit waiting requests while the budget, rows and pages suffice; see `_schedule_prefills` for the reserve."""
         few_wait = len(self._waiting) <= _FEW_WAITING
         reserved = self.pages.num_reserved()
         waiting = self._waiting

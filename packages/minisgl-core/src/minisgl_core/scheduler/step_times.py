@@ -48,9 +48,8 @@ class StepTimes:
         self._launch_s = launch_s
         if num_prompt_tokens >= _MIN_TOKENS:
             token_s = max(seconds - self._decode_time(num_decodes), 0.0) / num_prompt_tokens
-            if (
-                launch_s > seconds / 2 and self._token_s
-            ):  # the device has waited for the launch, and might have been faster
+            if launch_s > seconds / 2 and self._token_s:
+                # The device has waited for the launch, and might have been faster.
                 token_s = min(token_s, median(self._token_s))
             self._token_s.append(token_s)
 

@@ -201,7 +201,7 @@ class PrefixCacheTests:
         cache.check()
 
     @each_page_size
-    def test_runs_are_bounded_and_count_hits(self, page_size: int) -> None:
+    def test_nodes_are_bounded_and_count_hits(self, page_size: int) -> None:
         """`nodes` returns locked nodes and their parents first; `count_hit` counts for the whole prefix."""
         cache = self.filled(page_size, (0, 0, 0), (0, 0, 1), *[(2, index % 3, index // 3) for index in range(9)])
         if type(cache).nodes is PrefixCache.nodes:

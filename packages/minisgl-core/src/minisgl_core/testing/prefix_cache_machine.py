@@ -207,7 +207,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.cache.check()
 
     @invariant()
-    def runs_are_right(self) -> None:
+    def nodes_are_right(self) -> None:
         """`nodes` returns exactly the cached prefixes if the cache implements it."""
         if type(self.cache).nodes is PrefixCache.nodes:
             return

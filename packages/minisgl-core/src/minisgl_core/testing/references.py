@@ -63,7 +63,7 @@ def batched(attends: Sequence[Attend], lengths: Sequence[int]) -> Attend:
     ) -> torch.Tensor:
         tensors = (torch.split_with_sizes(x, list(lengths)) for x in (q, k, v))
         parts = zip(attends, *tensors, _split(rope, lengths), strict=True)
-        return torch.cat([each(*qkv, layer, part_rotation) for each, *qkv, part_rotation in parts])
+        return torch.cat([each(*qkv, layer, part_rope) for each, *qkv, part_rope in parts])
 
     return attend
 

@@ -13,9 +13,9 @@ from minisgl_core.errors import InvalidValueError
 from minisgl_core.text.chat import render_chat
 
 _FIRST_LOOK = 2**14
-"""Characters that are tokenized first; so many take about 10 ms."""
+"""Characters that are tokenized first, which takes about 10 ms."""
 _SLACK = 256
-"""Bound for the tokens that the beginning of a text, tokenized alone, may have in addition to those of the whole text."""
+"""Upper bound of the tokens that a cut adds: the beginning of a text may have more tokens alone than the whole text has."""
 
 
 def list_prompts(prompts: Any) -> list[Any]:

@@ -142,8 +142,8 @@ class ScaledTensor:
         values = self.weight[index].float()
         scales = self.scales()
         for dim, part in enumerate(index):
-            places = torch.arange(self.shape[dim])[part] // self._sizes[dim]
-            scales = scales.index_select(dim, places)
+            block_ids = torch.arange(self.shape[dim])[part] // self._sizes[dim]
+            scales = scales.index_select(dim, block_ids)
         return values.mul_(scales)
 
     def scales(self) -> torch.Tensor:
