@@ -24,4 +24,4 @@ def test_a_kit_calls_the_class_under_test_provider(name: str) -> None:
     declared = {
         name: kind for each in reversed(kit.__mro__) for name, kind in vars(each).get("__annotations__", {}).items()
     }
-    assert str(declared.get("provider", "")).startswith("ClassVar[type["), f"{kit}: no provider"
+    assert "ClassVar[type[" in str(declared.get("provider")), f"{kit}: no provider"

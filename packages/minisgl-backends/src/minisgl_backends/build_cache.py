@@ -1,7 +1,5 @@
 """Cache of kernels compiled at run time. Its files are loaded as code, so only the user may have write access."""
 
-from __future__ import annotations
-
 import logging
 import os
 import stat

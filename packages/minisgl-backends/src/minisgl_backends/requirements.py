@@ -4,8 +4,6 @@ Functions that return a list return the reasons against a provider, one sentence
 `gpu_missing` is true if the GPU is missing.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 

@@ -3,8 +3,6 @@
 The file is long because all methods of `LLM` share the state of its running requests.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager

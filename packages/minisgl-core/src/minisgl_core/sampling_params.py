@@ -1,7 +1,5 @@
 """Sampling parameters of one request."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping
 from copy import copy
@@ -167,7 +165,7 @@ class SamplingParams:
         """True if a penalty changes the logits of earlier tokens."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
-    def split(self) -> list[SamplingParams]:
+    def split(self) -> "list[SamplingParams]":
         """Return one `SamplingParams` per output, n in total. A given seed is split into one seed per output."""
         if self.n == 1:
             return [self]

@@ -1,7 +1,5 @@
 """Keys of a ``config.json``: which of them an architecture refuses, and the rotary embeddings of each kind of layer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -6,8 +6,6 @@ Shape legend: T tokens of the step, N tokens whose hidden states are returned, H
 `docs/plugins/model.md` walks through granite.py, a file like this one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 

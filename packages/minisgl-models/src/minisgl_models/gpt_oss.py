@@ -4,8 +4,6 @@ Shape legend: T tokens of the step, N tokens whose hidden states are returned, H
 Attention is Llama's with a sink per query head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 

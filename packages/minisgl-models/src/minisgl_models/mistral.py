@@ -1,7 +1,5 @@
 """Mistral (arXiv 2310.06825): Llama whose config sets a sliding window in every layer."""
 
-from __future__ import annotations
-
 from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_models.config_keys import unsupported_keys
 from minisgl_models.llama import LlamaForCausalLM

@@ -3,8 +3,6 @@
 Shape legend: T tokens of the step, N tokens whose hidden states are returned, H hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 

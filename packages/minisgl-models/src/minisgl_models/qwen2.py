@@ -1,7 +1,5 @@
 """Qwen2 and Qwen2.5 (arXiv 2407.10671, 2412.15115): Llama with q, k and v biases, and sliding windows in the last layers."""
 
-from __future__ import annotations
-
 from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_models.config_keys import unsupported_keys
 from minisgl_models.llama import LlamaForCausalLM

@@ -4,8 +4,6 @@ Shape legend: T tokens of the step, N tokens whose hidden states are returned, H
 Attention, with q, k and v biases, and the dense MLP are Llama's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Options of ``minisgl launch`` besides those of the engine. Must not import heavy packages."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -3,8 +3,6 @@
 Shape legend: T queries of B requests, Hq and Hkv heads, D head dimension, P pages of S tokens, M pages of a request.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """FlashAttention: the fastest installed version that has kernels for the GPU."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import torch

@@ -1,7 +1,5 @@
 """The packages that provide FlashAttention, behind one signature. `FlashVersion.load` imports the selected one."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from collections.abc import Callable

@@ -7,8 +7,6 @@ device has copied the previous plan out of FlashInfer's pinned buffer.
 Shape legend: B requests, S tokens per page, M columns of the page table, Hq and Hkv heads, D head dimension.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -4,8 +4,6 @@ FlashInfer compiles a module at its first use, which takes about a minute. Its o
 FlashInfer. So `compile_prefill` records which of its files a spec needs, and `is_compiled` looks for these files.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import importlib.util

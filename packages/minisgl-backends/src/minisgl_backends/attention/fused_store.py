@@ -1,7 +1,5 @@
 """Base class of backends with `AttentionCapabilities.fused_kv_store`."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from typing import Any
 

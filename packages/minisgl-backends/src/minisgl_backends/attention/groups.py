@@ -1,7 +1,5 @@
 """Grouping of a batch's requests, so that each group is computed as one padded tensor with little waste."""
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 

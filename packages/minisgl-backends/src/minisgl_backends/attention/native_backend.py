@@ -3,8 +3,6 @@
 Shape legend: T tokens, B requests, Hq and Hkv heads, G = Hq / Hkv, D head dimension.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

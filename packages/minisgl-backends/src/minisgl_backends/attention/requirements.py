@@ -1,7 +1,5 @@
 """Checks of what attention backends require of a spec, as those of `minisgl_backends.requirements`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

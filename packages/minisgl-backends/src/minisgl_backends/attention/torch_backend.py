@@ -8,8 +8,6 @@ Attention runs over blocks of queries, and no Python loop runs over requests. Th
 GEMM, so that K and V are never repeated.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """TensorRT-LLM's attention kernels for Blackwell (trtllm-gen), through FlashInfer."""
 
-from __future__ import annotations
-
 import torch
 
 from minisgl_backends.attention.batch_page_table import AttentionMetadata, BatchPageTableAttention

@@ -1,7 +1,5 @@
 """ctypes bindings of NCCL's C functions, from the library that torch uses (https://docs.nvidia.com/deeplearning/nccl)."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Communicator with a one-shot all-reduce over peer memory for small messages, and NCCL for the rest."""
 
-from __future__ import annotations
-
 import itertools
 from contextlib import suppress
 from typing import ClassVar

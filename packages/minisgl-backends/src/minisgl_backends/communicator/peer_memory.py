@@ -1,7 +1,5 @@
 """Device memory that the ranks of one host share by CUDA IPC, over NVLink or PCIe."""
 
-from __future__ import annotations
-
 import ctypes
 from contextlib import suppress
 from ctypes import POINTER, c_size_t, c_uint, c_uint64

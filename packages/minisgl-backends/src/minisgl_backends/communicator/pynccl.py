@@ -1,7 +1,5 @@
 """Collectives by direct calls to NCCL on the current CUDA stream, without torch.distributed."""
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import threading

@@ -1,7 +1,5 @@
 """Rendezvous of the ranks of a group, and exchange of small objects before the devices are connected."""
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Collectives by torch.distributed's backends: NCCL for GPUs, Gloo for CPUs."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from datetime import timedelta

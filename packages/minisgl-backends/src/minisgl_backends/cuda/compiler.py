@@ -1,7 +1,5 @@
 """Compilation of CUDA C++ to cubins by NVRTC, which comes with torch. Cubins are cached per machine."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import importlib.util

@@ -1,7 +1,5 @@
 """ctypes bindings of CUDA driver functions that torch has no API for: kernel launch with PDL and clusters, TMA maps."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Mapping, Sequence
 from ctypes import POINTER, c_char_p, c_float, c_int, c_uint, c_uint32, c_uint64, c_void_p
@@ -108,7 +106,7 @@ class Kernel:
         call("cuOccupancyMaxActiveClusters", ctypes.byref(count), self._function, ctypes.byref(config))
         return count.value * self._cluster
 
-    def launch(self, num_blocks: int, arguments: Sequence[Argument]) -> None:
+    def launch(self, num_blocks: int, arguments: "Sequence[Argument]") -> None:
         """Enqueue on the current stream with PDL. The kernel may start before the previous one ends, and must wait for it.
 
         Args:

@@ -3,8 +3,6 @@
 Shape legend: M rows of x, N outputs, K inputs; the matrix is [2 * N, K], gate before up.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

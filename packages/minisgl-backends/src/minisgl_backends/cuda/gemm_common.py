@@ -1,7 +1,5 @@
 """Shared parts of small_m_gemm.py, int4_gemm.py and gated_gemm.py."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from concurrent.futures import Future
 from functools import cache

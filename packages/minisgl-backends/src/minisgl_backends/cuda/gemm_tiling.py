@@ -3,8 +3,6 @@
 Shape legend: M rows of x, N outputs, K inputs. A gated MLP's matrix has 2 * N rows, gate before up.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from minisgl_backends.cuda.gemm_common import BLOCK_K

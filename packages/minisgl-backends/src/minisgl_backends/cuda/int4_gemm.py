@@ -3,8 +3,6 @@
 Shape legend: M rows of x, N outputs, K inputs; T tiles and C chunks as `minisgl_backends.kernels.int4_weight` describes them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Requirements of the CUDA C++ kernels for Hopper."""
 
-from __future__ import annotations
-
 import torch
 
 from minisgl_backends.cuda.compiler import load_nvrtc

@@ -1,7 +1,5 @@
 """Ray actor of one rank. It reserves the rank's resources, and runs the rank in a child process."""
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

@@ -10,8 +10,6 @@ tensors over the communicator, neither over Ray. A thread per rank asks its acto
 `LOST_TIMEOUT_S` is lost with its node: Ray itself takes longer to notice.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import os

@@ -3,8 +3,6 @@
 The dialect is documented at https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Constrained decoding by llguidance (https://github.com/guidance-ai/llguidance), an Earley parser over a token trie."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any, cast
@@ -30,7 +28,7 @@ class LlguidanceState(GrammarState):
 
     __slots__ = ("_grammar", "_matcher", "_num_ends")
 
-    def __init__(self, grammar: LlguidanceGrammar, matcher: llguidance.LLMatcher, num_ends: int = 0) -> None:
+    def __init__(self, grammar: "LlguidanceGrammar", matcher: llguidance.LLMatcher, num_ends: int = 0) -> None:
         self._grammar, self._matcher, self._num_ends = grammar, matcher, num_ends
 
     @property
@@ -62,7 +60,7 @@ class LlguidanceState(GrammarState):
         self._num_ends -= num_ends
         self._matcher.rollback(num_tokens - num_ends)
 
-    def copy(self) -> LlguidanceState:
+    def copy(self) -> "LlguidanceState":
         """See `GrammarState.copy`."""
         return LlguidanceState(self._grammar, self._matcher.deep_copy(), self._num_ends)
 

@@ -1,7 +1,5 @@
 """Conversion of a model's tokenizer for llguidance."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from copy import copy

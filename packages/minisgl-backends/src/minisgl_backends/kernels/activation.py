@@ -1,7 +1,5 @@
 """Activations of gated MLPs: SiLU or GELU of the gate, multiplied by up."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Tile sizes of `kernels.paged_decode`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -21,8 +21,6 @@ Two kinds of data may be read before the wait:
   in cuda/decode.cu does so.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait

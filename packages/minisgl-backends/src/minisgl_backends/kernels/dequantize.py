@@ -4,8 +4,6 @@ A GEMM that reads few rows of activations is limited by these instructions as mu
 code is put into the mantissa of a float, which needs no conversion: 128 + code in bfloat16, and 1024 + code in float16.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """Properties of GPUs that kernels depend on."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

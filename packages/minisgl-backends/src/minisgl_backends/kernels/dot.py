@@ -1,7 +1,5 @@
 """`tl.dot` with float32 accumulation and no TF32."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

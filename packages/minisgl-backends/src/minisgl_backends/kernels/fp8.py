@@ -1,7 +1,5 @@
 """Conversions to and from float8_e4m3fn, for other kernels."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """GEMM of 16-bit activations and 4-bit integers with zero points (W4A16), by the kernel of packed matrices."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -5,8 +5,6 @@ A stage has 2 * 64 outputs and 128 inputs: two neighbouring tiles, or a tile of 
 Shape legend: T tiles and C chunks as `minisgl_backends.kernels.int4_weight` describes them, S scales per output and chunk.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

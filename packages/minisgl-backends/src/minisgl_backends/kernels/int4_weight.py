@@ -6,8 +6,6 @@ of rows.
 Shape legend: N outputs, K inputs, T tiles of 64 outputs, C chunks of ``4 * SUB`` inputs, B blocks of inputs that share a scale.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -54,7 +52,7 @@ class Int4Weight(TiledWeight):
         has_zeros: bool = False,
         gated: bool = False,
         sub: int = 32,
-    ) -> Int4Weight:
+    ) -> "Int4Weight":
         """Allocate a weight of zeros.
 
         Args:
@@ -133,7 +131,7 @@ def quantize_groups(weight: torch.Tensor, group: int, dtype: torch.dtype) -> tup
     return (codes + SYMMETRIC_ZERO).to(torch.uint8), scales
 
 
-def torch_int4_linear(weight: Int4Weight, bias: torch.Tensor | None) -> LinearOp:
+def torch_int4_linear(weight: Int4Weight, bias: torch.Tensor | None) -> "LinearOp":
     """Return ``x -> x @ weight.T + bias``, with the activation if the weight is gated.
 
     Panels of the weight are dequantized in each call: for processors without a kernel, and as the reference of kernels.

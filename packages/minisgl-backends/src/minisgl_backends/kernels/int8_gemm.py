@@ -5,8 +5,6 @@ Dot products accumulate exactly in int32. The epilogue multiplies by both scales
 Shape legend: M rows, N outputs, K inputs.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """Token bitmasks (grammars) applied to logits, in place."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -3,8 +3,6 @@
 Two bfloat16 values are multiplied in float32 and rounded once, as in torch. Triton's interpreter needs explicit casts for it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -14,8 +14,6 @@ hold the messages from each rank, rows SIZE to 2*SIZE-1 the results from each ra
 of the next call, then rows and words per row that the last call filled.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

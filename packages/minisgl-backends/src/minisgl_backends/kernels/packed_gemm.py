@@ -7,8 +7,6 @@ partial sums.
 Shape legend: M rows, N outputs, K inputs; the weight as `minisgl_backends.kernels.packed_matrix` describes it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 Shape legend: N outputs, K inputs, T tiles of 64 outputs, C chunks of ``parts * sub`` inputs.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -128,7 +126,7 @@ class PackedMatrix(TiledWeight):
     @classmethod
     def empty(
         cls, packing: Packing, num_outputs: int, num_inputs: int, device: torch.device, *, gated: bool = False
-    ) -> PackedMatrix:
+    ) -> "PackedMatrix":
         """Allocate a matrix of zeros."""
         tiles = -(-num_outputs // (1 + gated) // TILE) * (1 + gated)
         chunks = max(1, -(-num_inputs // packing.chunk))

@@ -1,7 +1,5 @@
 """Tilings of GEMMs of packed weights."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import triton

@@ -3,8 +3,6 @@
 Shape legend: T tokens, Hkv heads, D head dimension, P pages of S tokens, B requests, R rows and M columns of the page table.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

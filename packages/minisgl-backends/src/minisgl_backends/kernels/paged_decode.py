@@ -10,8 +10,6 @@ Shape legend: B requests, Hq and Hkv heads, G = Hq / Hkv, D head dimension, P pa
 The page table has R rows and M columns.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -207,7 +205,7 @@ class SplitKVWorkspace:
     @classmethod
     def make(
         cls, batch: int, num_q_heads: int, num_kv_heads: int, dim: int, device: torch.device, programs: int
-    ) -> SplitKVWorkspace:
+    ) -> "SplitKVWorkspace":
         """Allocate for `batch` requests and a grid of at most `programs` programs."""
         num_partitions = max(programs // num_kv_heads, 1)
         partials = torch.empty(num_partitions, 2, num_q_heads, dim, dtype=torch.float32, device=device)

@@ -7,8 +7,6 @@ Shape legend: T tokens, B requests, Hq and Hkv heads, G = Hq / Hkv, D head dimen
 The page table has R rows and M columns.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """Dynamic quantization to FP8 or int8 with one scale per row, in one launch."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

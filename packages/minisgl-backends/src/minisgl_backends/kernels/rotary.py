@@ -3,8 +3,6 @@
 Shape legend: T tokens, Hq and Hkv heads, D head dimension, R half of the rotated dimensions, P pages of S tokens.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -3,8 +3,6 @@
 Shape legend: T tokens, E experts, K experts per token.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

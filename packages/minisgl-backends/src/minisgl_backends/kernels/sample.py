@@ -8,8 +8,6 @@ reads that chunk again to find the token. With a vocabulary-parallel LM head, th
 pass. Then the rank that owns the chunk broadcasts the token.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

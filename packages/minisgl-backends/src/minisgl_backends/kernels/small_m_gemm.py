@@ -7,8 +7,6 @@ output has a scale.
 Shape legend: M rows, N outputs, K inputs.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

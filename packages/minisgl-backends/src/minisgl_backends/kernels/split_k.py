@@ -1,7 +1,5 @@
 """Memory for split-K GEMMs in Triton."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -1,7 +1,5 @@
 """The first and last kernels of decode steps, and reads and writes by index."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """Packed 4-bit weights of experts in torch; `ExpertWeights` describes them."""
 
-from __future__ import annotations
-
 import torch
 
 from minisgl_core.contracts.shard import Shard

@@ -1,7 +1,5 @@
 """Sort of (token, expert) pairs into blocks of one expert each, over which a grouped GEMM runs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Tile sizes of the grouped GEMMs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -1,7 +1,5 @@
 """Mixture of experts in plain torch, for any device."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 
@@ -80,7 +78,7 @@ class TorchMoe(MoeKernel):
 
     def _by_expert(
         self, weight: torch.Tensor, scales: torch.Tensor | None, zeros: torch.Tensor | None, columns: int
-    ) -> torch.Tensor | _LazyDequantized:
+    ) -> "torch.Tensor | _LazyDequantized":
         """Return weights that are indexed by the expert."""
         return weight if scales is None else _LazyDequantized(weight, scales, zeros, self.spec.dtype, columns)
 

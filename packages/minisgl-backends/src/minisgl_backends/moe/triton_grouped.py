@@ -5,8 +5,6 @@ weights, G groups of inputs have a scale each. Each program computes one block o
 of output columns.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """Mixture of experts in Triton: rows sorted by expert, two grouped GEMMs, and a sum over each token's experts."""
 
-from __future__ import annotations
-
 import torch
 
 from minisgl_backends.moe.tiles import choose_block_size, choose_tiles

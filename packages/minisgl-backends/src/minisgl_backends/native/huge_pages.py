@@ -3,8 +3,6 @@
 Decodes read all weights in each step. With pages of 4 KiB, misses of the TLB limit them (docs/quantization.md has measurements).
 """
 
-from __future__ import annotations
-
 import mmap
 import threading
 import weakref

@@ -1,7 +1,5 @@
 """Compilation of the C sources in this folder with gcc, and loading. The library is cached per machine."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import logging

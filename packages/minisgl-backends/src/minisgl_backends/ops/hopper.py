@@ -1,7 +1,5 @@
 """GEMMs for Hopper GPUs in CUDA C++, and Triton's norms and rotary embedding launched with PDL between them."""
 
-from __future__ import annotations
-
 import torch
 
 from minisgl_backends.cuda.gemm_tiling import worthwhile_rows

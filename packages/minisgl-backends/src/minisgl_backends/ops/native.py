@@ -1,7 +1,5 @@
 """Kernels in C for CPUs; see `minisgl_backends.native`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -3,8 +3,6 @@
 The packed GEMMs are those that torch.compile's CPU backend emits (`mkldnn::_linear_pointwise`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import psutil

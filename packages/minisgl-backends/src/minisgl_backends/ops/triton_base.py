@@ -1,7 +1,5 @@
 """Base class of the Triton providers of all roles."""
 
-from __future__ import annotations
-
 import torch
 
 from minisgl_backends.requirements import capability_missing, is_interpreted, triton_missing

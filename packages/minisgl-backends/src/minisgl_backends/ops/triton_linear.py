@@ -1,7 +1,5 @@
 """GEMMs for GPUs: small-M GEMMs in Triton, larger ones by torch."""
 
-from __future__ import annotations
-
 import torch
 
 from minisgl_backends.ops.triton_base import TritonProvider, dense

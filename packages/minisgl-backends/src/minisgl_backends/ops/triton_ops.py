@@ -1,7 +1,5 @@
 """Fused kernels for GPUs, in Triton."""
 
-from __future__ import annotations
-
 import torch
 
 from minisgl_backends.ops.triton_base import TritonProvider, dense

@@ -1,7 +1,5 @@
 """Prefix cache that caches nothing: every prompt is computed from its first token."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Prefix cache over a radix tree of whole pages (RadixAttention, arXiv 2312.07104)."""
 
-from __future__ import annotations
-
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence

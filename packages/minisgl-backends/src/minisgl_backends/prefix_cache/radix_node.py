@@ -1,7 +1,5 @@
 """Nodes of the radix tree."""
 
-from __future__ import annotations
-
 import time
 from itertools import count
 
@@ -42,7 +40,7 @@ class RadixNode:
         self,
         token_ids: TokenIds,
         pages: PageIds,
-        parent: RadixNode | None,
+        parent: "RadixNode | None",
         num_locks: int = 0,
         namespace: CacheNamespace | None = None,
     ) -> None:
@@ -63,7 +61,7 @@ class RadixNode:
         first = int(differs.argmax())
         return first if differs[first] else length
 
-    def split(self, num_pages: int, page_size: int) -> RadixNode:
+    def split(self, num_pages: int, page_size: int) -> "RadixNode":
         """Split this node after its first `num_pages` pages, and return the new node that holds these.
 
         This node keeps the rest, so that handles to it still stand for the same prefix.

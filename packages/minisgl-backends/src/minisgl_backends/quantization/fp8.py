@@ -1,7 +1,5 @@
 """``--quantization fp8``: float8 weights with a scale per output channel, and float8 activations with a scale per token."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable
 from typing import ClassVar

@@ -9,8 +9,6 @@ its row's scale, whichever is larger. There is no error in the block with the la
 and the codes stay normal numbers. The conversion runs in place, in chunks of 2 MB, so the weight is never dequantized as a whole.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar

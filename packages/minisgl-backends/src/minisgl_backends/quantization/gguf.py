@@ -4,8 +4,6 @@ Each layer loads the file's blocks as they are, and repacks them once for its ke
 (`gguf_gpu`).
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable
 

@@ -4,8 +4,6 @@ These quantize activations to 8 bits with a scale per 32. (llama.cpp has one per
 same arithmetic.
 """
 
-from __future__ import annotations
-
 import torch
 
 from minisgl_backends.native import library
@@ -30,7 +28,7 @@ class CpuLinearMethod(GgufLinearMethod):
         """Allocate in huge pages, which return to the system after repacking."""
         return _BLOCKS.zeros(rows * row_bytes).view(torch.int8).view(rows, row_bytes)
 
-    def prepare(self) -> CpuGgufLinear:
+    def prepare(self) -> "CpuGgufLinear":
         """Repack the blocks. Adjacent parts of one type become one GEMM, unless rows of two parts would share a tile."""
         is_fused = self.spec.gated and len(set(self.types)) == 1
         groups: list[list[int]] = []

@@ -1,7 +1,5 @@
 """Packed experts of GGUF files on CPUs, for the C kernels."""
 
-from __future__ import annotations
-
 import torch
 
 from minisgl_backends.moe.torch_kernel import sum_over_experts

@@ -1,7 +1,5 @@
 """Packed weights of GGUF files on GPUs. Weights have the values that gguf dequantizes to, rounded to the model's dtype."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from itertools import groupby

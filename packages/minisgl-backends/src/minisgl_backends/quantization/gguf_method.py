@@ -1,7 +1,5 @@
 """Loading of a GGUF layer's blocks, which CPUs and GPUs repack for kernels of their own."""
 
-from __future__ import annotations
-
 import torch
 
 from minisgl_backends.quantization.gguf_types import GgmlType

@@ -4,8 +4,6 @@ The formats are those of ggml (https://github.com/ggml-org/ggml/blob/master/src/
 product is rounded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import torch

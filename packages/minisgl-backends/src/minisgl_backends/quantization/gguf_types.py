@@ -1,7 +1,5 @@
 """Types of GGML's quantized blocks that kernels multiply by, and the layouts that they are repacked into."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """``--quantization int4``: 4-bit integer weights with a scale per output channel and group of inputs (W4A16)."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable
 from functools import partial

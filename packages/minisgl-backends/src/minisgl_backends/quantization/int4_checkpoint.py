@@ -11,8 +11,6 @@ With act-order, inputs are sorted by group. If this rank has only some inputs of
 has its own scales. The rest of the last block of a group is padded with the zero point as the code, that is, with weights of 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -69,7 +67,7 @@ class Columns:
     is_plain: bool
 
     @classmethod
-    def of(cls, groups: torch.Tensor, size: int | None) -> Columns:
+    def of(cls, groups: torch.Tensor, size: int | None) -> "Columns":
         """Sort the columns by group.
 
         Args:
@@ -91,7 +89,7 @@ class Columns:
         step = block or max(len(group_of), 1)
         return cls(source, padding, block, present[group_of[::step]], is_plain)
 
-    def equals(self, other: Columns) -> bool:
+    def equals(self, other: "Columns") -> bool:
         """Return True if the order is the same."""
         pairs = (self.source, other.source), (self.padding, other.padding), (self.groups, other.groups)
         return self.block == other.block and all(torch.equal(first, second) for first, second in pairs)

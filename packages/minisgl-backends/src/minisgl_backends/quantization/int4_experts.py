@@ -1,7 +1,5 @@
 """Experts with 4-bit integers: of AWQ, GPTQ and compressed-tensors checkpoints, and of 16-bit ones."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import ClassVar
 
@@ -35,7 +33,7 @@ class _StackedWeight:
         self.scales = torch.zeros(experts, rows, groups, dtype=spec.moe.dtype, device=device)
         self.zeros = torch.zeros(experts, rows, groups, dtype=torch.uint8, device=device) if has_zeros else None
 
-    def of(self, expert: int) -> _ExpertWeight:
+    def of(self, expert: int) -> "_ExpertWeight":
         """Return an expert's matrix."""
         return _ExpertWeight(
             self.codes[expert], self.scales[expert].t(), None if self.zeros is None else self.zeros[expert].t()

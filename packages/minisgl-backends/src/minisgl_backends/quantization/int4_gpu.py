@@ -1,7 +1,5 @@
 """GEMMs of 4-bit integers on GPUs: in CUDA C++ for Hopper, otherwise in Triton."""
 
-from __future__ import annotations
-
 import torch
 
 from minisgl_backends.cuda import int4_gemm

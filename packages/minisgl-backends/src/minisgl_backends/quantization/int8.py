@@ -1,7 +1,5 @@
 """``--quantization int8``: 8-bit integer weights with a scale per output channel, and activations in 8 bits (W8A8)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """``--quantization mxfp4``: gpt-oss's experts, as published: e2m1 codes with an e8m0 scale per 32 inputs."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import torch

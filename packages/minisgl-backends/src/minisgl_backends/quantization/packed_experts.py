@@ -1,7 +1,5 @@
 """Experts of a checkpoint that stores them packed, with a scale per block of inputs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

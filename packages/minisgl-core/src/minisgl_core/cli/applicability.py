@@ -1,7 +1,5 @@
 """Check of a provider on this machine, for ``minisgl plugins check``. This module imports torch."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

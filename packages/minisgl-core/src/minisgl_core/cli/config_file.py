@@ -1,7 +1,5 @@
 """Reader of ``--config`` files."""
 
-from __future__ import annotations
-
 import dataclasses
 import tomllib
 from collections.abc import Mapping

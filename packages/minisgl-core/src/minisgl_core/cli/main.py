@@ -1,7 +1,5 @@
 """The ``minisgl`` command group. Its commands are entry points that are imported when they are called."""
 
-from __future__ import annotations
-
 import os
 import sys
 from copy import copy

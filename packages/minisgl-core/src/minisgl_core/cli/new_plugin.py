@@ -1,7 +1,5 @@
 """Generator of plugin packages from the files in ``templates``."""
 
-from __future__ import annotations
-
 import importlib.util
 import keyword
 import re

@@ -19,8 +19,6 @@ precedence is flag, environment variable, config file, default. `with_options` a
 group passes its `Registry` as the context's object.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

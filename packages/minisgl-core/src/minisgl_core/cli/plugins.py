@@ -1,7 +1,5 @@
 """``minisgl plugins``: commands that list, check and create plugins."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterable

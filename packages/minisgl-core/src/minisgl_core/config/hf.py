@@ -3,8 +3,6 @@
 The file is long because all rules of one format are in it: defaults, fixed values, and checks of each key.
 """
 
-from __future__ import annotations
-
 import reprlib
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Typed lookups in a ``config.json``, whose errors name the key, its value and what is allowed."""
 
-from __future__ import annotations
-
 import math
 import re
 import reprlib
@@ -31,7 +29,7 @@ class Keys:
         """Store the config; `where` names it in messages."""
         self._raw, self._where = raw, where
 
-    def replaced(self, key: str, value: Any) -> Keys:
+    def replaced(self, key: str, value: Any) -> "Keys":
         """Return a copy with another value of `key`."""
         return Keys({**self._raw, key: value}, self._where)
 

@@ -1,7 +1,5 @@
 """Assignment of the ops roles to the providers of ``--ops``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from minisgl_core.config.options import AUTO

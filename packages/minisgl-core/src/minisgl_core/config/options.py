@@ -4,8 +4,6 @@ The flag of a field is its name with dashes. Its environment variable is ``MINIS
 imports nothing heavy.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os
@@ -196,7 +194,7 @@ class EngineConfig:
     backends: BackendOptions = BackendOptions()
 
     @classmethod
-    def from_flat(cls, **values: Any) -> EngineConfig:
+    def from_flat(cls, **values: Any) -> "EngineConfig":
         """Build a config from option names and values, as `LLM` and ``minisgl launch`` pass them.
 
         Raises:
@@ -204,7 +202,7 @@ class EngineConfig:
         """
         return cls().with_flat(**values)
 
-    def with_flat(self, **values: Any) -> EngineConfig:
+    def with_flat(self, **values: Any) -> "EngineConfig":
         """Return a copy with some options changed, by name."""
         known = {item.name: (section, item) for section, item in _all_fields()}
         changes: dict[str, dict[str, Any]] = {}

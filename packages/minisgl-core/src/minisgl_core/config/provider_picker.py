@@ -1,7 +1,5 @@
 """Selection of a provider for ``auto``, and the order in which providers are tried."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Check that the selected providers are installed. This module imports nothing heavy."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +10,7 @@ if TYPE_CHECKING:
     from minisgl_core.plugins.registry import Registry
 
 
-def check_providers(values: Mapping[str, Any], registry: Registry) -> None:
+def check_providers(values: Mapping[str, Any], registry: "Registry") -> None:
     """Check that each provider named by an engine option is installed, even if the model does not need its kind.
 
     Args:

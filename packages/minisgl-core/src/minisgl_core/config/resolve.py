@@ -4,8 +4,6 @@
 be tested without the hardware, and are printed with their reasons.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 

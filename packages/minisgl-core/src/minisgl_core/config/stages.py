@@ -1,7 +1,5 @@
 """Layers and ranks of pipeline stages."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import groupby
 

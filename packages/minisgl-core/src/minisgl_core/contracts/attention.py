@@ -6,8 +6,6 @@ Shape legend: T tokens of the batch, B requests, Hq query heads and Hkv KV heads
 P pages of the pool, S tokens per page, R rows and M columns of the page table.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -220,7 +218,7 @@ class AttentionBatch:
         """Number of tokens, T."""
         return len(self.slots)
 
-    def decodes(self) -> AttentionBatch:
+    def decodes(self) -> "AttentionBatch":
         """Return the batch of only the decodes."""
         n = self.num_decodes
         return AttentionBatch(
@@ -234,7 +232,7 @@ class AttentionBatch:
             decode_query_len=self.decode_query_len,
         )
 
-    def prefills(self) -> AttentionBatch:
+    def prefills(self) -> "AttentionBatch":
         """Return the batch of only the prefills."""
         n = self.num_decodes
         return AttentionBatch(

@@ -3,8 +3,6 @@
 The weights source of GGUF files writes one: ``quant_method`` is gguf, and ``types`` maps the names of modules to GGML's types.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -34,7 +32,7 @@ class CheckpointQuantization:
     """
 
     @classmethod
-    def of(cls, raw: Mapping[str, Any]) -> CheckpointQuantization | None:
+    def of(cls, raw: Mapping[str, Any]) -> "CheckpointQuantization | None":
         """Return the quantization of a model's config; None if the weights are not quantized.
 
         Raises:

@@ -1,7 +1,5 @@
 """Contract of communicators between the ranks of a group."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass

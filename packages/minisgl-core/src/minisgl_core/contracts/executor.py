@@ -1,7 +1,5 @@
 """Contract of executors, which start the ranks of an engine."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

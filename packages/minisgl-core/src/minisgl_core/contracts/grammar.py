@@ -4,8 +4,6 @@ Masks are packed: bit ``t % 32`` of word ``t // 32`` is set if token ``t`` may c
 W = ceil(V / 32) words.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Literal, Self

@@ -3,8 +3,6 @@
 Shape legend: P pages, S tokens per page, Hkv KV heads (local to the rank), D head dimension, T tokens of the batch.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -99,7 +97,7 @@ class KVPoolSpec:
     @classmethod
     def of_group(
         cls, group: KVGroup, num_pages: int, dtype: torch.dtype, device: torch.device, layout: KVLayout
-    ) -> KVPoolSpec:
+    ) -> "KVPoolSpec":
         """Return the spec of a group's pool with `num_pages` pages."""
         assert group.value_head_dim in (None, group.head_dim), "values of another size than keys"
         shape = group.page_size, group.num_kv_heads, group.head_dim

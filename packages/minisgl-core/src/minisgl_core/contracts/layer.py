@@ -1,7 +1,5 @@
 """Base class of layers: named parameters and the checkpoint tensors that fill them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
@@ -26,7 +24,7 @@ class Layer:
     overhead is a microsecond per call and a third of one per attribute: 3% of a decode step of a small model on a CPU.
     """
 
-    def sublayers(self) -> Iterator[tuple[str, Layer]]:
+    def sublayers(self) -> "Iterator[tuple[str, Layer]]":
         """Yield each direct sub-layer with its name, such as ``layers.0``."""
         for name, value in vars(self).items():
             if name.startswith("_"):

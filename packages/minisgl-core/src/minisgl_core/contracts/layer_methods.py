@@ -4,8 +4,6 @@ Each layer has one method object. It allocates the tensors that the checkpoint h
 and returns the layer's operation after loading. `PlainLinear` and `PlainExperts` are the methods of unquantized layers.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Contract of model architectures. The entry point's name is the Hugging Face architecture."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Model config, normalised from Hugging Face's keys."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -3,8 +3,6 @@
 Shape legend: T tokens, E experts, K experts per token, H hidden size, I an expert's intermediate size on this rank.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal

@@ -1,7 +1,5 @@
 """Contract of platforms: device, streams, events, CUDA graphs and memory."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,5 @@
 """Contract of scheduling policies, which order the waiting requests."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Protocol

@@ -1,7 +1,5 @@
 """Contract of prefix caches, which map prefixes of prompts to KV pages."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass

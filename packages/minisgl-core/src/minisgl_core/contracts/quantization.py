@@ -5,8 +5,6 @@ of that layer: the weight, or packed weights, scales and zero points. Norms and 
 LM head are quantized only if `Quantization.embedding` returns a method. `Quantization` itself is the provider ``none``.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

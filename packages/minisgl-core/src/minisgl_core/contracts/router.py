@@ -1,7 +1,5 @@
 """Contract of routers, which choose the replica that runs a request."""
 
-from __future__ import annotations
-
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

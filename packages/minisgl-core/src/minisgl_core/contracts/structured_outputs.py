@@ -1,7 +1,5 @@
 """Structured outputs: the grammars that a request can ask for."""
 
-from __future__ import annotations
-
 import json as json_module
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,7 +50,7 @@ class StructuralTag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     type: Literal["structural_tag"] = "structural_tag"
 
     @classmethod
-    def read(cls, text: str) -> StructuralTag:
+    def read(cls, text: str) -> "StructuralTag":
         """Return the structural tag of a JSON text.
 
         Raises:

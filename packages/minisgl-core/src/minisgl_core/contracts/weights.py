@@ -1,7 +1,5 @@
 """Contract of checkpoint formats: config, tokenizer and tensors of a model."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Attention of one step, which the model calls per layer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ options --locate, open--> checkpoint --normalise--> ModelConfig --resolve--> opt
     --> groups of ranks --> model --> weights --> KV pool in the remaining memory --> attention backend --> Engine --> graphs
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from contextlib import suppress

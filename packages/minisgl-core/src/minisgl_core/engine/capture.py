@@ -1,7 +1,5 @@
 """Capture of CUDA graphs for several sizes that share one memory pool."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 

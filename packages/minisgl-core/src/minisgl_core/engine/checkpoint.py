@@ -1,7 +1,5 @@
 """Opening of a checkpoint: which model it is, the provider of its architecture, and its normalised config."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass, replace
 from typing import Any

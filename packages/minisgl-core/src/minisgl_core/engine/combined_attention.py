@@ -1,7 +1,5 @@
 """``--attn a,b``: one attention backend for prefills and one for decodes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

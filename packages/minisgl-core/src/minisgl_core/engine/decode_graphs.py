@@ -6,8 +6,6 @@ the logits, and sampling by temperature. Other sampling is done again from the l
 the smallest graph that fits it, padded with page-table row 0, which points to page 0.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -13,8 +13,6 @@ With pipeline parallelism, `begin` receives hidden states and residual from the 
 them on. Only the last stage has logits and samples, so only its results have tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Factory of the model runner, first with a minimal KV pool to measure a step's memory, then with the full pool."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 
 from minisgl_core.config.options import AUTO, EngineConfig

@@ -4,8 +4,6 @@ The parent writes its options to the process's standard input and keeps that ope
 killed, the process kills its compilers and ends.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

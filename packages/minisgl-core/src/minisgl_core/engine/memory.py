@@ -7,8 +7,6 @@ need little of a large pool, and the rest caches the prefixes of finished reques
 `CPU_POOL_BYTES` and `CPU_CACHED_SEQUENCES`, because a host's memory is not reserved for the engine.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

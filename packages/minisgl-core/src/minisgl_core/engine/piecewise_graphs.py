@@ -9,8 +9,6 @@ and batches are padded to the next size. Attention is planned for each step and 
 So kernel launches do not limit steps with few prompt tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

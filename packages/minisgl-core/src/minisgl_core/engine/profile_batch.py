@@ -1,7 +1,5 @@
 """Plan of the step that needs the most memory, to measure its peak."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from minisgl_core.protocol.batch_plan import BatchPlan, BiasState, PenaltyState, SamplePlan

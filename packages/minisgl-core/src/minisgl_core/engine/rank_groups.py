@@ -7,8 +7,6 @@
 The ranks of a stage follow each other, so an executor that fills host after host crosses hosts between stages.
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable
 from contextlib import suppress

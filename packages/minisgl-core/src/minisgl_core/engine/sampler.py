@@ -6,8 +6,6 @@ Tokens are sampled by inverting the cumulative distribution, in vocabulary order
 result depends only on the request's logits and its random number, not on other requests in the batch.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Timer of the phases of a process's start."""
 
-from __future__ import annotations
-
 import logging
 import os
 import time

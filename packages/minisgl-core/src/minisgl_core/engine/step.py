@@ -1,7 +1,5 @@
 """Upload of a step's inputs to the device, and its results, which are copied to the host."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice

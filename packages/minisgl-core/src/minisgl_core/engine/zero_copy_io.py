@@ -8,8 +8,6 @@ since each replay is the same:
     device           | step: reads 0, writes 0 | step: reads 1, writes 1 | step: reads 0, ...
 """
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 import torch

@@ -1,7 +1,5 @@
 """Host-side allocators of KV pages and page-table rows."""
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 

@@ -1,7 +1,5 @@
 """Page table on the device: the ids of the pages that hold each running request's tokens."""
 
-from __future__ import annotations
-
 import torch
 
 

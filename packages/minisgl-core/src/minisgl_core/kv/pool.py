@@ -1,7 +1,5 @@
 """KV pool: pages of K and V for all layers."""
 
-from __future__ import annotations
-
 import math
 import mmap
 import sys

@@ -1,7 +1,5 @@
 """Paged attention of one decoder layer."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import inf
 

@@ -1,7 +1,5 @@
 """Allocation of a rank's parameters, and checks that several layers share."""
 
-from __future__ import annotations
-
 from typing import NoReturn
 
 import torch

@@ -1,7 +1,5 @@
 """Token embedding and LM head, sharded over ranks by vocabulary, which is padded if it is not divisible."""
 
-from __future__ import annotations
-
 import torch
 
 from minisgl_core.contracts.layer import FusedProjections, Layer, Targets

@@ -3,8 +3,6 @@
 The scheme is Megatron-LM's (arXiv 1909.08053). Weights are [out, in]. A `LinearMethod` loads them and prepares the GEMM.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Routed experts (arXiv 2101.03961), which a `MoeKernel` computes."""
 
-from __future__ import annotations
-
 import torch
 
 from minisgl_core.contracts.layer import FusedProjections, Layer, Targets

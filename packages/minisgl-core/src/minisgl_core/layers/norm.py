@@ -1,7 +1,5 @@
 """RMSNorm (arXiv 1910.07467)."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

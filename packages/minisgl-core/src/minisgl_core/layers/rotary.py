@@ -5,8 +5,6 @@ change the angles of late positions.
 Shape legend: D2 half of the rotary dimension, L context length in tokens.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """CPU platform."""
 
-from __future__ import annotations
-
 import ctypes
 import platform as host
 from collections.abc import Callable

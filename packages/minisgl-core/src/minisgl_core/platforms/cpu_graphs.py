@@ -4,8 +4,6 @@ A replay runs no Python code of the model, which takes longer than the GEMMs of 
 code must not read values of tensors, and its inputs keep their addresses. The calls are those of torch, and those of `call`.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections import defaultdict
@@ -25,7 +23,7 @@ _ALLOCATE = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.emp
 
 
 class _Current(threading.local):
-    graph: CpuGraph | None = None
+    graph: "CpuGraph | None" = None
 
 
 _current = _Current()
@@ -82,7 +80,7 @@ class CpuGraph(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _should_skip_dynamo(cls) -> bool:
         return False  # otherwise torch imports torch._dynamo at the first capture, which takes 77 MB and up to 2 s
 
-    def __enter__(self) -> CpuGraph:
+    def __enter__(self) -> "CpuGraph":
         _current.graph = self
         super().__enter__()  # type: ignore[no-untyped-call]
         return self

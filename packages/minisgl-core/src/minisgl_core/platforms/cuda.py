@@ -1,7 +1,5 @@
 """CUDA platform: NVIDIA GPUs."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress

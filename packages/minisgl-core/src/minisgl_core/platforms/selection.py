@@ -1,7 +1,5 @@
 """Selection of the platform that an engine runs on."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 

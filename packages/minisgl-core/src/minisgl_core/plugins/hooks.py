@@ -4,8 +4,6 @@ The registry loads the modules, and not pluggy's own loader. A module that fails
 the launch.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Plugin kinds, each with an entry-point group. This module imports nothing heavy."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

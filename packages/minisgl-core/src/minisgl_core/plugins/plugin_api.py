@@ -10,8 +10,6 @@ providers without a declaration. The versions of the packages are independent of
 Version 1 was never released. The first release will have version 2.0, which may change until then.
 """
 
-from __future__ import annotations
-
 VERSION = "2.0"
 
 CHANGES = {

@@ -4,8 +4,6 @@ Names are listed from metadata only. If two distributions register the same name
 import has no effect unless it is selected.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re
@@ -70,7 +68,7 @@ class Registry:
         self.notes = (*notes, *hidden_notes)
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Registry:
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> "Registry":
         """Read the metadata of all distributions on ``sys.path`` without importing them. This takes about 50 ms.
 
         Args:

@@ -1,7 +1,5 @@
 """Remedies for providers that are missing or fail to import."""
 
-from __future__ import annotations
-
 from minisgl_core.plugins.kinds import KINDS
 
 _SHIPPED = {

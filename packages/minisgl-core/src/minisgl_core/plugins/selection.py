@@ -1,7 +1,5 @@
 """Allow and block lists of plugins, from environment variables."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -32,7 +30,7 @@ class Selection:
     block: frozenset[str] = frozenset()
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str]) -> Selection:
+    def from_environment(cls, environ: Mapping[str, str]) -> "Selection":
         """Read both variables, whose items are separated by commas. Unset and empty variables mean no list.
 
         Raises:

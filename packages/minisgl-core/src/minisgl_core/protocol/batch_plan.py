@@ -5,8 +5,6 @@ the model runner. Rank 0 sends both to the other ranks, and a `Stop` at the end.
 order by construction. With pipeline parallelism, the last stage sends the `StepResult` to rank 0.
 """
 
-from __future__ import annotations
-
 import msgspec
 import numpy as np
 

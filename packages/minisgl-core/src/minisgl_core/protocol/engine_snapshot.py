@@ -7,8 +7,6 @@ The scheduler answers between steps, so that an `EngineSnapshot` is consistent. 
 adds their text. All sizes are bounded: see `minisgl_core.scheduler.monitor`.
 """
 
-from __future__ import annotations
-
 import msgspec
 import numpy as np
 

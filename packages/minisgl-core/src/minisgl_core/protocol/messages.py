@@ -18,8 +18,6 @@ One tokenizer worker serves a request in both directions, so that one process ha
 it has most of the protocol. `batch_plan` and `engine_snapshot` define the other messages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Counters of the scheduler."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -4,8 +4,6 @@ The ranks of an engine share one secret key, which is part of their addresses: `
 A receiver refuses peers that have another key or none.
 """
 
-from __future__ import annotations
-
 from typing import Any
 from urllib.parse import urlsplit
 

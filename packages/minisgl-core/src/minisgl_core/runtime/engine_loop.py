@@ -25,8 +25,6 @@ A request whose token is in flight waits for it, so a step never needs tokens th
 be in several steps in flight, since every stage runs the steps in order.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Selection of the executor."""
 
-from __future__ import annotations
-
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.contracts.executor import Executor, ExecutorSpec
 from minisgl_core.errors import ProviderUnsupportedError

@@ -1,7 +1,5 @@
 """Executor ``local``: ranks are processes on this host."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Processes of ranks 1 and up, for an engine whose rank 0 is in this process, as with `LLM`."""
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

@@ -7,8 +7,6 @@ A terminal, systemd and ``kill -- -GROUP`` send SIGINT, SIGTERM and SIGHUP to al
 signals, because the parent decides when each child ends. It ends them with `END_SIGNAL`.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import os

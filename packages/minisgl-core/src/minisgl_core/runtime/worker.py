@@ -1,7 +1,5 @@
 """Main function of one rank's process: rank 0 schedules, and every rank runs the plans."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -6,8 +6,6 @@ refuses texts that take too long or too much memory before a thread compiles the
 a thread of their own, so that expensive grammars delay others by little.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import time

@@ -7,8 +7,6 @@ A quick trial has a tenth of the CPU time, and a process of its own. Nearly all 
 the trials of those that need more.
 """
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 It imports the provider and nothing of the engine, so that it starts fast and needs little memory.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import resource

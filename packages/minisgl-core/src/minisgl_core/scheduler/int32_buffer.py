@@ -1,7 +1,5 @@
 """An int32 buffer that grows at its end in amortised constant time."""
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 

@@ -1,7 +1,5 @@
 """Limits of the scheduler, and the checks of a request against them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -4,8 +4,6 @@ Steps are recorded only from the first `SnapshotRequest` until `WATCH_S` seconds
 costs nothing.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 

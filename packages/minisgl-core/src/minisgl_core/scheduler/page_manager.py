@@ -17,8 +17,6 @@ safe because each layer of a step stores the K and V of all prefills before any 
 pages that the same step writes, apart from that of their own token.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from minisgl_core.contracts.prefix_cache import PrefixCache, PrefixInsert, PrefixMatch

@@ -1,7 +1,5 @@
 """Construction of a `BatchPlan` from the requests of a step."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Scheduling policies that ship with minisgl."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from minisgl_core.contracts.policy import Policy, RequestView

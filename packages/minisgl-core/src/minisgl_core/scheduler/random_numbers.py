@@ -3,8 +3,6 @@
 So a request's random numbers depend neither on the other requests in the batch nor on preemptions.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 

@@ -1,7 +1,5 @@
 """State of one request in the scheduler."""
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

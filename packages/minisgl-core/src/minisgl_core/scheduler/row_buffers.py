@@ -1,7 +1,5 @@
 """Growable int32 buffers, one per page-table row."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from minisgl_core.scheduler.int32_buffer import Int32, Int32Buffer

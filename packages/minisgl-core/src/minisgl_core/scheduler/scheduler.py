@@ -11,8 +11,6 @@ with a grammar or log-probabilities are handled one by one.
 The file is long because admission, preemption and the end of requests change one shared state.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 import time

@@ -4,8 +4,6 @@ The estimate is the duration of the decodes alone, plus a time per prompt token.
 so that single slow steps, such as the first ones, do not count.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from statistics import median
 

@@ -1,7 +1,5 @@
 """Restrictions of a request's tokens by its `allowed_token_ids` and `bad_words`."""
 
-from __future__ import annotations
-
 from array import array
 from dataclasses import dataclass, field
 from typing import Self

@@ -1,7 +1,5 @@
 """Conformance kit of attention backends. The file is long because it has all requirements in one class."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar

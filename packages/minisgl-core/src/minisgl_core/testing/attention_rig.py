@@ -5,8 +5,6 @@ The file is long because the rig checks each way in which the engine may run a s
 Shape legend: T tokens, Hq and Hkv heads, D head dimension, S tokens per page, N slots of the pool.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any

@@ -3,8 +3,6 @@
 This module is the program of one rank; see `main` for its arguments.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 import time

@@ -1,7 +1,5 @@
 """Conformance kit of communicators."""
 
-from __future__ import annotations
-
 import inspect
 import subprocess
 import sys

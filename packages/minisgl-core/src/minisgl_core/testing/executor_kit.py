@@ -1,7 +1,5 @@
 """Conformance kit of executors."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 import time

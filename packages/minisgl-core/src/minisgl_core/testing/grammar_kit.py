@@ -1,7 +1,5 @@
 """Conformance kit of grammar backends. The file is long because it has the cases of all kinds of grammars."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

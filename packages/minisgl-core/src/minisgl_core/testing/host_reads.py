@@ -1,7 +1,5 @@
 """Detection of tensor reads on the host, which a CUDA graph would not repeat."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 

@@ -1,7 +1,5 @@
 """Runner of a kit's tests without pytest's collection, to test that kits catch broken providers."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Counter of the memory of tensors."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

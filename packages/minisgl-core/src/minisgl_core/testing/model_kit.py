@@ -1,7 +1,5 @@
 """Conformance kit of model architectures, which compares logits with transformers."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager

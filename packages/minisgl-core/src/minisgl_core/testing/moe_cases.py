@@ -1,7 +1,5 @@
 """Inputs of MoE kernels and of MoE routing, and their expected outputs in float64."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields

@@ -1,7 +1,5 @@
 """Conformance kit of mixture-of-experts kernels."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

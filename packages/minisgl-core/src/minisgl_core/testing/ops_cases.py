@@ -3,8 +3,6 @@
 The shape legend is that of `minisgl_core.contracts.ops`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

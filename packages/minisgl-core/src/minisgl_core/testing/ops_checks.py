@@ -1,7 +1,5 @@
 """Settings and helpers that the kits of all ops roles share."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar, TypeVar
 

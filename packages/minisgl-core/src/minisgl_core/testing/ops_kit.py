@@ -1,7 +1,5 @@
 """Conformance kit of ops providers: the kernels between attention calls."""
 
-from __future__ import annotations
-
 import torch
 
 from minisgl_core.contracts.ops import roles_of

@@ -1,7 +1,5 @@
 """Tests of the ops roles that layers call: GEMMs, norms, rotary embedding and MoE routing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

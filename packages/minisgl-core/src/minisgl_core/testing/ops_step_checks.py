@@ -1,7 +1,5 @@
 """Tests of the ops roles around the layers: sampling, and inputs and outputs of steps."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Quantized checkpoints of one layer for the quantization kit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

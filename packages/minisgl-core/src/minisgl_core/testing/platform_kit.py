@@ -1,7 +1,5 @@
 """Conformance kit of platforms. The tests are skipped on machines without the device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, ClassVar
 

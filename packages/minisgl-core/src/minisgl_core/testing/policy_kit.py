@@ -1,7 +1,5 @@
 """Conformance kit of scheduling policies."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Sequence

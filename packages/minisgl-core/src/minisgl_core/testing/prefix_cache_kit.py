@@ -1,7 +1,5 @@
 """Conformance kit of prefix caches."""
 
-from __future__ import annotations
-
 import time
 from functools import partial
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Random sequences of calls of a prefix cache, compared with a dictionary after each call."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Conformance kit of quantization providers. The file is long because it has the cases of linear layers and of experts."""
 
-from __future__ import annotations
-
 import gc
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Tensor-parallel ranks as threads of one process, for tests of sharded layers."""
 
-from __future__ import annotations
-
 import threading
 from collections import defaultdict
 from collections.abc import Callable
@@ -27,7 +25,7 @@ class _Exchange:
         messages: tensors that were sent and not received yet, by sender and receiver.
     """
 
-    def __init__(self, size: int, lock: threading.Lock | None) -> None:
+    def __init__(self, size: int, lock: "threading.Lock | None") -> None:
         self.lock = lock
         self._values: list[Any] = [None] * size
         self.messages: defaultdict[tuple[int, int], SimpleQueue[torch.Tensor]] = defaultdict(SimpleQueue)

@@ -1,7 +1,5 @@
 """References of the kits: attention without pages, experts one token at a time, and checkpoints from transformers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Conformance kit of routers."""
 
-from __future__ import annotations
-
 import random
 import tracemalloc
 from dataclasses import dataclass

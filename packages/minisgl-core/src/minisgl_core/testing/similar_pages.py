@@ -1,7 +1,5 @@
 """Pages of tokens that differ, but that a wrong comparison, such as of checksums, finds equal."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable
 from functools import cache

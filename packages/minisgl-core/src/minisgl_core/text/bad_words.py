@@ -1,7 +1,5 @@
 """Token sequences of the ``bad_words`` of a request."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from minisgl_core.errors import InvalidValueError

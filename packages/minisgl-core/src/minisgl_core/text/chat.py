@@ -1,7 +1,5 @@
 """Rendering of conversations with the model's chat template."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

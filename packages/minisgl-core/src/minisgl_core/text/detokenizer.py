@@ -1,7 +1,5 @@
 """Incremental detokenization."""
 
-from __future__ import annotations
-
 import codecs
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

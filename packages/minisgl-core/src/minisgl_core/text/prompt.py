@@ -1,7 +1,5 @@
 """Tokenization of prompts and conversations."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any

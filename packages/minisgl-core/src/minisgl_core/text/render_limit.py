@@ -1,7 +1,5 @@
 """Limits on time and memory of a chat template, which is a program from a checkpoint."""
 
-from __future__ import annotations
-
 import ctypes
 import threading
 import time

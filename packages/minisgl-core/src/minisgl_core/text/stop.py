@@ -1,7 +1,5 @@
 """Search for stop strings in a stream."""
 
-from __future__ import annotations
-
 from array import array
 from functools import lru_cache
 
@@ -67,7 +65,7 @@ class StopFinder:
 
 # Outputs of one prompt have the same stop strings. A table of 32,768 characters takes 8 ms.
 @lru_cache(maxsize=MAX_STOPS)
-def _failures(text: str) -> array[int]:
+def _failures(text: str) -> "array[int]":
     """Return, for each prefix of `text`, the length of its longest proper prefix that is also its suffix."""
     table = array("I", bytes(4 * len(text)))
     length = 0

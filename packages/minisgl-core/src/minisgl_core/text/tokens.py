@@ -1,7 +1,5 @@
 """Bytes of single tokens."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Deterministic cumulative sums, which are equal on all ranks."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -1,7 +1,5 @@
 """Names of dtypes for people."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -1,7 +1,5 @@
 """Description of a process's exit status."""
 
-from __future__ import annotations
-
 import signal
 
 

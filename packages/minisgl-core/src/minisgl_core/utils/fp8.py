@@ -1,7 +1,5 @@
 """FP8 conversion: float8_e4m3fn, with four exponent bits and three mantissa bits (arXiv 2209.05433)."""
 
-from __future__ import annotations
-
 import torch
 
 FP8 = torch.float8_e4m3fn

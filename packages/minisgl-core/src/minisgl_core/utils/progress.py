@@ -1,7 +1,5 @@
 """Progress bars for long-running work."""
 
-from __future__ import annotations
-
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -1,7 +1,5 @@
 """Random weights for any architecture, to benchmark models without their checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from zlib import crc32

@@ -1,7 +1,5 @@
 """Config files and tokenizer of a Hugging Face folder, for all checkpoint formats in one."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

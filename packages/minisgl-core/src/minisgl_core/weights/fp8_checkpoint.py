@@ -5,8 +5,6 @@ The scales of a float8 weight ``X.weight`` are in ``X.weight_scale`` or, in Deep
 ``--quantization fp8`` quantizes activations per token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 

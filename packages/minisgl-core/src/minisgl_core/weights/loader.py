@@ -1,7 +1,5 @@
 """Loading of a checkpoint's weights into a model, one slice at a time."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase

@@ -1,7 +1,5 @@
 """Resolution of ``--model`` to a checkpoint, and selection of the provider that reads it."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,7 +48,7 @@ def locate_model(options: ModelOptions, flag: str = "--model") -> Path:
     return _from_huggingface(options.model, options.revision, flag)
 
 
-def open_weights(path: Path, registry: Registry, dummy: bool = False) -> WeightSource:
+def open_weights(path: Path, registry: "Registry", dummy: bool = False) -> "WeightSource":
     """Open a checkpoint with the first `minisgl.weights` provider that supports its format. Shipped providers come first.
 
     Args:

@@ -1,7 +1,5 @@
 """Folders of safetensors files, the format of the Hugging Face hub."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -94,7 +92,7 @@ class SafetensorsWeights(FolderSource):
         )
         return ModelFormatError(f"{self._path} cannot be dequantized: {'; '.join(reasons)}; {remedy}")
 
-    def _stored(self) -> Iterator[tuple[str, _Slice]]:
+    def _stored(self) -> "Iterator[tuple[str, _Slice]]":
         found: dict[str, Path] = {}
         for path, wanted in self._files().items():
             try:

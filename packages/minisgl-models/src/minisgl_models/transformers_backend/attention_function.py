@@ -4,8 +4,6 @@ transformers passes a registered function the module, q, k, v, a mask, and keywo
 A keyword argument whose meaning is not known here is refused by its name, because it could change the scores.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 transformers picks Falcon's attention class from a table by the name of the implementation. A class is added to it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

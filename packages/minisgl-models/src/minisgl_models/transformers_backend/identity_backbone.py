@@ -3,8 +3,6 @@
 The second is the model's own `forward` around a stand-in for the backbone, so that factors and caps on logits are honored.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -26,7 +24,7 @@ class IdentityBackbone(nn.Module):
     """Stand-in for a backbone, which returns the embeddings that it is given."""
 
     @property
-    def decoder(self) -> IdentityBackbone:
+    def decoder(self) -> "IdentityBackbone":
         """Return this module, too, for the part of the backbone that OPT's head calls."""
         return self
 

@@ -3,8 +3,6 @@
 A plan names modules and styles (``"layers.*.mlp.up_proj": "colwise"``). Everything else is the same on every rank.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Set
 from typing import Any

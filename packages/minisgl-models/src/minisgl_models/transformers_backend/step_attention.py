@@ -1,7 +1,5 @@
 """Attention of a transformers model by the engine's `Attend`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

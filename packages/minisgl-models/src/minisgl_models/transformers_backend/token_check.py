@@ -4,8 +4,6 @@ A step packs tokens of several requests. A convolution, a token shift, or positi
 them without an error. So would frequencies that depend on the longest sequence.
 """
 
-from __future__ import annotations
-
 import torch
 
 from minisgl_core.contracts.attention import AttentionLayer

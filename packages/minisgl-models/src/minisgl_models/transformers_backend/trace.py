@@ -5,8 +5,6 @@ keys differs between architectures. Config keys only serve to refuse a model and
 values of tensors on the host, as CUDA graphs forbid, fails here.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Tensors of a transformers model: allocation, initial values of its buffers, and names in checkpoints."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Set
 from typing import Any

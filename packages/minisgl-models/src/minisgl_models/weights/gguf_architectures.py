@@ -3,8 +3,6 @@
 llama.cpp's converter (``conversion/`` in its repository) writes the metadata, and its ``src/models`` define the defaults.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Checks of a GGUF file's metadata and shapes, which run before memory of these sizes is allocated."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path

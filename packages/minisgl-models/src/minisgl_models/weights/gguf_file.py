@@ -1,7 +1,5 @@
 """GGUF files, as llama.cpp and its converters write them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Container, Iterator, Mapping
 from functools import cached_property

@@ -5,8 +5,6 @@ docs/development.md). Each expression splits the pieces that the one before it m
 quadratic time in the text.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ The gguf package does the dequantization. Its own reader takes seconds for the h
 each of which it makes a numpy view. This reader takes a tenth of a second for the same header.
 """
 
-from __future__ import annotations
-
 import math
 import mmap
 import struct
@@ -95,7 +93,7 @@ class GgufTensor:
     @classmethod
     def from_data(
         cls, path: Path, name: str, data: npt.NDArray[np.uint8], shape: tuple[int, ...], ggml_type: int, offset: int
-    ) -> GgufTensor:
+    ) -> "GgufTensor":
         """Make the tensor at `offset` of the file's data section.
 
         Raises:
@@ -126,7 +124,7 @@ class GgufTensor:
         """Return True if the values are in quantized blocks."""
         return self.ggml_type not in _TORCH_DTYPES
 
-    def packed(self) -> GgufTensor:
+    def packed(self) -> "GgufTensor":
         """Return the tensor's bytes as an int8 tensor [..., bytes per row]."""
         return replace(self, shape=(*self.shape[:-1], self.rows.shape[1]), ggml_type=gguf.GGMLQuantizationType.I8)
 

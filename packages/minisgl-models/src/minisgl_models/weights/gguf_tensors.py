@@ -1,7 +1,5 @@
 """Views of a GGUF file's tensors in the layout of Hugging Face's checkpoints; each reads what is sliced of it."""
 
-from __future__ import annotations
-
 import torch
 
 from minisgl_core.contracts.weights import LazyTensor

@@ -3,8 +3,6 @@
 transformers' own conversion is not used. It takes seconds, knows few pre-tokenizers, and loses leading spaces.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

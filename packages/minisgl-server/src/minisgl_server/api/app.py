@@ -1,7 +1,5 @@
 """FastAPI application of the API server."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable

@@ -1,7 +1,5 @@
 """Connection of the API server to the engine: sends requests to tokenizer workers and delivers their outputs."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging
@@ -54,7 +52,7 @@ class Generation:
         is_sending: output is being sent to the client. If that has to wait for the client, new output takes memory.
     """
 
-    def __init__(self, client: EngineClient, request_ids: Sequence[str]) -> None:
+    def __init__(self, client: "EngineClient", request_ids: Sequence[str]) -> None:
         self._client = client
         self.is_sending = False
         self._num_unsent_bytes = 0

@@ -1,7 +1,5 @@
 """Errors in OpenAI's format, ``{"error": {"message", "type", "param", "code"}}``, or in Anthropic's on its paths."""
 
-from __future__ import annotations
-
 import logging
 import math
 import re

@@ -1,7 +1,5 @@
 """Renames chat fields in error messages to those of the API whose request was translated into a chat."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

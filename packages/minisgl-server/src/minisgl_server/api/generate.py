@@ -1,7 +1,5 @@
 """Route ``POST /generate`` of SGLang: takes a text or token ids, and returns text and token ids."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from typing import Annotated, Any

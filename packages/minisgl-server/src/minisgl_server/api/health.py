@@ -1,7 +1,5 @@
 """Routes for liveness, readiness and the version."""
 
-from __future__ import annotations
-
 import asyncio
 
 from fastapi import APIRouter, Request, Response

@@ -1,7 +1,5 @@
 """Limits on the size of a request's body and of its parts, derived from the engine's limits."""
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """OpenAPI document of the API. Routes parse and encode their bodies themselves, so that each declares them here."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any

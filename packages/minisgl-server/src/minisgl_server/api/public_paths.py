@@ -1,7 +1,5 @@
 """Paths of the API that need no API key."""
 
-from __future__ import annotations
-
 PROBED_PATHS = frozenset({"/health", "/ready", "/ping"})
 """Paths that load balancers may poll, without an API key and under any host name."""
 

@@ -1,7 +1,5 @@
 """Models of the responses, for the OpenAPI document. Responses are built without them, as they would cost time per chunk."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from pydantic import BaseModel, RootModel

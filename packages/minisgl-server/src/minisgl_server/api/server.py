@@ -1,7 +1,5 @@
 """Main function of an API worker, a process of the API server."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import mmap

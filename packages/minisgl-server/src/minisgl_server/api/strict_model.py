@@ -1,7 +1,5 @@
 """Base class of the request models, and types of their fields. Names and sizes are checked before types."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Annotated, Any
 

@@ -1,7 +1,5 @@
 """Routes ``POST /tokenize`` and ``POST /detokenize``, as in vLLM."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response

@@ -1,7 +1,5 @@
 """Discriminated unions of models by their field ``type``."""
 
-from __future__ import annotations
-
 from typing import Any, get_args
 
 from pydantic import BaseModel, Discriminator

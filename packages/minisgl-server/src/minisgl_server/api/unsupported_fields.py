@@ -1,7 +1,5 @@
 """Reasons why fields of OpenAI's, vLLM's and SGLang's requests, or some of their values, are not supported."""
 
-from __future__ import annotations
-
 _TEXT_ONLY = "The served models read and write text only."
 _NO_BEAM_SEARCH = "Beam search is not supported; use n for several outputs."
 _NOT_STORED = "Only POST /v1/responses stores responses."

@@ -1,7 +1,5 @@
 """Command ``minisgl bench``."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Engines that offline benchmarks run: minisgl, and transformers for comparison."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 import time

@@ -1,7 +1,5 @@
 """Hardware and package versions of a benchmark, and its results as a table and as JSON."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

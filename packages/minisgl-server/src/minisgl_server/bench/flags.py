@@ -1,7 +1,5 @@
 """Flag handling that several ``minisgl bench`` commands share. Must not import heavy packages."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path

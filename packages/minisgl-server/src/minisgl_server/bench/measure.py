@@ -1,7 +1,5 @@
 """Measures workloads on engines in alternation, so that other load on the machine affects all of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median

@@ -1,7 +1,5 @@
 """Runs ``minisgl bench offline``, with the engine in this process."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 

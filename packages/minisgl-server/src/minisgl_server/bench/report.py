@@ -1,7 +1,5 @@
 """Results of an offline benchmark."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

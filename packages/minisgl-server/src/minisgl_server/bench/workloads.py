@@ -1,7 +1,5 @@
 """Workloads of offline benchmarks. Must not import heavy packages."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, replace
 
@@ -39,7 +37,7 @@ class Workload:
         """Number of tokens of the longest sequence."""
         return max(len(prompt) + length for prompt, length in zip(self.prompts, self.output_lens, strict=True))
 
-    def capped(self, num_tokens: int) -> Workload:
+    def capped(self, num_tokens: int) -> "Workload":
         """Return the workload with at most `num_tokens` output tokens per prompt."""
         return replace(self, output_lens=[min(length, num_tokens) for length in self.output_lens])
 

@@ -1,7 +1,5 @@
 """Host names under which clients may reach the server."""
 
-from __future__ import annotations
-
 import re
 import socket
 from ipaddress import ip_address

@@ -1,7 +1,5 @@
 """Reads API keys from flags, the environment and files, and hashes them."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from pathlib import Path

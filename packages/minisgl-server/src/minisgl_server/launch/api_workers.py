@@ -1,7 +1,5 @@
 """API workers of a launch: starts the processes of the API server, and restarts one that dies."""
 
-from __future__ import annotations
-
 import os
 import socket
 import time

@@ -1,7 +1,5 @@
 """Command ``minisgl launch``."""
 
-from __future__ import annotations
-
 from pkgutil import resolve_name
 from typing import Any
 

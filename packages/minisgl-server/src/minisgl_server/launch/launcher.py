@@ -1,7 +1,5 @@
 """Starts the processes of a server, supervises them, and stops them."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -198,7 +196,7 @@ def _wait_ready(
     apis: ApiWorkers,
     addresses: IpcAddresses,
     wait: Callable[..., bool],
-    signals: _Signals,
+    signals: "_Signals",
     phases: StartupTimer,
 ) -> bool:
     """Wait until the engines, then the router and the tokenizer workers, then the API server are ready.
@@ -230,7 +228,7 @@ def _wait_ready(
 
 
 def _drain(
-    replicas: Replicas, apis: ApiWorkers, options: ServerOptions, wait: Callable[..., bool], signals: _Signals
+    replicas: Replicas, apis: ApiWorkers, options: ServerOptions, wait: Callable[..., bool], signals: "_Signals"
 ) -> None:
     """Let the API server finish the running requests; it refuses new ones. A second signal ends the wait."""
     signals.clear()

@@ -1,7 +1,5 @@
 """Engines of a launch: starts their ranks, and restarts a replica that dies."""
 
-from __future__ import annotations
-
 import logging
 import os
 import time

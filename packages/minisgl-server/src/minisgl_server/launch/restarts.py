@@ -1,7 +1,5 @@
 """Waits for the processes of a launch, and restarts failed ones after an exponential backoff."""
 
-from __future__ import annotations
-
 import logging
 import math
 import time

@@ -4,8 +4,6 @@ The processes of a launch map files of its directory into memory and write their
 processes register with prometheus_client are served too.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Iterable

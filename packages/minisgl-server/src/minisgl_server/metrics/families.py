@@ -1,7 +1,5 @@
 """Metric families: vLLM's names with the prefix ``minisgl_``, labelled with the served model's name and the replica's index."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from functools import cache, partial
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """State of the engine for any number of viewers, polled once for all of them."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import deque

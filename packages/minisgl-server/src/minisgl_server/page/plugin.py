@@ -3,8 +3,6 @@
 It imports its routes when they are added: the processes of the engine load hook modules too, and need no web framework.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from minisgl_core import hookimpl
@@ -14,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @hookimpl
-def api_routes(app: FastAPI) -> None:
+def api_routes(app: "FastAPI") -> None:
     """Serve the page at ``/``, and the engine's state at ``/engine/state``."""
     from minisgl_server.page.routes import add_routes
 

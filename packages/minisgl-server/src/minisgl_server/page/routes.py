@@ -1,7 +1,5 @@
 """Routes of the page: ``GET /``, the files below ``/page/``, and ``GET /engine/state``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Chat format of a model: the template renders its prompts, and parsers split its outputs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -94,7 +92,7 @@ class ChatFormat:
         self._knows_calls = "tools" in self._template or "tool_calls" in self._template
         self._special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
 
-    def using(self, template: str | None) -> ChatFormat:
+    def using(self, template: str | None) -> "ChatFormat":
         """Return the format for a request's own chat template; itself if the request has none."""
         if template is None:
             return self

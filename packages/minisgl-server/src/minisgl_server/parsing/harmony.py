@@ -4,8 +4,6 @@ openai-harmony parses the tokens of one vocabulary, which it downloads, and fail
 grammar. This parser reads text.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Separates the reasoning content of an output from its content."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from minisgl_core.text.stop import StopFinder

@@ -1,7 +1,5 @@
 """Renders the chat template of a request in a process of its own, with limits of time and memory."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import resource

@@ -3,8 +3,6 @@
 Text is read character by character, so that the result does not depend on how it is split into pieces.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Collection, Mapping

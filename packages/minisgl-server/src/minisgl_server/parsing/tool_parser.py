@@ -1,7 +1,5 @@
 """Parses tool calls in the text of a model, in the formats of Hermes and Qwen, and of Llama 3."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Collection
 from typing import ClassVar

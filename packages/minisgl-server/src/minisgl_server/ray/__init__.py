@@ -16,8 +16,6 @@ when a replica is lost. Output tokens and events do not go through Serve, becaus
 docs/ray.md.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from minisgl_core.errors import MinisglError

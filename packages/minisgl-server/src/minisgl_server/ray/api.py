@@ -1,7 +1,5 @@
 """Deployment API: the application of `minisgl_server.api` and its tokenizer workers, in front of the deployment Engine."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import secrets

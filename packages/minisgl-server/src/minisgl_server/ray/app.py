@@ -1,7 +1,5 @@
 """Declaration of the Serve deployments API and Engine."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """ZeroMQ connections between processes of the cluster, for what Serve's calls are too slow for."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -7,8 +7,6 @@ The call lasts as long as the stream, so Serve counts it and tells when the API 
 address to the ASGI scope, which clients cannot do. Without that middleware, as with HAProxy, the events stay in the call.
 """
 
-from __future__ import annotations
-
 import asyncio
 from itertools import count
 from typing import Any

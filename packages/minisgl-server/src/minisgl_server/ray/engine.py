@@ -1,7 +1,5 @@
 """Deployment Engine: each replica runs the ranks of one engine."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -4,8 +4,6 @@ The engines are an application of their own, with a new name for each launch. A 
 first. Then Serve replaces the API: its old replicas finish their requests with the old engines, which are removed last.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import secrets

@@ -7,8 +7,6 @@ ends the processes of all other nodes about a minute later. In both cases, the m
 Serve applies the middleware to all applications of the cluster; it changes only the responses of the one named `API_APP`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time

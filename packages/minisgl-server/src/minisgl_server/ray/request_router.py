@@ -4,8 +4,6 @@ Serve makes a `PolicyRequestRouter` in the process of each caller, and runs it i
 with the API's code in that process.
 """
 
-from __future__ import annotations
-
 import hashlib
 import threading
 from collections.abc import Sequence
@@ -17,7 +15,7 @@ from minisgl_core.contracts.prefix_cache import CacheNamespace
 from minisgl_core.contracts.router import RoutedPrompt, Router, block_size_for
 from minisgl_core.protocol.messages import CacheEvents, EngineInfo, Submit
 
-table: RoutingTable | None = None
+table: "RoutingTable | None" = None
 """Table of this process; None where requests need no policy."""
 replica_ids: list[str] = []
 """Ids of the running replicas."""

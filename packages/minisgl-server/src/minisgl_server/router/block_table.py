@@ -1,7 +1,5 @@
 """Table of the blocks that replicas hold, in constant memory."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

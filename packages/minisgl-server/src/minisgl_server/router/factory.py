@@ -1,7 +1,5 @@
 """Construction of the router that ``--router`` selects."""
 
-from __future__ import annotations
-
 from minisgl_core.contracts.router import Router, RouterSpec, block_size_for
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.protocol.messages import EngineInfo

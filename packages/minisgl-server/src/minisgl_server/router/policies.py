@@ -1,7 +1,5 @@
 """Routers ``round-robin`` and ``least-loaded``, which ignore the prompt."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from minisgl_core.contracts.router import ReplicaView, RoutedPrompt, Router, RouterSpec

@@ -1,7 +1,5 @@
 """Router ``prefix``: selects the replica with the fewest prompt tokens left to compute, among those that are not overloaded."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Main function of the router's process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import zmq

@@ -1,7 +1,5 @@
 """Logic of the router's process: it routes requests, and tracks which replica runs each request."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Models that the shell chats with: one in this process, or one on a server."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal
@@ -99,7 +97,7 @@ class RemoteModel:
         num_cached, num_output = details.get("cached_tokens"), usage.get("completion_tokens")
         return timer.describe(usage.get("prompt_tokens"), num_cached, num_output)
 
-    async def _stream(self, body: dict[str, Any], timer: _TurnTimer, usage: dict[str, Any]) -> None:
+    async def _stream(self, body: dict[str, Any], timer: "_TurnTimer", usage: dict[str, Any]) -> None:
         url = f"{self._url}/chat/completions"
         timeout = httpx.Timeout(None, connect=10.0)
         async with (

@@ -1,7 +1,5 @@
 """Command ``minisgl shell``."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any

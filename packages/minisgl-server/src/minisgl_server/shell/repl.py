@@ -1,7 +1,5 @@
 """Read-eval-print loop of the shell: reads messages and commands, and shows responses."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Settings of the shell's ``/set NAME VALUE``."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Main function of a tokenizer worker's process."""
 
-from __future__ import annotations
-
 from typing import Any, Self
 
 import msgspec

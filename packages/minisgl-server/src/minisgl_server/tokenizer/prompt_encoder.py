@@ -1,7 +1,5 @@
 """Input side of a tokenizer worker: turns a request into token ids, and checks it against the engine's limits."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any

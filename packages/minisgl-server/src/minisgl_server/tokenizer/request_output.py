@@ -1,7 +1,5 @@
 """Output side of a tokenizer worker: turns a request's tokens into text, reasoning content and tool calls."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 

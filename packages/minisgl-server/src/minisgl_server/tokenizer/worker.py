@@ -4,8 +4,6 @@ All messages of a request go through one worker, which keeps its detokenizer. Fi
 check needs a tokenizer or the engine's limits; an invalid request is answered with `Rejected`.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future

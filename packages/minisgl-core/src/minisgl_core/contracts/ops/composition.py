@@ -1,7 +1,5 @@
 """Composition of an engine's ops from providers, one per role."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -63,7 +61,7 @@ class Ops:
     routing: RoutingOps
 
     @classmethod
-    def of(cls, device: torch.device, dtype: torch.dtype, *providers: type[OpsProvider]) -> Ops:
+    def of(cls, device: torch.device, dtype: torch.dtype, *providers: type[OpsProvider]) -> "Ops":
         """Assign each role to the first of `providers` that has it, or to `TorchOps` if none has.
 
         Providers without an assigned role are not instantiated.

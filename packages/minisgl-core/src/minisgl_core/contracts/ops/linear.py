@@ -1,7 +1,5 @@
 """Contract of the linear role: GEMMs. See the package for the shape legend."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

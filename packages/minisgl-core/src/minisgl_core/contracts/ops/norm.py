@@ -1,7 +1,5 @@
 """Contract of the norm role: norms and activations. See the package for the shape legend."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

@@ -1,7 +1,5 @@
 """Base class of all roles of ops."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import torch

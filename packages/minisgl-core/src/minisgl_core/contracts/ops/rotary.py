@@ -3,8 +3,6 @@
 See the package for the shape legend.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Contract of the routing role: selection of experts. See the package for the shape legend."""
 
-from __future__ import annotations
-
 import torch
 
 from minisgl_core.contracts.moe import RoutingSpec

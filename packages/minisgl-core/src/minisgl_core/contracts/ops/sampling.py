@@ -1,7 +1,5 @@
 """Contract of the sampling role: from logits to tokens. See the package for the shape legend."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

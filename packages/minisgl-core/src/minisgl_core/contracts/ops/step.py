@@ -3,8 +3,6 @@
 See the package for the shape legend.
 """
 
-from __future__ import annotations
-
 import torch
 
 from minisgl_core.contracts.ops.provider import OpsProvider

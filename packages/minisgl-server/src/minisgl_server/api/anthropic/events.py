@@ -1,7 +1,5 @@
 """Content blocks and events of the Messages API."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """Models of the responses of the Messages API, for the OpenAPI document."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from pydantic import BaseModel

@@ -1,7 +1,5 @@
 """Routes of the Messages API, below ``/v1/messages``."""
 
-from __future__ import annotations
-
 from fastapi import APIRouter, Request, Response
 
 from minisgl_core.utils.logs import REQUEST_ID

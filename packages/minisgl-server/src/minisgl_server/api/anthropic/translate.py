@@ -1,7 +1,5 @@
 """Translation of requests of the Messages API into chats."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """Limits on connections, and a log of connections and requests that were refused."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import Counter

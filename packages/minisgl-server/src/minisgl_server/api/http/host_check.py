@@ -1,7 +1,5 @@
 """Middleware that checks the headers Host and Origin: pages of other sites must not use this server through a browser."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from starlette.datastructures import Headers

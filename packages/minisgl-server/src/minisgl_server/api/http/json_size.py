@@ -1,7 +1,5 @@
 """Counts the values and the longest string of a JSON text before it is decoded."""
 
-from __future__ import annotations
-
 from minisgl_server.api.errors import body_too_large
 from minisgl_server.api.limits import RequestLimits
 

@@ -5,8 +5,6 @@ clients is limited here: number, size and time of headers, trailers, chunk exten
 A connection whose client does not read its response is closed, too. Nothing here runs per chunk of a response.
 """
 
-from __future__ import annotations
-
 import asyncio
 from http import HTTPStatus
 from typing import ClassVar, cast

@@ -1,7 +1,5 @@
 """ASGI middleware before the application: API keys, body size and timeout, and concurrency. It adds no coroutine per chunk."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import hmac

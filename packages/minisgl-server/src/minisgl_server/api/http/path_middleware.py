@@ -1,7 +1,5 @@
 """Middleware for HEAD requests and trailing slashes on every route."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from starlette.routing import BaseRoute, Match

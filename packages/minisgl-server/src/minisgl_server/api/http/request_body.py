@@ -1,7 +1,5 @@
 """Reads and decompresses request bodies within the engine's limits."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import zlib

@@ -1,7 +1,5 @@
 """Middleware that gives every request an id, and logs it when it ends."""
 
-from __future__ import annotations
-
 import logging
 import re
 import time

@@ -1,7 +1,5 @@
 """Route ``POST /v1/chat/completions``, and running a chat for the other APIs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

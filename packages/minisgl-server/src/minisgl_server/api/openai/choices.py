@@ -1,7 +1,5 @@
 """Outputs of one HTTP request, from the messages to the engine to the usage."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Route ``POST /v1/completions``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from fastapi import APIRouter, Request, Response

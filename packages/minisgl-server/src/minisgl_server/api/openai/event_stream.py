@@ -1,7 +1,5 @@
 """Server-sent events, written directly to the ASGI channel. This code runs for every token of every stream."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from abc import ABC, abstractmethod

@@ -1,7 +1,5 @@
 """Log-probabilities as chat completions and completions return them."""
 
-from __future__ import annotations
-
 import codecs
 from collections.abc import Mapping
 from typing import Any

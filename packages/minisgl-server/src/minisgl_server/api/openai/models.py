@@ -1,7 +1,5 @@
 """Routes ``GET /v1/models`` and ``POST /v1/embeddings``, which is always refused."""
 
-from __future__ import annotations
-
 from fastapi import APIRouter, FastAPI, Request, Response
 
 from minisgl_server.api.errors import ApiError, model_not_found

@@ -1,7 +1,5 @@
 """Request fields that are accepted without effect. Values that would need an effect are refused."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

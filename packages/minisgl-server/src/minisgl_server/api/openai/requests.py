@@ -1,7 +1,5 @@
 """Steps that every generation route begins and ends with: parse the body, check the model, encode the response."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Structured output of a request: OpenAI's response_format, vLLM's structured_outputs and SGLang's fields."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from minisgl_core.contracts.structured_outputs import StructuredOutputs

@@ -1,7 +1,5 @@
 """Sampling parameters of a request, on top of the model's defaults."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from minisgl_core.errors import InvalidValueError

@@ -4,8 +4,6 @@
 messages back as their own classes serialize them, with null fields that this API does not have.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """Segments of an output in order: reasoning content, text and tool calls; the Responses and Messages APIs return these."""
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Literal

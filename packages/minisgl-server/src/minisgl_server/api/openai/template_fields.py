@@ -1,7 +1,5 @@
 """Fields of a chat that control the chat template and the reasoning parser."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from minisgl_core.errors import InvalidValueError

@@ -1,7 +1,5 @@
 """Tools of a chat."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection
 from typing import Any

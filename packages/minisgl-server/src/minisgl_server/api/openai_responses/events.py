@@ -1,7 +1,5 @@
 """Typed events of a streamed response."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Response objects of the Responses API: fields of the request, output items and usage."""
 
-from __future__ import annotations
-
 import time
 import uuid
 from typing import Any

@@ -1,7 +1,5 @@
 """Routes of the Responses API, below ``/v1/responses``."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

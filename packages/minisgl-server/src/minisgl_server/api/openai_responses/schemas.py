@@ -1,7 +1,5 @@
 """Models of the requests of the Responses API. Unknown fields are refused by name."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag

@@ -1,7 +1,5 @@
 """Store of responses, for ``previous_response_id`` and ``GET /v1/responses/{response_id}``."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any

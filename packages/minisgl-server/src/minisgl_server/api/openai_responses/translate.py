@@ -1,7 +1,5 @@
 """Translation of requests of the Responses API into chats, and of outputs into chat messages."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

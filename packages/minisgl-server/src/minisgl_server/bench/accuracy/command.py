@@ -1,7 +1,5 @@
 """Command ``minisgl bench accuracy``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import click

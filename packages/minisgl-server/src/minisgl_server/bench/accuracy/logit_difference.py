@@ -3,8 +3,6 @@
 Shape legend: N tokens, V vocabulary, H hidden size.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

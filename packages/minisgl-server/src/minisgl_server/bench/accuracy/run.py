@@ -1,7 +1,5 @@
 """Evaluates a text with a model in several precisions, and compares their logits."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path

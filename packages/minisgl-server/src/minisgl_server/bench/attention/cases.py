@@ -3,8 +3,6 @@
 Shape legend: T new tokens, Hq and Hkv heads, D head dimension.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Runs ``minisgl bench attention``, from its options to the report."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Times a step of attention."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from statistics import median

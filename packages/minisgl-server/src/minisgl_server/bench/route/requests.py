@@ -1,7 +1,5 @@
 """Requests of a simulation: those of a trace, with tokens, and generated chats."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Run of ``minisgl bench route``: the simulations of all routers, and their table."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Replica that runs the scheduler and the prefix cache in virtual time."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

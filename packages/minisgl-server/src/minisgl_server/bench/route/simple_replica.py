@@ -6,8 +6,6 @@ it is admitted, so none is preempted. A prompt is in the cache once it is admitt
 uses.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections import OrderedDict, deque

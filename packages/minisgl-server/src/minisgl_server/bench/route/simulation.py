@@ -1,7 +1,5 @@
 """Simulation of one router with its replicas: a loop over arrivals and steps in order of time."""
 
-from __future__ import annotations
-
 import heapq
 import math
 import time

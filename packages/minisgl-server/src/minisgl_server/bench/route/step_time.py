@@ -1,7 +1,5 @@
 """Model of the time of one step. Must not import heavy packages."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

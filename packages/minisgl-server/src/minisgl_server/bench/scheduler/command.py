@@ -1,7 +1,5 @@
 """Command ``minisgl bench scheduler``."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

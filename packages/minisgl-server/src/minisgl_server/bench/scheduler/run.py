@@ -1,7 +1,5 @@
 """Runs ``minisgl bench scheduler``: the real scheduler and prefix cache, and random tokens instead of an engine."""
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass
 from time import thread_time

@@ -1,7 +1,5 @@
 """Arrival times of requests, in seconds since the start of a run."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Command ``minisgl bench serve``."""
 
-from __future__ import annotations
-
 import secrets
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Conversations to send to a server: random ones, or the requests of a trace."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -29,7 +27,7 @@ class Turn:
     output_len: int
     placeholder: ContentIds
 
-    def capped(self, num_tokens: int) -> Turn:
+    def capped(self, num_tokens: int) -> "Turn":
         """Return the turn with at most `num_tokens` output tokens."""
         return replace(self, output_len=min(self.output_len, num_tokens), placeholder=self.placeholder[:num_tokens])
 

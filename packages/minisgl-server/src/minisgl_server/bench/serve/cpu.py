@@ -1,7 +1,5 @@
 """CPU time of a server's processes."""
 
-from __future__ import annotations
-
 import ipaddress
 from collections import defaultdict
 from collections.abc import Iterable

@@ -3,8 +3,6 @@
 A general-purpose client takes more CPU time per streamed request, and would limit the measurement earlier.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ssl
 import time
@@ -83,7 +81,7 @@ class HttpClient:
             raise HttpError(f"cannot connect: {error.strerror or error}") from None
         return await self._exchange(connection, message, on_data)
 
-    async def _exchange(self, connection: _Connection, message: bytes, on_data: OnData) -> int:
+    async def _exchange(self, connection: "_Connection", message: bytes, on_data: OnData) -> int:
         try:
             status = await connection.exchange(message, on_data)
         except BaseException:

@@ -1,7 +1,5 @@
 """Load generator: sends conversations at their arrival times and records every request."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Iterator

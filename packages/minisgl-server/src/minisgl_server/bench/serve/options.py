@@ -1,7 +1,5 @@
 """Options of ``minisgl bench serve``. Must not import heavy packages."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """Plots of a measurement."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

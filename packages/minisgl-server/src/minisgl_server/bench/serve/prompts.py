@@ -4,8 +4,6 @@ Content is an array of content ids, each of which becomes one token: a token id 
 the tokenizer for chats. Equal ids become equal tokens, so that prompts share prefixes as intended.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,7 +56,7 @@ class IdHistory:
 class ChatHistory:
     """Chat of one conversation; see `IdHistory`."""
 
-    def __init__(self, prompts: Prompts, prefix: ContentIds) -> None:
+    def __init__(self, prompts: "Prompts", prefix: ContentIds) -> None:
         self._prompts, self._num_prefix_tokens = prompts, len(prefix)
         self._messages = [{"role": "system", "content": prompts.text(prefix)}] if len(prefix) else []
         self.num_tokens: int | None = None

@@ -1,7 +1,5 @@
 """Results of ``minisgl bench serve``, as tables and as JSON."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

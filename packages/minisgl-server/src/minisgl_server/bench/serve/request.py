@@ -1,7 +1,5 @@
 """Sends one request to a server, and records its events and their times."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Sequence

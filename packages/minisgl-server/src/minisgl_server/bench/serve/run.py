@@ -1,7 +1,5 @@
 """Runs ``minisgl bench serve``, from its options to the report."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import sys

@@ -1,7 +1,5 @@
 """Summarizes the records of a run."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,7 +31,7 @@ class Percentiles:
     max: float
 
     @classmethod
-    def of(cls, seconds: Sequence[float]) -> Percentiles | None:
+    def of(cls, seconds: Sequence[float]) -> "Percentiles | None":
         """Return the percentiles of times in seconds; None if there are none."""
         if not len(seconds):
             return None

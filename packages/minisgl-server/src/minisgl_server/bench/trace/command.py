@@ -1,7 +1,5 @@
 """Command ``minisgl bench trace``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

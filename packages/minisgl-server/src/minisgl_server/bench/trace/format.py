@@ -4,8 +4,6 @@ Each request is a line of JSON, without its content: a prompt has the hashes of 
 block and all blocks before it, so that equal prefixes have equal leading hashes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated

@@ -9,8 +9,6 @@ The defaults of `Model` were fitted so that a trace of 43,058 requests, the leng
 statistics at once.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Statistics of a trace: those that are published of the Qwen-Bailian traces."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np
