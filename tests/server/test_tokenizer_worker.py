@@ -565,7 +565,7 @@ def test_requests_of_a_lost_engine_are_retried_or_fail(engine_tokenizer: Any) ->
     rig.scheduler.clear()
     names = ["sent", "waits", "half a character", "whole", "ended"]
     rig.worker.handle(ReplicaLost(0, names))
-    assert rig.scheduler == [first[name] for name in names[1:4]]
+    assert rig.scheduler == [Ended(["sent"]), *(first[name] for name in names[1:4]), Ended(["ended"])]
     [error] = rig.take()
     assert (error.request_id, error.kind) == ("sent", "replica_lost")
     rig.output(" late", "waits")
@@ -586,7 +586,7 @@ def test_requests_of_a_lost_engine_are_retried_or_fail(engine_tokenizer: Any) ->
     assert found["half a character"][0].prompt_text == "Hello"
     assert [len(found[name]) for name in ("waits", "whole")] == [2, 1]
     assert found["whole"][0].token_ids == engine_tokenizer(" new text")["input_ids"]
-    ended = [name for message in rig.scheduler[3:] for name in message.request_ids if isinstance(message, Ended)]
+    ended = [name for message in rig.scheduler[5:] for name in message.request_ids if isinstance(message, Ended)]
     assert ended == ["waits", "half a character", "whole", "elsewhere"]
     assert rig.worker.num_requests == len(rig.worker._retries) == 0
 

@@ -280,16 +280,15 @@ class TokenizerWorker:
 
     def _retry(self, request_id: str) -> None:
         """Submit a request of a lost engine again, or end it with an error if the client may have some of its output."""
-        if request_id not in self._requests:
-            return
-        if request_id in self._retries:
+        if request_id in self._requests and request_id in self._retries:
             submit, new_output = self._retries[request_id]
             self._requests[request_id] = new_output(request_id)
             self._to_scheduler(submit)
-        else:
-            del self._requests[request_id]
+            return
+        if self._requests.pop(request_id, None) is not None:
             message = "The replica that ran the request has ended, after a part of the output. Please send it again."
             self._to_api(Rejected(request_id=request_id, kind="replica_lost", message=message))
+        self._report_ended([request_id])
 
     def _send(self, texts: list[Text]) -> None:
         """Send outputs to the API server, in messages of about `MAX_TEXT_TOKENS` tokens."""
