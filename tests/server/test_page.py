@@ -182,6 +182,19 @@ def test_the_pages_add_up_and_are_drawn(page: Any, http: httpx.Client) -> None:
         assert colors >= 3, canvas
 
 
+def test_a_step_with_more_prefills_than_are_listed(page: Any) -> None:
+    def answer(route: Any) -> None:
+        response = route.fetch()
+        step = {"step": 7, "time_s": 0, "num_decodes": 2, "num_tokens": 212}
+        step |= {"requests": list(range(1, 65)), "num_new": [3] * 64}
+        route.fulfill(response=response, json={**response.json(), "steps": [step]})
+
+    page.route("**/engine/state*", answer)
+    requests = ", ".join(f"#{number}: 3" for number in range(1, 13))
+    expect(page.locator("#steps-detail")).to_have_text(f"Step 7 · 2 decodes · 210 prefill tokens ({requests})")
+    page.unroute_all(behavior="ignoreErrors")
+
+
 def test_stop_and_escape_end_an_answer_at_once(page: Any, http: httpx.Client) -> None:
     set_options(page, "", 4000)
     page.click("#more")

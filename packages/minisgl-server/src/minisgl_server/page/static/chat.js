@@ -37,7 +37,7 @@ export function startChat(nudge) {
     byId("fewer").disabled = number === 1;
     byId("more").disabled = number === MAX_LANES;
     const all = element("option", { value: "all", textContent: number === 1 ? "conversation 1" : `all ${number} conversations` });
-    const each = lanes.map((_, place) => element("option", { value: place, textContent: `conversation ${place + 1}` }));
+    const each = lanes.map((_, index) => element("option", { value: index, textContent: `conversation ${index + 1}` }));
     byId("target").replaceChildren(all, ...(number === 1 ? [] : each));
     showStop();
   };
@@ -61,7 +61,7 @@ export function startChat(nudge) {
   byId("stop").addEventListener("click", () => targets().forEach((lane) => lane.stop()));
   byId("demo").addEventListener("click", () => {
     setLanes(Math.max(lanes.length, QUESTIONS.length));
-    QUESTIONS.forEach((question, place) => lanes[place].ask(question, settings()));
+    QUESTIONS.forEach((question, index) => lanes[index].ask(question, settings()));
   });
   byId("composer").addEventListener("submit", (event) => {
     event.preventDefault();

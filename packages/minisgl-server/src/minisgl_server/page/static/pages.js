@@ -1,7 +1,7 @@
 // KV pages: a bar of the counts, and a map with one cell per page.
 
 import { byId, canvasContext, count, cssColor, element, requestColor } from "./dom.js";
-import { selection } from "./selection.js";
+import { ownerRequest, selection } from "./selection.js";
 
 const HEIGHT = 150;
 const KINDS = [
@@ -33,11 +33,11 @@ function draw(state) {
   const gap = size > 4 ? 1 : 0;
   const nodes = new Map(state.nodes.map((node) => [node.node_id, node]));
   const anySelected = selection.owners.size > 0;
-  pages.map_starts.forEach((start, place) => {
-    const owner = pages.map_owners[place];
+  pages.map_starts.forEach((start, index) => {
+    const owner = pages.map_owners[index];
     context.fillStyle = colorOf(owner, nodes);
     context.globalAlpha = anySelected && !selection.owners.has(owner) ? 0.28 : 1;
-    const end = pages.map_starts[place + 1] ?? pages.num_mapped;
+    const end = pages.map_starts[index + 1] ?? pages.num_mapped;
     for (let cell = start; cell < end; cell++) {
       context.fillRect((cell % columns) * size, Math.floor(cell / columns) * size, size - gap, size - gap);
     }
@@ -55,7 +55,8 @@ function draw(state) {
 
 function colorOf(owner, nodes) {
   if (owner === 0) return cssColor("--free");
-  if (owner < -1) return requestColor(-1 - owner);
+  const request = ownerRequest(owner);
+  if (request !== null) return requestColor(request);
   return cssColor(nodes.get(owner)?.num_locks ? "--locked" : "--cached");
 }
 
@@ -63,11 +64,12 @@ function describe(state) {
   const { pages } = state;
   let text = pages.stride > 1 ? `The map shows every ${pages.stride}th page.` : "Each cell is a page; point at one to see its owner.";
   if (hovered !== null && hovered < pages.num_mapped) {
-    let place = pages.map_starts.findIndex((start) => start > hovered);
-    if (place < 0) place = pages.map_starts.length;
-    const owner = pages.map_owners[place - 1];
+    let index = pages.map_starts.findIndex((start) => start > hovered);
+    if (index < 0) index = pages.map_starts.length;
+    const owner = pages.map_owners[index - 1];
     const node = state.nodes.find((each) => each.node_id === owner);
-    const whose = owner === 0 ? "free" : owner < -1 ? `request #${-1 - owner}'s own` : node ? `cached: ${node.text.replaceAll("\n", " ") || `node ${node.node_id}`}` : "cached";
+    const request = ownerRequest(owner);
+    const whose = owner === 0 ? "free" : request !== null ? `request #${request}'s own` : node ? `cached: ${node.text.replaceAll("\n", " ") || `node ${node.node_id}`}` : "cached";
     text = `Page ${1 + hovered * pages.stride}, ${whose}`;
   }
   byId("pages-detail").textContent = text;

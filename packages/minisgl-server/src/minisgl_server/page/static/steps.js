@@ -23,17 +23,17 @@ export function showSteps({ steps }) {
   if (parts.some(({ prefill }) => prefill)) context.fillText(`${mostPrefill} tokens`, 0, 9);
   context.fillStyle = cssColor("--line");
   context.fillRect(0, middle, width, 1);
-  shown.forEach((step, place) => {
-    const x = place * COLUMN;
-    if (place && step.time_s - shown[place - 1].time_s > PAUSE_S) {
+  shown.forEach((step, index) => {
+    const x = index * COLUMN;
+    if (index && step.time_s - shown[index - 1].time_s > PAUSE_S) {
       context.fillStyle = cssColor("--line");
       context.fillRect(x - 1, 12, 1, HEIGHT - 12);
     }
-    if (place === hovered) {
+    if (index === hovered) {
       context.fillStyle = cssColor("--soft");
       context.fillRect(x - 1, 0, COLUMN, HEIGHT);
     }
-    drawStep(context, step, parts[place], { x, middle, scale, cell });
+    drawStep(context, step, parts[index], { x, middle, scale, cell });
   });
   canvas.onpointermove = ({ offsetX }) => {
     hovered = Math.floor(offsetX / COLUMN);
@@ -46,23 +46,24 @@ export function showSteps({ steps }) {
   byId("steps-detail").textContent = describe(shown[hovered ?? -1] ?? shown.at(-1));
 }
 
-// Prefill tokens of a step, and number of decodes among its listed requests; not all decodes of a large step are listed.
+// Prefill tokens of a step, and number of decodes among its listed requests. Not all requests of a large step are listed.
 function split(step) {
-  const listedPrefill = step.num_tokens - step.num_decodes;
+  const prefill = step.num_tokens - step.num_decodes;
+  const numListed = step.requests.length;
   let numPrefills = 0;
-  for (let left = listedPrefill; left > 0; left -= step.num_new[step.num_new.length - numPrefills]) numPrefills += 1;
-  return { prefill: listedPrefill, numListedDecodes: step.requests.length - numPrefills };
+  for (let left = prefill; left > 0 && numPrefills < numListed; left -= step.num_new[numListed - numPrefills]) numPrefills += 1;
+  return { prefill, numListedDecodes: numListed - numPrefills };
 }
 
 function drawStep(context, step, { prefill, numListedDecodes }, { x, middle, scale, cell }) {
   let top = middle;
   const tokenHeight = prefill ? (Math.sqrt(prefill) * scale) / prefill : 0;
-  step.requests.forEach((number, place) => {
+  step.requests.forEach((number, index) => {
     context.fillStyle = requestColor(number);
-    if (place < numListedDecodes) {
-      context.fillRect(x, middle + 2 + place * cell, COLUMN - 1, Math.max(1, cell - 1));
+    if (index < numListedDecodes) {
+      context.fillRect(x, middle + 2 + index * cell, COLUMN - 1, Math.max(1, cell - 1));
     } else {
-      const height = Math.max(1, step.num_new[place] * tokenHeight);
+      const height = Math.max(1, step.num_new[index] * tokenHeight);
       top -= height;
       context.fillRect(x, top, COLUMN - 1, Math.max(1, height - (height > 4 ? 1 : 0)));
     }
@@ -77,7 +78,7 @@ function drawStep(context, step, { prefill, numListedDecodes }, { x, middle, sca
 function describe(step) {
   if (!step) return "No steps yet. Send a message.";
   const { prefill, numListedDecodes } = split(step);
-  const names = step.requests.slice(numListedDecodes).map((number, place) => `#${number}: ${step.num_new[numListedDecodes + place]}`);
+  const names = step.requests.slice(numListedDecodes).map((number, index) => `#${number}: ${step.num_new[numListedDecodes + index]}`);
   const words = [`Step ${step.step.toLocaleString("en")}`, count(step.num_decodes, "decode")];
   if (prefill) words.push(`${count(prefill, "prefill token")} (${names.slice(0, 12).join(", ")})`);
   return words.join(" · ");

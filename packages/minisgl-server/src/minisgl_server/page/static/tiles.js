@@ -36,8 +36,8 @@ export function showTiles(state) {
 // Output tokens per second over the last minute.
 function sparkline(history) {
   const now = history.at(-1).time_s;
-  const rates = history.slice(1).map((each, place) => {
-    const before = history[place];
+  const rates = history.slice(1).map((each, index) => {
+    const before = history[index];
     return [each.time_s, (each.num_output_tokens - before.num_output_tokens) / (each.time_s - before.time_s || 1)];
   });
   const most = Math.max(1, ...rates.map(([, rate]) => rate));

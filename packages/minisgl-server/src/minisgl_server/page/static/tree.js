@@ -91,9 +91,9 @@ function draw(node, readers) {
   box.text.textContent = text.length > room ? `${text.slice(0, room - 1)}…` : text;
   box.facts.textContent = `${node.numTokens} tok${node.numHits ? ` · ${count(node.numHits, "hit")}` : ""}${node.numLocks ? ` · ${node.numLocks} reading` : ""}`;
   const numPages = Math.min(node.numPages, MAX_PAGES, Math.floor((node.width - 18) / 7));
-  box.pages.setAttribute("d", Array.from({ length: numPages }, (_, place) => `M${9 + 7 * place} 33.5h5`).join(""));
-  box.dots.replaceChildren(...dots.map((number, place) => {
-    const dot = shape("circle", { cx: node.width - 12 - 9 * place, cy: 11, r: 3.6 });
+  box.pages.setAttribute("d", Array.from({ length: numPages }, (_, index) => `M${9 + 7 * index} 33.5h5`).join(""));
+  box.dots.replaceChildren(...dots.map((number, index) => {
+    const dot = shape("circle", { cx: node.width - 12 - 9 * index, cy: 11, r: 3.6 });
     dot.style.fill = requestColor(number);
     return dot;
   }));

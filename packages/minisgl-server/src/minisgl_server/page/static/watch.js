@@ -11,7 +11,7 @@ export class Watch {
   #steps = [];
   #history = [];
   #shown = 0; // the replica that the steps and the history are of
-  #asked = 0;
+  #selected = 0;
   #wake = () => {};
 
   constructor(show, showStatus) {
@@ -21,7 +21,7 @@ export class Watch {
 
   // Show another replica from now on.
   select(replica) {
-    this.#asked = replica;
+    this.#selected = replica;
     this.nudge();
   }
 
@@ -34,7 +34,7 @@ export class Watch {
     while (true) {
       let pause = document.hidden ? 3_600_000 : IDLE_MS;
       try {
-        if (!document.hidden) pause = await this.#ask();
+        if (!document.hidden) pause = await this.#poll();
       } catch (error) {
         this.showStatus(error instanceof KeyNeeded ? "API key needed" : error.message, true);
         if (error instanceof KeyNeeded) pause = 3_600_000;
@@ -46,9 +46,9 @@ export class Watch {
     }
   }
 
-  async #ask() {
-    const since = this.#asked === this.#shown ? (this.#steps.at(-1)?.step ?? 0) : 0;
-    const state = await (await call(`engine/state?since=${since}&replica=${this.#asked}`)).json();
+  async #poll() {
+    const since = this.#selected === this.#shown ? (this.#steps.at(-1)?.step ?? 0) : 0;
+    const state = await (await call(`engine/state?since=${since}&replica=${this.#selected}`)).json();
     if (state.step < since || state.replica !== this.#shown) [this.#steps, this.#history] = [[], []]; // another engine
     this.#shown = state.replica;
     this.#steps = [...this.#steps, ...state.steps].slice(-MAX_STEPS);
