@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
+import types
 import typing
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 from hypothesis import given
@@ -26,6 +29,9 @@ from minisgl_server.api.limits import MIB, Bound, RequestLimits
 from minisgl_server.api.openai.choices import Choices, make_tokenize
 from minisgl_server.api.openai.sampling import RequestSampling, request_sampling
 from minisgl_server.api.openai.schemas import ChatRequest, CompletionRequest
+from minisgl_server.api.openai.segments import Segments
+from minisgl_server.api.openai_responses import routes as response_routes
+from minisgl_server.api.openai_responses.schemas import ResponsesRequest
 from minisgl_server.api.strict_model import StrictModel
 
 SMALL = RequestLimits(dict.fromkeys(Bound, 3), text=10, values=100, body_bytes=1000)
@@ -272,3 +278,46 @@ def test_tokenizer_workers_do_not_hold_more_log_probabilities_than_the_limit(
     request = CompletionRequest.model_validate({"prompt": "x", **fields})
     prompt = make_tokenize(request, request_sampling(request, engine()), text="x")
     assert [each.is_streamed for each in Choices("x", "m", [prompt], engine())._requests] == [is_sent_in_parts]
+
+
+class StubResponse:
+    """Stands in for `ResponseObject`, with the parts that the route uses."""
+
+    def __init__(self, *_: Any) -> None:
+        self.segments = Segments()
+
+    def finished(self, is_stored: bool) -> dict[str, Any]:
+        return {"id": "resp_1", "store": is_stored}
+
+
+def test_items_of_a_large_response_are_made_on_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the event loop, 16,384 items delayed all other requests by 0.2 s."""
+    threads: list[threading.Thread] = []
+    input_items = response_routes._input_items
+
+    def record(body: ResponsesRequest) -> list[dict[str, Any]]:
+        threads.append(threading.current_thread())
+        return input_items(body)
+
+    async def start_chat(*_: Any) -> Any:
+        async def collect(_: Any) -> None:
+            return
+
+        return types.SimpleNamespace(collect=collect)
+
+    client: Any = types.SimpleNamespace(ready_info=engine)
+
+    async def post(**body: Any) -> Any:
+        transport = httpx.ASGITransport(app.create_app(client, app.ServerOptions()))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            return (await http.post("/v1/responses", json=body)).json()
+
+    replaced = {"_input_items": record, "start_chat": start_chat, "ResponseObject": StubResponse}
+    for name, value in replaced.items():
+        monkeypatch.setattr(response_routes, name, value)
+    large = [{"role": "user", "content": "x" * 1000}] * 100
+    assert asyncio.run(post(input=large)) == {"id": "resp_1", "store": True}
+    [thread] = threads
+    assert thread is not threading.main_thread()
+    assert asyncio.run(post(input=large, store=False)) == {"id": "resp_1", "store": False}
+    assert threads == [thread], "items that are not stored are not made"

@@ -57,6 +57,7 @@ async def create(request: Request) -> Response:
         raise InvalidValueError("store", True, allowed)
     is_stored = store.is_enabled and body.store is not False
     chat, conversation, field_names = await run_sized(request, to_chat_request, body, _history(request, body))
+    items = await run_sized(request, _input_items, body) if is_stored else []
     with field_names.renaming_errors():
         choices = await start_chat(request, chat, "resp", template_hints(body))
     response = ResponseObject(body, model, is_stored, choices)
@@ -64,7 +65,7 @@ async def create(request: Request) -> Response:
     def finish() -> dict[str, Any]:
         finished = response.finished(is_stored)
         messages = [*conversation.without_instructions, to_chat_message(response.segments.all)]
-        if is_stored and not store.put(finished, _input_items(body), messages):
+        if is_stored and not store.put(finished, items, messages):
             finished["store"] = False
         return finished
 
