@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+from multiprocessing import Pipe
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from minisgl_backends.executor.ray_executor import RayExecutor, summarize
+from minisgl_backends.executor.ray_executor import ACTOR_TIMEOUT_S, LOST_TIMEOUT_S, RayExecutor, summarize
 from minisgl_core.contracts.executor import ExecutorSpec
+from minisgl_core.errors import WorkerDiedError
 
 LACKS_PACKAGES = """\x1b[36mray::RankActor.reserve()\x1b[39m (pid=71, ip=10.0.0.2, actor_id=a, repr=<TemporaryActor>)
 RuntimeError: The actor with name RankActor failed to import on the worker:
@@ -47,3 +54,34 @@ def test_ranks_need_gpus_if_the_platform_or_the_cluster_has_them(
 ) -> None:
     bundles, _ = RayExecutor.bundles(ExecutorSpec(tp=4, platform=platform), {"CPU": 64, "GPU": num_gpus})
     assert bundles == [{"CPU": 4, "GPU": 4} if needs_gpus else {"CPU": 4}]
+
+
+@pytest.mark.parametrize(("hangs", "limit_s"), [("start", ACTOR_TIMEOUT_S), ("poll", LOST_TIMEOUT_S)])
+def test_a_node_that_does_not_answer_is_lost_after_the_limit_of_the_call(
+    monkeypatch: pytest.MonkeyPatch, hangs: str, limit_s: float
+) -> None:
+    """A start that took too long was reported with the limit of a poll."""
+
+    class FakeRayError(Exception):
+        pass
+
+    class FakeTimeoutError(FakeRayError):
+        pass
+
+    def get(call: str, timeout: float) -> None:
+        if call == hangs:
+            assert timeout == limit_s
+            raise FakeTimeoutError
+
+    exceptions = SimpleNamespace(GetTimeoutError=FakeTimeoutError, RayError=FakeRayError)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=get, exceptions=exceptions))
+    executor: Any = RayExecutor.__new__(RayExecutor)
+    executor._actors = [SimpleNamespace(poll=SimpleNamespace(remote=lambda: "poll"))]
+    executor._reserved = [SimpleNamespace(address="10.0.0.2")]
+    executor._closing = threading.Event()
+    executor._has_lost_head = lambda: False
+    events, sent = Pipe()
+    executor._forward("rank 1", 0, "start", sent)
+    error = events.recv()
+    assert isinstance(error, WorkerDiedError)
+    assert f"its node 10.0.0.2 has not answered for {limit_s:g} s" in str(error)

@@ -278,15 +278,15 @@ class RayExecutor(Executor):
         event: Ready | WorkerDiedError | None = None
         with events, suppress(OSError):  # the relay has ended
             while not self._closing.is_set() and not isinstance(event, WorkerDiedError):
+                timeout_s = LOST_TIMEOUT_S if started is None else ACTOR_TIMEOUT_S
                 try:
-                    if started is not None:
-                        started = ray.get(started, timeout=ACTOR_TIMEOUT_S)
-                    event = ray.get(actor.poll.remote(), timeout=LOST_TIMEOUT_S)
+                    call = actor.poll.remote() if started is None else started
+                    started, event = None, ray.get(call, timeout=timeout_s)
                     if self._has_lost_head():
                         why = f"the head of the Ray cluster has not answered for {LOST_TIMEOUT_S:g} s"
                         event = WorkerDiedError(f"The process '{name}' is no longer watched: {why}.")
                 except ray.exceptions.GetTimeoutError:
-                    why = f"its node {node} has not answered for {LOST_TIMEOUT_S:g} s"
+                    why = f"its node {node} has not answered for {timeout_s:g} s"
                     event = WorkerDiedError(f"The process '{name}' is lost: {why}.")
                 except ray.exceptions.RayError as error:
                     event = WorkerDiedError(f"The process '{name}' on node {node} has ended: {summarize(error)}")
