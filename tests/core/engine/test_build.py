@@ -17,9 +17,15 @@ from minisgl_core.config.options import EngineConfig
 from minisgl_core.contracts.communicator import Communicator, CommunicatorSpec, SingleRank
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.model_config import ModelConfig
-from minisgl_core.engine.build import build_engine
+from minisgl_core.engine.build import build_engine, resolve_options
 from minisgl_core.engine.checkpoint import model_provider, open_checkpoint
-from minisgl_core.errors import InvalidValueError, ModelFormatError, PluginError, ProviderNotFoundError
+from minisgl_core.errors import (
+    InvalidValueError,
+    ModelFormatError,
+    PluginError,
+    ProviderLoadError,
+    ProviderNotFoundError,
+)
 from minisgl_core.layers import Attention
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.kinds import KINDS
@@ -188,6 +194,17 @@ class FirstOfTwo(SingleRank):
 
 class FirstOfTwoThatDiffer(FirstOfTwo):
     provider_digest = "another"
+
+
+def test_a_name_of_another_kind_does_not_name_a_broken_provider() -> None:
+    shipped = [each for kind in KINDS for each in tiny.registry().entries(kind) if each.name != "native"]
+    attention = Entry("attention", "native", f"{TorchAttention.__module__}:TorchAttention", "own", "1")
+    registry = Registry([*shipped, attention, Entry("ops", "native", "no_such_module:Ops", "own", "1")])
+    config = EngineConfig.from_flat(model=str(tiny.checkpoint()), platform="cpu", attn="native")
+    resolved = resolve_options(config, registry, Hooks()).resolved
+    assert "native" not in resolved.config.backends.ops.split(",")
+    with pytest.raises(ProviderLoadError, match="no_such_module"):
+        resolve_options(config.with_flat(ops="native"), registry, Hooks())
 
 
 def of_two(provider: type[Communicator]) -> tuple[EngineConfig, Registry]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from minisgl_core.config.options import AUTO, EngineConfig
+from minisgl_core.config.options import AUTO, EngineConfig, engine_options
 from minisgl_core.config.providers import check_providers
 from minisgl_core.config.resolve import (
     Choice,
@@ -219,16 +219,8 @@ def _unsupported_reasons(config: EngineConfig, registry: Registry) -> Callable[.
 
     If a provider does not load, that is an error if the user named it, and otherwise a reason and a warning.
     """
-    backends = config.backends
-    named = {
-        config.cache.cache,
-        *backends.attn.split(","),
-        backends.moe,
-        *backends.ops.split(","),
-        backends.communicator,
-        backends.grammar,
-        backends.quantization,
-    }
+    values, kinds = config.flat(), {name: item.metadata["option"].kind for name, item in engine_options().items()}
+    named = {(kind, provider) for name, kind in kinds.items() if kind for provider in values[name].split(",")}
 
     def unsupported(kind: str, name: str, *spec: Any) -> list[str]:
         try:
@@ -237,7 +229,7 @@ def _unsupported_reasons(config: EngineConfig, registry: Registry) -> Callable[.
             registry.load(kind, name)
             return []
         except PluginError as error:
-            if name in named:
+            if (kind, name) in named:
                 raise
             logger.warning("skipped: %s", str(error))
             return [str(error)]
