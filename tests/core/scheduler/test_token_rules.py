@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import timeit
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -100,6 +101,22 @@ def test_many_bad_words_with_one_last_token_but_one_take_little_time() -> None:
     assert rules is not None
     output = np.array([5] * 1000, np.int32)
     assert min(timeit.repeat(lambda: rules.banned_after(output), number=10, repeat=10)) < 10 * 0.25e-3
+
+
+def test_only_the_end_of_a_long_output_is_compared() -> None:
+    submit = Submit(
+        request_id="r", token_ids=np.array([5], np.int32), sampling=SamplingParams(), bad_words=[[3, 0, 7], [0, 8]]
+    )
+    rules = TokenRules.of(submit)
+    assert rules is not None
+    output = np.zeros(1_000_000, np.int32)
+    output[-2] = 3
+    tracemalloc.start()
+    try:
+        assert rules.banned_after(output) == {7, 8}
+        assert tracemalloc.get_traced_memory()[1] < 10_000
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

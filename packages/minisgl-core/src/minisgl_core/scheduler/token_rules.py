@@ -21,13 +21,15 @@ class TokenRules:
     Attributes:
         allowed: the only tokens that may be generated; None for all.
         banned: tokens that are bad words by themselves.
-        sequences: bad words of several tokens, indexed by their second-to-last token. Each is the int32 bytes of all tokens
-            but the last, and the last token.
+        sequences: bad words of several tokens, indexed by their second-to-last token. Each is its prefix, the int32 bytes of
+            all tokens but the last, and its last token.
+        max_prefix_len: tokens of the longest prefix.
     """
 
     allowed: Int32 | None
     banned: frozenset[int]
     sequences: dict[int, list[tuple[bytes, int]]] = field(default_factory=dict)
+    max_prefix_len: int = 0
     _mask: Masks | None = None
 
     @classmethod
@@ -40,6 +42,7 @@ class TokenRules:
             if len(sequence) > 1:
                 prefix = array("i", sequence[:-1]).tobytes()
                 rules.sequences.setdefault(sequence[-2], []).append((prefix, sequence[-1]))
+                rules.max_prefix_len = max(rules.max_prefix_len, len(sequence) - 1)
         return rules
 
     def allowed_mask(self, width: int) -> Masks | None:
@@ -62,5 +65,5 @@ class TokenRules:
         candidates = self.sequences.get(int(output[-1]))
         if candidates is None:
             return self.banned
-        known = output.tobytes()
+        known = output[-self.max_prefix_len :].tobytes()
         return self.banned.union([last for prefix, last in candidates if known.endswith(prefix)])
