@@ -114,8 +114,9 @@ class OneShotCommunicator(NcclCommunicator):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Fuse the all-reduce with the norm in one kernel, for small and medium messages in bfloat16 or float16.
 
-        In two shots, each rank normalizes its part of the rows, whose number must be divisible by the number of ranks. Shapes
-        and dtypes alone select the path, since all calls that share a residual must take the same one.
+        In two shots, each rank normalizes its part of the rows, whose number must be divisible by the number of ranks. It then
+        has the new residual of these rows only. So all calls that share a residual must take the same path, and shapes and
+        dtypes alone select it.
         """
         num_bytes = x.numel() * x.element_size()
         is_small = num_bytes <= self._one_shot_limit

@@ -59,7 +59,7 @@ constexpr int START_WORDS = 128;    // including the arrays that follow
 struct alignas(16) Tile {
     int request, keys;              // `keys` is the number of valid keys; 0 after the last tile
     int next;                       // next request of the partition, or -1
-    int num_later;                  // partitions after its first one that the request lies in
+    int num_later;                  // partitions of the request after the one in which it begins
     int partition;
     bool is_later;                  // this partition is not the request's first
     bool begins, ends;              // first or last tile of the request in this partition
@@ -361,7 +361,8 @@ decode(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMa
         if (++s == STAGES) { s = 0; parity ^= 1; }
         if (!tile.ends) continue;
 
-        constexpr int QUADS = GROUP * DIM / 4, EACH = (QUADS + CONSUMERS - 1) / CONSUMERS, AT_ONCE = 5 / EACH;
+        constexpr int QUADS = GROUP * DIM / 4, EACH = (QUADS + CONSUMERS - 1) / CONSUMERS;  // EACH: quads per thread
+        constexpr int AT_ONCE = 5 / EACH;  // partial outputs whose loads are in flight together, about 5 quads per thread
         const long long pitch = (long long)heads * PARTIAL_WORDS;
         u32* const own = partials + tile.partition * pitch + head * PARTIAL_WORDS;
         auto is_own = [&](int j) { return thread + j * CONSUMERS < QUADS; };

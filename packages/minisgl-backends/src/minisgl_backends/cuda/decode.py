@@ -114,7 +114,10 @@ class HopperDecode:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Make the next call compute the partition starts. A call for a layer at or before the last call's computes them, too."""
+        """Make the next call compute the partition starts.
+
+        A call also computes them if its layer does not follow that of the previous call, since it begins a step, too.
+        """
         self._last_layer: int | None = None
 
     def supports_fused_rope(self, rope: Rope) -> bool:

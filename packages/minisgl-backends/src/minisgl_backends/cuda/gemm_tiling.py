@@ -53,7 +53,7 @@ def worthwhile_rows(matrix_rows: int, num_inputs: int, *, gated: bool) -> int:
 
 
 def choose_tiling(num_rows: int, matrix_rows: int, num_inputs: int, num_sms: int) -> GemmTiling:
-    """Return the tiling that was fastest on an H200, over the matrices of Qwen3-0.6B, 14B, 30B-A3B and of 32B's ranks.
+    """Return the tiling that was fastest on an H200, over the matrices of Qwen3-0.6B, 14B, 30B-A3B, and of shards of 32B.
 
     `scripts/tune_small_m_gemm.py` measures all tilings.
 

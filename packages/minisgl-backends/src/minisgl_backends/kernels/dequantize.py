@@ -57,7 +57,10 @@ def _unpacking(low: int, high: int, part: int) -> str:
 
 
 def _masked(source: str, first: int, to: int, bits: int, others: str) -> str:
-    """Return the PTX that moves bits `first` and on of both halves of a register to `to`, beside `others`, in t."""
+    """Return the PTX that extracts `bits` bits from each half of register `source`, into register t.
+
+    They begin at bit `first` of the half and move to bit `to`. The result is combined (OR) with `others`, a register or a mask.
+    """
     target, shift = ("t", first - to) if source == "$1" else ("u", first - to)
     mask = ((1 << bits) - 1) << to
     return (

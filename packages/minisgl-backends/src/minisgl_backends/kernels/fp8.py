@@ -6,7 +6,7 @@ import triton.language as tl
 from minisgl_backends.requirements import is_interpreted
 
 INTERPRETED = tl.constexpr(is_interpreted())
-"""`is_interpreted` at the import of triton, which decides then."""
+"""True if Triton's interpreter runs the kernels. Triton decides this when it is imported, so later changes have no effect."""
 
 
 @triton.jit

@@ -32,8 +32,8 @@ INLINE Floats load(const float *from) {
 
 INLINE void save(float *to, Floats values) { memcpy(to, &values, sizeof values); }
 
-/* rows[i] = sums of pairs of lanes of rows i and i + step, for all i below `step`, which is a literal: gcc 12 takes a shuffle with
-   another mask apart. */
+/* rows[i] = sums of pairs of lanes of rows i and i + step, for all i below `step`. It must be a literal, since gcc 12 compiles a
+   shuffle whose mask is not constant to scalar code. */
 #define ADD_PAIRS(rows, step) \
     UNROLL for (int i = 0; i < (step); i++) { \
         const Ints lanes = LANE_NUMBERS, own = lanes + (((lanes & (step)) != 0) & LANES), other = own ^ (step); \

@@ -39,7 +39,7 @@ class HugePages:
 
 
 def _mapping(num_bytes: int) -> np.ndarray:
-    """Return a mapping in huge pages. The rest is in small pages, which take no more memory than they hold."""
+    """Return a mapping in huge pages. Its end, which does not fill a huge page, is in small pages and so wastes no memory."""
     memory = mmap.mmap(-1, num_bytes + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     start = -np.frombuffer(memory, np.uint8).ctypes.data % _HUGE
     with suppress(OSError):  # the kernel has no huge pages

@@ -9,8 +9,8 @@
 typedef struct {
     float scale;
     union {
-        float sum;     /* of the group's dequantized values, by which minima are multiplied */
-        int32_t start; /* of the group's dot product: minus the zero of the weights' codes, times the sum of its `codes` below */
+        float sum;     /* sum of the group's dequantized values; for weights with minima, which it is multiplied by */
+        int32_t start; /* initial value of the group's dot product, -zero * sum of its `codes`; for weights with a zero */
     } groups[2];
     int8_t codes[BLOCK];
 } XBlock;
@@ -205,7 +205,8 @@ INLINE void multiply_rows(float (*sums)[TILE], const uint8_t *tile, const XBlock
     UNROLL for (int r = 0; r < count; r++) memcpy(sums[r], total[r], sizeof total[r]);
 }
 
-/* One specialization per type and number of rows, so that the accumulators stay in registers. */
+/* One specialization per type and number of rows, so that the accumulators stay in registers. 8 % (MAX_ROWS + 1) is 8, or else a
+   number of rows that keeps the unreachable call within the arrays. */
 #define X(name) \
     static void multiply_##name(float (*sums)[TILE], const uint8_t *tile, const XBlock *x, int64_t blocks, int count) { \
         if (count == 8 && MAX_ROWS == 8) multiply_rows(sums, tile, x, blocks, 8 % (MAX_ROWS + 1), name); \

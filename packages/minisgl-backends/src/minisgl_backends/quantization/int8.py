@@ -35,7 +35,7 @@ class Int8(Quantization):
 
     @classmethod
     def unsupported(cls, spec: QuantizationSpec) -> list[str]:
-        """Refuse experts, checkpoints with other quantized weights, and a GPU that triton is missing for or does not support."""
+        """Refuse experts and checkpoints with other quantized weights. On a GPU, refuse a missing triton and an old GPU."""
         reasons = []
         # The weights of a GGUF file are dequantized while loading, and quantized like 16-bit ones.
         if spec.checkpoint is not None and not spec.checkpoint.is_gguf:

@@ -18,8 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from minisgl_server.ray.connections import Connections
 
 EXTENSION = "minisgl.stream"
-"""Key in the ``extensions`` of an ASGI scope: address of the proxy and number of the stream there. In the first message of a
-response, a key that says that the body goes to this address."""
+"""Key of two values. In the ``extensions`` of an ASGI scope: the address of the proxy, and the number of the stream there. In the
+first message of a response: True if the body goes to this address, and not through Serve."""
 
 
 class Chunk(msgspec.Struct, array_like=True):

@@ -79,7 +79,8 @@ class Choices:
         self._max_logprobs = max(_MAX_LOGPROBS_HELD, (MAX_LOGPROBS + 1) * info.max_seq_len) if is_held else None
         self._num_logprobs = 0
         if self._max_logprobs is not None and self._most_logprobs(info.max_seq_len) > self._max_logprobs:
-            # Nothing counts what a tokenizer worker holds of an output that is not streamed.
+            # With streaming, the log-probabilities are counted here as they arrive. Without, the tokenizer worker would hold all
+            # of them uncounted.
             for each in self._requests:
                 each.is_streamed = True
         self._num_reasoning_tokens = [0] * count

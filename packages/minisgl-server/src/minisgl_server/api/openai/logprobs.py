@@ -102,7 +102,7 @@ class CompletionLogprobs:
         return result
 
     def _is_in_prompt_text(self, token: bytes) -> bool:
-        """Return True if a special token is in the prompt's text, where neither added nor skipped tokens are."""
+        """Return True if the prompt's text has a special token here. It omits added and skipped tokens."""
         return self._prompt_text.startswith(token.decode(), self._offset)
 
     def _add(
