@@ -50,17 +50,17 @@ def capability_missing(device: torch.device, min_capability: tuple[int, int], su
     return [f"{subject} needs compute capability {wanted} or later, and this GPU has {found}"]
 
 
-def other_weights(stored: CheckpointQuantization | None, weights: str, supported: str) -> str:
+def other_weights(checkpoint: CheckpointQuantization | None, weights: str, supported: str) -> str:
     """Return that a checkpoint does not have the weights that a quantization provider loads, and what to do.
 
     Args:
-        stored: quantization of the checkpoint; None for 16-bit weights.
+        checkpoint: quantization of the checkpoint; None for 16-bit weights.
         weights: weights that the provider loads, such as ``float8``.
         supported: values in ``quantization_config`` that stand for them.
     """
-    kinds = "" if stored is None else f"quant_method {stored.method!r}"
-    if stored is not None and stored.method == "compressed-tensors":
-        kinds += "".join(f", type {each.get('type')!r}, num_bits {each.get('num_bits')}" for each in stored.groups)
+    kinds = "" if checkpoint is None else f"quant_method {checkpoint.method!r}"
+    if checkpoint is not None and checkpoint.method == "compressed-tensors":
+        kinds += "".join(f", type {each.get('type')!r}, num_bits {each.get('num_bits')}" for each in checkpoint.groups)
     found = f"({kinds})" if kinds else "(no quantization_config)"
     return (
         f"the checkpoint's weights {found} are not {weights}; this provider loads {supported}; use --quantization auto, "

@@ -39,8 +39,10 @@ class FlashAttention(BatchPageTableAttention):
         major, _ = torch.cuda.get_device_capability(spec.device)
         installed = [version for version in cls.versions if version.is_installed()]
         if not installed:
-            has_version_4 = any(version.number == 4 and major in version.majors for version in cls.versions)
-            remedy = "'minisgl-backends[fa4]'" if has_version_4 else "'minisgl-backends[fa]', and --page-size 256"
+            has_version_4_kernels = any(version.number == 4 and major in version.majors for version in cls.versions)
+            remedy = (
+                "'minisgl-backends[fa4]'" if has_version_4_kernels else "'minisgl-backends[fa]', and --page-size 256"
+            )
             return None, [f"no version of FlashAttention is installed (pip install {remedy})"]
         reasons = []
         for version in installed:

@@ -84,7 +84,7 @@ __device__ __forceinline__ u32 dequantize(u32 word, int step, const Scale& scale
 // bias: one value per output. partials, arrived and thread blocks: as in small_m_gemm.cu.
 extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1)
 int4_gemm(const char* __restrict__ weights, const __grid_constant__ TensorMap x_map, bf16* __restrict__ out, const bf16* __restrict__ bias,
-          float4* __restrict__ partials, int* __restrict__ arrived, int M, int N, int num_blocks, int num_k_blocks) {
+          float4* __restrict__ partials, int* __restrict__ arrived, int M, int N, int num_output_blocks, int num_k_blocks) {
     extern __shared__ char memory[];
     __shared__ __align__(8) u64 barriers[2 * STAGES];
     const u32 ring = (shared_address(memory) + 1023) & ~1023u, staging = ring + STAGES * STAGE_BYTES;
@@ -117,7 +117,7 @@ int4_gemm(const char* __restrict__ weights, const __grid_constant__ TensorMap x_
         auto fetch_weights = [&](int tile, int k, int s) {
             const u32 barrier = full + 8 * s;
             // With ROW_PARTS == 2, each thread block copies the weights of one warpgroup. Past the last tile, the result is not stored.
-            const long long block = min(tile * CLUSTER + tile_part, num_blocks - 1);
+            const long long block = min(tile * CLUSTER + tile_part, num_output_blocks - 1);
             const int offset = row_part * PACKED_BYTES;
             expect(barrier, STAGE_TX_BYTES, leader);
             copy_weights(ring + s * STAGE_BYTES + 2 * BOX_BYTES + offset, weights + (block * num_k_blocks + k) * 2 * PACKED_BYTES + offset,

@@ -85,17 +85,17 @@ class Variant:
         )
 
 
-def choose_tiling(num_rows: int, num_blocks: int, num_sms: int) -> GemmTiling:
+def choose_tiling(num_rows: int, num_output_blocks: int, num_sms: int) -> GemmTiling:
     """Return the tiling of a GEMM: Stream-K, which was faster on an H200 than a split of K over a cluster.
 
     Args:
         num_rows: M.
-        num_blocks: blocks of 128 outputs, or of 64 gate and 64 up outputs of a gated MLP.
+        num_output_blocks: blocks of 128 outputs, or of 64 gate and 64 up outputs of a gated MLP.
         num_sms: SMs of the device.
     """
     if num_rows <= _MAX_BLOCK_ROWS:
         return GemmTiling(_OUTPUTS, cluster=2)
-    return GemmTiling(_OUTPUTS, cluster=1 if num_blocks >= num_sms else 4, row_parts=2)
+    return GemmTiling(_OUTPUTS, cluster=1 if num_output_blocks >= num_sms else 4, row_parts=2)
 
 
 class HopperInt4Gemm:
@@ -124,11 +124,11 @@ class HopperInt4Gemm:
         """
         self._weight, self._stages, self._bias, self._workspace = weight, stages, bias, workspace
         self._num_outputs = weight.num_outputs // (1 + weight.gated)
-        self._num_blocks, self._num_chunks, _, size = stages.shape
+        self._num_output_blocks, self._num_chunks, _, size = stages.shape
         num_sms = torch.cuda.get_device_properties(stages.device).multi_processor_count
         self._variants: dict[int, Variant] = {}
         for rows in ROW_SIZES:
-            tiling = choose(rows, self._num_blocks, num_sms)
+            tiling = choose(rows, self._num_output_blocks, num_sms)
             scales = (size - CODE_BYTES) // (4 * TILE)
             shape = tiling.cluster, tiling.row_parts, scales
             self._variants[rows] = Variant(rows, *shape, weight.gated, bias is not None)
@@ -147,12 +147,12 @@ class HopperInt4Gemm:
     def _multiply(self, x: torch.Tensor, out: torch.Tensor) -> None:
         variant = self._variants[next(rows for rows in ROW_SIZES if len(x) <= rows)]
         kernel, max_blocks = load_kernel(variant, "int4_gemm", x.device)
-        tiles, group = -(-self._num_blocks // variant.cluster), variant.cluster_blocks
+        tiles, group = -(-self._num_output_blocks // variant.cluster), variant.cluster_blocks
         num_blocks = min(max_blocks // group, tiles * self._num_chunks) * group
         x_map = TensorMap(x, (variant.box_rows, 64))
         bias = out if self._bias is None else self._bias
         workspace = self._workspace.partials, self._workspace.arrived
-        sizes = len(x), self._num_outputs, self._num_blocks, self._num_chunks
+        sizes = len(x), self._num_outputs, self._num_output_blocks, self._num_chunks
         kernel.launch(num_blocks, (self._stages, x_map, out, bias, *workspace, *sizes))
 
 

@@ -91,11 +91,11 @@ class CheckpointMatrix:
         height, width = self._block
         column_blocks = _block_indices(self._columns, width, self.codes.device)
         num_rows = max(1, _CHUNK // len(column_blocks))
-        for (part, rows), of_blocks in zip(self._parts, self._block_scales, strict=True):
+        for (part, rows), block_scales in zip(self._parts, self._block_scales, strict=True):
             row_blocks = _block_indices(part.rows, height, self.codes.device)
-            largest = of_blocks.amax(1, keepdim=True).clamp_min(LEAST_SCALE)
+            largest = block_scales.amax(1, keepdim=True).clamp_min(LEAST_SCALE)
             self.scales[rows] = largest[row_blocks, 0]
-            factors = of_blocks / largest
+            factors = block_scales / largest
             for start in range(0, part.rows.num_real, num_rows):
                 codes = self.codes[rows][start : start + num_rows, : len(column_blocks)]
                 wide = factors[row_blocks[start : start + num_rows]].index_select(1, column_blocks)

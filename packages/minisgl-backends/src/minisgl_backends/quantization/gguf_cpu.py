@@ -73,7 +73,8 @@ class CpuGgufLinear:
     """
 
     __slots__ = (
-        "_bias", "_blocks", "_dtype", "_is_fused", "_is_gated", "_kernels", "_linear", "_matrices", "_out", "_width", "packed",
+        "_bias", "_blocks", "_dtype", "_has_separate_silu", "_is_fused", "_kernels", "_linear", "_matrices", "_out",
+        "_width", "packed",
     )  # fmt: skip
 
     def __init__(
@@ -86,7 +87,7 @@ class CpuGgufLinear:
     ) -> None:
         """`is_fused`: gate and up are in one matrix, and its kernel applies the activation."""
         self._kernels, self._linear = kernels, kernels.packed_linear
-        self._is_fused, self._is_gated, self._dtype = is_fused, spec.gated and not is_fused, spec.dtype
+        self._is_fused, self._has_separate_silu, self._dtype = is_fused, spec.gated and not is_fused, spec.dtype
         self._width, self._blocks = spec.in_features, spec.in_features // 32
         self._out = spec.out_features // 2 if is_fused else spec.out_features
         # Addresses are looked up once, since a decode step makes more than a hundred calls.
@@ -130,7 +131,7 @@ class CpuGgufLinear:
                 self._blocks,
                 self._is_fused,
             )
-        return silu_and_mul(out) if self._is_gated else out
+        return silu_and_mul(out) if self._has_separate_silu else out
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """See `EmbeddingOp.rows`. An id that is no row of the weight gives NaN."""

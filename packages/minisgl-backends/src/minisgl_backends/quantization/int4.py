@@ -64,8 +64,10 @@ class Int4(Quantization):
             from minisgl_backends.kernels.split_k import SplitKWorkspace
             from minisgl_backends.quantization import int4_gpu
 
-            hopper = None if hopper_missing(spec.device, spec.dtype) else StreamKWorkspace(spec.device)
-            self._prepare = partial(int4_gpu.prepare, workspace=SplitKWorkspace(spec.device), hopper=hopper)
+            stream_k_workspace = None if hopper_missing(spec.device, spec.dtype) else StreamKWorkspace(spec.device)
+            self._prepare = partial(
+                int4_gpu.prepare, workspace=SplitKWorkspace(spec.device), stream_k_workspace=stream_k_workspace
+            )
 
     def linear(self, spec: LinearSpec) -> LinearMethod:
         """Return the method for a layer of a 16-bit checkpoint, or of one with 4-bit integers.
@@ -73,8 +75,8 @@ class Int4(Quantization):
         Raises:
             ModelFormatError: the checkpoint quantizes some parts of a fused layer only, or in several ways.
         """
-        stored = self.spec.checkpoint
-        if stored is None or stored.is_gguf:
+        checkpoint = self.spec.checkpoint
+        if checkpoint is None or checkpoint.is_gguf:
             group = next((size for size in _GROUPS if spec.in_features % size == 0), None)
             if group is None:
                 logger.warning(
@@ -82,7 +84,7 @@ class Int4(Quantization):
                 )
                 return super().linear(spec)
             return Int4Linear(spec, self.ops, group, self._prepare)
-        found = _format_of(stored, spec.name, spec.parts)
+        found = _format_of(checkpoint, spec.name, spec.parts)
         return super().linear(spec) if found is None else CheckpointInt4Linear(spec, found, self._prepare)
 
     def experts(self, spec: ExpertsSpec, kernel: type[MoeKernel]) -> ExpertsMethod:
@@ -95,12 +97,12 @@ class Int4(Quantization):
         if spec.interleaved:
             reason = "it does not support checkpoints that store all experts in one tensor, as gpt-oss's do"
             raise ProviderUnsupportedError("quantization", "int4", [reason])
-        stored = self.spec.checkpoint
-        if stored is None or stored.is_gguf:
+        checkpoint = self.spec.checkpoint
+        if checkpoint is None or checkpoint.is_gguf:
             return Int4Experts(spec, kernel)
         experts = range(spec.moe.num_experts)
         parts = [part for each in experts for part in (*spec.gate_up_parts(each), spec.down_part(each))]
-        found = _format_of(stored, spec.name, parts)
+        found = _format_of(checkpoint, spec.name, parts)
         return super().experts(spec, kernel) if found is None else CheckpointInt4Experts(spec, kernel, found)
 
 
@@ -129,25 +131,25 @@ class Int4Linear(PlainLinear):
         return self._prepare(packed, self.bias)
 
 
-def _format_of(stored: CheckpointQuantization, name: str, parts: Iterable[LinearPart]) -> Int4Format | None:
+def _format_of(checkpoint: CheckpointQuantization, name: str, parts: Iterable[LinearPart]) -> Int4Format | None:
     """Return the format of all parts of a layer; None if they are not quantized."""
-    weights = [stored.weights_of(part.name) for part in parts]
-    kinds = {None if each is None else int4_format(stored, each) for each in weights}
+    weights = [checkpoint.weights_of(part.name) for part in parts]
+    kinds = {None if each is None else int4_format(checkpoint, each) for each in weights}
     if len(kinds) > 1:
         raise ModelFormatError(f"config: quantization_config quantizes the parts of {name} in different ways")
     return kinds.pop()
 
 
-def _formats(stored: CheckpointQuantization) -> list[Int4Format]:
+def _formats(checkpoint: CheckpointQuantization) -> list[Int4Format]:
     """Return the formats of a checkpoint's groups of modules.
 
     Raises:
         ModelFormatError: one has other weights than 4-bit integers.
     """
-    formats = [int4_format(stored, weights) for weights in stored.groups]
+    formats = [int4_format(checkpoint, weights) for weights in checkpoint.groups]
     found = [each for each in formats if each is not None]
     if not found or len(found) < len(formats):
         supported = "quant_method 'awq', 'gptq', 'compressed-tensors' of type 'int' with num_bits 4"
         supported += ", 16-bit weights, and GGUF files"
-        raise ModelFormatError(other_weights(stored, "4-bit integers", supported))
+        raise ModelFormatError(other_weights(checkpoint, "4-bit integers", supported))
     return found

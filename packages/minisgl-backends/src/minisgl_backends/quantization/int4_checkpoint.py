@@ -119,24 +119,28 @@ class CheckpointPart:
         has_index: True if the checkpoint may have the group of each input.
     """
 
-    def __init__(self, part: LinearPart, spec: LinearSpec, stored: Int4Format) -> None:
-        self.name, self._columns, self._format = part.name, spec.columns, stored
+    def __init__(self, part: LinearPart, spec: LinearSpec, checkpoint_format: Int4Format) -> None:
+        self.name, self._columns, self._format = part.name, spec.columns, checkpoint_format
         self.rows, columns, self.num_columns = part.rows, spec.columns, spec.columns.num_real
-        self.has_index = stored.layout == "gptq" or stored.has_group_index
+        self.has_index = checkpoint_format.layout == "gptq" or checkpoint_format.has_group_index
         # A group has all inputs if its size exceeds them. The kernels' block is a multiple of 32.
         most = -(-max(columns.total, 1) // _BLOCK) * _BLOCK
-        self._group_size = stored.group_size and min(stored.group_size, most)
+        self._group_size = checkpoint_format.group_size and min(checkpoint_format.group_size, most)
         size = self._group_size or max(columns.total, 1)
-        self._groups = Shard.whole(-(-columns.total // size)) if stored.has_group_index else columns.in_blocks(size)
+        self._groups = (
+            Shard.whole(-(-columns.total // size)) if checkpoint_format.has_group_index else columns.in_blocks(size)
+        )
         of_rows, of_columns = part.rows.in_blocks(_WORD), columns.in_blocks(_WORD)
-        codes = {"awq": (columns, of_rows), "gptq": (of_columns, part.rows)}.get(stored.layout, (part.rows, of_columns))
+        codes = {"awq": (columns, of_rows), "gptq": (of_columns, part.rows)}.get(
+            checkpoint_format.layout, (part.rows, of_columns)
+        )
         self._shards = {"codes": codes, "scales": (self._groups, part.rows), "zeros": (self._groups, of_rows)}
         names = ("qweight", "scales", "qzeros", "g_idx")
-        if stored.layout == "compressed-tensors":
+        if checkpoint_format.layout == "compressed-tensors":
             names = ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx")
             self._shards |= {kind: self._shards[kind][::-1] for kind in ("scales", "zeros")}
         self._names = dict(zip(("codes", "scales", "zeros", "index"), names, strict=True))
-        if not stored.has_zero_points:
+        if not checkpoint_format.has_zero_points:
             del self._shards["zeros"]
         self._held = {
             kind: torch.empty(
@@ -191,14 +195,14 @@ class CheckpointPart:
             assert zeros is not None
             weight.zeros[: len(groups), rows] = zeros[groups]
         pads, source = columns.padding.nonzero()[:, 0].to(device), columns.source.to(device)
-        of_pads = groups[pads // _BLOCK]
+        pad_groups = groups[pads // _BLOCK]
         step = max(TILE, _CHUNK // max(len(source), 1) // TILE * TILE)
         for start in range(0, count, step):
             codes = self._codes(start, min(start + step, count))
             if not columns.is_plain:
                 codes = codes.index_select(1, source)
             if len(pads):
-                codes[:, pads] = SYMMETRIC_ZERO if zeros is None else zeros[of_pads, start : start + step].t()
+                codes[:, pads] = SYMMETRIC_ZERO if zeros is None else zeros[pad_groups, start : start + step].t()
             weight.store(rows[start : start + step], codes)
 
     def has_zeros(self) -> bool:
@@ -242,14 +246,16 @@ def _in_awq_order(codes: torch.Tensor) -> torch.Tensor:
 class CheckpointInt4Linear(LinearMethod):
     """A linear layer of a checkpoint with 4-bit integers."""
 
-    def __init__(self, spec: LinearSpec, stored: Int4Format, prepare: Prepare) -> None:
+    def __init__(self, spec: LinearSpec, checkpoint_format: Int4Format, prepare: Prepare) -> None:
         super().__init__(spec)
         self._prepare = prepare
-        self._parts = [CheckpointPart(part, spec, stored) for part in spec.parts]
+        self._parts = [CheckpointPart(part, spec, checkpoint_format) for part in spec.parts]
         self._bias = spec.empty(spec.out_features) if spec.bias else None
         # AutoGPTQ stores biases of zeros for layers without a bias.
         self._no_bias = (
-            [torch.zeros(p.rows.num_real, dtype=spec.dtype) for p in spec.parts] if stored.layout == "gptq" else []
+            [torch.zeros(p.rows.num_real, dtype=spec.dtype) for p in spec.parts]
+            if checkpoint_format.layout == "gptq"
+            else []
         )
 
     def targets(self) -> Targets:

@@ -58,12 +58,12 @@ class CheckpointInt4Experts(PackedExperts):
 
     weight_dtype: ClassVar[torch.dtype | None] = UINT4
 
-    def __init__(self, spec: ExpertsSpec, kernel: type[MoeKernel], stored: Int4Format) -> None:
+    def __init__(self, spec: ExpertsSpec, kernel: type[MoeKernel], checkpoint_format: Int4Format) -> None:
         super().__init__(spec, kernel)
 
         def part(of: LinearPart, columns: Shard) -> CheckpointPart:
             layer = LinearSpec(of.name, (of,), columns, False, False, spec.moe.dtype, spec.moe.device)
-            return CheckpointPart(of, layer, stored)
+            return CheckpointPart(of, layer, checkpoint_format)
 
         hidden, experts = Shard.whole(spec.moe.hidden_size), range(spec.moe.num_experts)
         self._gate_up = [[part(each, hidden) for each in self.spec.gate_up_parts(expert)] for expert in experts]

@@ -49,9 +49,12 @@ class HopperInt4Linear:
 
 
 def prepare(
-    weight: Int4Weight, bias: torch.Tensor | None, workspace: SplitKWorkspace, hopper: StreamKWorkspace | None
+    weight: Int4Weight,
+    bias: torch.Tensor | None,
+    workspace: SplitKWorkspace,
+    stream_k_workspace: StreamKWorkspace | None,
 ) -> Int4Gemm | HopperInt4Linear:
-    """Return the GEMM of a weight; `hopper` is None on other GPUs."""
-    if hopper is not None and int4_gemm.supports_weight(weight):
-        return HopperInt4Linear(weight, bias, hopper)
+    """Return the GEMM of a weight; `stream_k_workspace` is None on a GPU that is not Hopper."""
+    if stream_k_workspace is not None and int4_gemm.supports_weight(weight):
+        return HopperInt4Linear(weight, bias, stream_k_workspace)
     return Int4Gemm(weight, bias, workspace)

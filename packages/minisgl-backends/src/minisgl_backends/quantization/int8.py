@@ -58,10 +58,10 @@ class Int8(Quantization):
         Raises:
             ModelFormatError: the checkpoint quantizes some parts of a fused layer only.
         """
-        stored = self.spec.checkpoint
-        if stored is None or stored.is_gguf:
+        checkpoint = self.spec.checkpoint
+        if checkpoint is None or checkpoint.is_gguf:
             return Int8Linear(spec, self.ops)
-        quantized = {stored.weights_of(part.name) is not None for part in spec.parts}
+        quantized = {checkpoint.weights_of(part.name) is not None for part in spec.parts}
         if len(quantized) > 1:
             raise ModelFormatError(f"config: quantization_config quantizes the parts of {spec.name} in different ways")
         return CheckpointInt8Linear(spec) if True in quantized else super().linear(spec)
