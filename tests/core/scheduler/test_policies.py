@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cmp_to_key
 from itertools import pairwise
 
@@ -44,6 +45,14 @@ def test_longest_prefix_first_among_those_that_it_looks_at() -> None:
     cached = [queue.num_cached(request) for request in found]
     assert cached[:window] == sorted(cached[:window], reverse=True)
     assert list(found[window:]) == queue.waiting[window:]
+
+
+def test_longest_prefix_matches_few_very_long_prompts() -> None:
+    queue = Queue(100, 1, seed=2)
+    queue.waiting = [replace(request, num_prompt_tokens=300_000) for request in queue.waiting]
+    found = queue.ordered_by(LongestPrefixMatch())
+    assert len(queue.num_calls) == 3
+    assert list(found[3:]) == queue.waiting[3:]
 
 
 def test_longest_output_first_and_the_older_of_equals() -> None:

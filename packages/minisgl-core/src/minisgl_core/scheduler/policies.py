@@ -1,8 +1,12 @@
 """Scheduling policies that ship with minisgl."""
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 from minisgl_core.contracts.policy import Policy, RequestView
+
+_MAX_MATCHED_TOKENS = 1 << 20
+"""Most prompt tokens that are matched per step, which takes milliseconds."""
 
 
 class FirstComeFirstServed(Policy):
@@ -20,7 +24,8 @@ class FirstComeFirstServed(Policy):
 class LongestPrefixMatch(Policy):
     """Order by priority, then by longest cached prefix (SGLang, arXiv 2312.07104), then by arrival.
 
-    Only the first `window` waiting requests are matched, which bounds the number of cache lookups for a long queue.
+    Only the first `window` waiting requests are matched, and fewer if their prompts are very long. This bounds the time of each
+    step, as the requests are matched again until they are admitted.
     """
 
     window = 128
@@ -31,10 +36,10 @@ class LongestPrefixMatch(Policy):
         running: Sequence[RequestView],
         num_cached: Callable[[RequestView], int],
     ) -> Sequence[RequestView]:
-        head = sorted(
-            waiting[: self.window], key=lambda request: (request.priority, -num_cached(request), request.arrival)
-        )
-        return [*head, *waiting[self.window :]]
+        totals = accumulate(request.num_prompt_tokens for request in waiting[: self.window])
+        size = sum(total <= _MAX_MATCHED_TOKENS for total in totals)
+        head = sorted(waiting[:size], key=lambda request: (request.priority, -num_cached(request), request.arrival))
+        return [*head, *waiting[size:]]
 
 
 class LongestOutputFirst(Policy):
