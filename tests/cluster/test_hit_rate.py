@@ -36,7 +36,7 @@ def hit_rate(nodes: list[RayNode], results: Path, router: str, num_replicas: int
     finally:
         launch.close()
     [run] = json.loads(results.read_text())["runs"]
-    assert run["num_answered"] == 400
+    assert run["num_completed"] == 400
     return float(run["hit_rate"])
 
 

@@ -117,7 +117,7 @@ def test_the_report_s_arithmetic() -> None:
     ]
     outcome = Outcome(records=records, seconds=2.0, client_cpu_s=0.001)
     found = summarize(outcome, {"ttft": 200, "tpot": 100.1}, True, {"api": 0.002, "tokenizer 0": 0.001, "rank": 1.0})
-    assert (found.num_sent, found.num_answered, found.num_failed, found.num_interrupted) == (4, 2, 1, 1)
+    assert (found.num_sent, found.num_completed, found.num_failed, found.num_interrupted) == (4, 2, 1, 1)
     assert (found.num_prompt_tokens, found.num_output_tokens) == (20, 10)
     assert found.hit_rate == pytest.approx(0.2), "a server that omits a zero says it for others"
     assert found.goodput_per_s == pytest.approx(0.5)
@@ -130,6 +130,6 @@ def test_the_report_s_arithmetic() -> None:
         (100, 100, 700)
     )
     assert found.us_per_token(found.client_cpu_s) == pytest.approx(100)
-    assert found.serving_us_per_token == pytest.approx(300)
+    assert found.frontend_cpu_us_per_token == pytest.approx(300)
     empty = summarize(Outcome(), {"ttft": 1}, True, {})
-    assert empty.percentiles["ttft"] is empty.hit_rate is empty.serving_us_per_token is None
+    assert empty.percentiles["ttft"] is empty.hit_rate is empty.frontend_cpu_us_per_token is None

@@ -72,7 +72,7 @@ def test_trace(server: Any, folder: Path) -> None:
     run([*replay, *small])
     runs = json.loads((folder / "replay.json").read_text())["runs"]
     assert [(each["time_scale"], each["num_failed"]) for each in runs] == [(0.4, 0), (0.8, 0)]
-    assert runs[0]["num_answered"] == runs[1]["num_answered"] > 0
+    assert runs[0]["num_completed"] == runs[1]["num_completed"] > 0
     assert run(show) == shown
 
 

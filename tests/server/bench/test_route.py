@@ -18,7 +18,7 @@ from minisgl_core.contracts.router import Router
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.plugins.registry import Registry
 from minisgl_server.bench.route.requests import SimulatedRequest, chat_trace, num_distinct_blocks, simulated_requests
-from minisgl_server.bench.route.scheduler_replica import Shape
+from minisgl_server.bench.route.scheduler_replica import ReplicaLimits
 from minisgl_server.bench.route.simulation import Outcome, Setup, simulate
 from minisgl_server.bench.route.step_time import StepTime
 from minisgl_server.bench.trace.format import TraceRequest, read_trace, write_trace
@@ -51,8 +51,8 @@ def chats(num_requests: int = 240, request_rate: float = 40, seed: int = 0) -> l
 
 def setup(name: str = "prefix", num: int = 4, num_pages: int = 2000, **options: Any) -> Setup:
     options = {"cache": RadixPrefixCache} | options
-    shape = Shape(num_pages=num_pages)
-    return Setup(num_replicas=num, shape=shape, step_time=StepTime(), router=router(name), **options)
+    limits = ReplicaLimits(num_pages=num_pages)
+    return Setup(num_replicas=num, limits=limits, step_time=StepTime(), router=router(name), **options)
 
 
 def run(made: Setup, trace: list[TraceRequest]) -> Outcome:

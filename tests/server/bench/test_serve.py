@@ -47,8 +47,8 @@ def test_every_request_is_answered_with_what_was_asked(server: Any, tmp_path: Pa
     found = bench_json(tmp_path / "b.json", f"{server.url}/v1", *shape, *sweep)
     assert [run["label"] for run in found["runs"]] == ["1 at once", "3 at once"]
     for run, limit in zip(found["runs"], (1, 3), strict=True):
-        assert (run["num_sent"], run["num_answered"], run["num_failed"]) == (6, 6, 0)
-        assert (run["num_other_lengths"], run["num_other_prompts"], run["is_counted"]) == (0, 0, True)
+        assert (run["num_sent"], run["num_completed"], run["num_failed"]) == (6, 6, 0)
+        assert (run["num_other_lengths"], run["num_other_prompts"], run["has_usage"]) == (0, 0, True)
         assert run["peak_concurrency"] == limit
         assert run["num_cached_tokens"] == 0, "prompts share nothing, with each other or with another run's"
         assert run["goodput_per_s"] == pytest.approx(run["requests_per_s"])
@@ -75,7 +75,7 @@ def test_cpu_time_of_a_local_server(server: Any, tmp_path: Path) -> None:
     assert {"api", "tokenizer 0", "tokenizer 1", "scheduler rank 0"} <= by_process.keys()
     assert by_process["scheduler rank 0"] > 0
     parts = (each for name, each in by_process.items() if name == "api" or name.startswith("tokenizer"))
-    assert run["serving_cpu_us_per_token"] == pytest.approx(sum(parts))
+    assert run["frontend_cpu_us_per_token"] == pytest.approx(sum(parts))
     [same] = bench_json(tmp_path / "c.json", server.url, *shape, "--server-pid", server.process.pid)["runs"]
     assert same["server_cpu_us_per_token"].keys() == by_process.keys()
 
@@ -104,7 +104,7 @@ def test_chats_of_exact_length(server: Any, smollm2_path: Path, tmp_path: Path) 
     shape = ("--num-turns", 2, "--num-requests", 4, "--input-len", 20, "--output-len", 6, "--max-concurrency", 2)
     chat = ("--endpoint", "chat", "--tokenizer", smollm2_path, "--shared-prefix-tokens", 12)
     [run] = bench_json(tmp_path / "b.json", server.url, *shape, *chat)["runs"]
-    assert (run["num_answered"], run["num_other_prompts"], run["num_other_lengths"]) == (4, 0, 0)
+    assert (run["num_completed"], run["num_other_prompts"], run["num_other_lengths"]) == (4, 0, 0)
     firsts = [each for each in run["requests"] if each["turn"] == 0]
     assert all(each["asked_prompt_tokens"] == each["num_prompt_tokens"] > 32 for each in firsts)
     for each in run["requests"]:
@@ -136,7 +136,7 @@ def test_replay_of_a_trace(server: Any, tmp_path: Path) -> None:
 def test_duration_ends_a_run_without_a_request_limit(server: Any, tmp_path: Path) -> None:
     flags = ("--duration", 0.3, "--max-concurrency", 2, "--input-len", 4, "--output-len", 2)
     [run] = bench_json(tmp_path / "b.json", server.url, *flags)["runs"]
-    assert 2 <= run["num_sent"] == run["num_answered"]
+    assert 2 <= run["num_sent"] == run["num_completed"]
     assert all(each["sent_s"] < 0.3 for each in run["requests"])
 
 
@@ -145,7 +145,7 @@ def test_failures_are_counted_and_shown(server: Any, tmp_path: Path) -> None:
     done = bench(server.url, *flags, "--json", tmp_path / "b.json")
     assert done.exit_code == 1, "nothing was answered"
     [run] = json.loads((tmp_path / "b.json").read_text())["runs"]
-    assert (run["num_sent"], run["num_answered"], run["num_failed"], run["num_unsent"]) == (1, 0, 1, 2)
+    assert (run["num_sent"], run["num_completed"], run["num_failed"], run["num_unsent"]) == (1, 0, 1, 2)
     [(error, count)] = run["errors"].items()
     assert (error[:9], count) == ("HTTP 400:", 1)
     assert "max_tokens" in error
@@ -172,7 +172,7 @@ def test_a_server_without_usage_is_measured_by_events(scripted: Any, tmp_path: P
     flags = ("--model", "m", "--num-requests", 5, "--num-warmups", 0, "--max-concurrency", 1, "--output-len", 2)
     extra = ("--extra-body", '{"top_k": 3, "temperature": 0.5}', "--no-ignore-eos")
     [run] = bench_json(tmp_path / "b.json", made.url, *flags, *extra, MINISGL_API_KEY="secret-key")["runs"]
-    assert (run["num_answered"], run["num_failed"], run["is_counted"], run["hit_rate"]) == (2, 3, False, None)
+    assert (run["num_completed"], run["num_failed"], run["has_usage"], run["hit_rate"]) == (2, 3, False, None)
     assert run["errors"] == {
         "the stream ended without a finish reason": 1,
         "out of luck": 1,
@@ -209,7 +209,7 @@ def test_an_interrupted_run_is_reported(scripted: Any, tmp_path: Path) -> None:
     assert "1 at once: 1 requests were interrupted" in stdout
     assert "Traceback" not in stderr
     [run] = json.loads((tmp_path / "b.json").read_text())["runs"]
-    assert (run["num_sent"], run["num_answered"], run["num_interrupted"]) == (2, 1, 1)
+    assert (run["num_sent"], run["num_completed"], run["num_interrupted"]) == (2, 1, 1)
     assert run["is_interrupted"]
 
 

@@ -43,7 +43,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._host = self.client[0] if self.client else ""
         self._is_refused = self._is_in_body = False
-        self._num_pending = self._num_charged = 0
+        self._num_unfinished_bytes = self._num_counted_bytes = self._num_dropped_bytes = 0
         self._refusal: ApiError | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
@@ -58,7 +58,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self._stop_timer()
         self._stop_write_timer()
-        self._charge(0)
+        self._count_unfinished_bytes(0)
         self.limits.remove(self._host)
 
     def pause_writing(self) -> None:
@@ -73,8 +73,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Parse received bytes; refuse malformed requests and those beyond the limits."""
         if self._is_refused:
-            self._num_pending += len(data)
-            if self._num_pending > _LINGER_BYTES:
+            self._num_dropped_bytes += len(data)
+            if self._num_dropped_bytes > _LINGER_BYTES:
                 self.transport.abort()
             return
         view = memoryview(data)
@@ -85,17 +85,17 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             malformed = ApiError(400, f"The request is not valid HTTP/1.1: {error}.", code="malformed_request")
             self._refuse(self._refusal or malformed)
             return
-        self._charge(self._num_pending)
-        if self._num_pending > MAX_HEADER_BYTES:
+        self._count_unfinished_bytes(self._num_unfinished_bytes)
+        if self._num_unfinished_bytes > MAX_HEADER_BYTES:
             self._refuse(_headers_too_large())
-        elif self._num_pending and self.limits.num_unfinished_bytes > self.limits.max_unfinished_bytes:
+        elif self._num_unfinished_bytes and self.limits.num_unfinished_bytes > self.limits.max_unfinished_bytes:
             message = "Too many requests with unfinished headers are open."
             self._refuse(ApiError(503, message, code="too_many_unfinished_requests"))
 
     def _parse(self, data: memoryview) -> None:
         """Parse bytes. A request to switch protocols is handled like any other, and the bytes after it are the next request."""
         while data:
-            self._num_pending += len(data)
+            self._num_unfinished_bytes += len(data)
             try:
                 self.parser.feed_data(data)
                 return
@@ -131,17 +131,17 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._num_pending, self._is_in_body = 0, True
+        self._num_unfinished_bytes, self._is_in_body = 0, True
         self._stop_timer()
         self._unset_keepalive_if_required()  # an earlier response ended after this request had begun
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        self._num_pending = 0
+        self._num_unfinished_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._num_pending = 0
+        self._num_unfinished_bytes = 0
         super().on_message_complete()
 
     def _should_upgrade(self) -> bool:
@@ -156,9 +156,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._refusal = error
         raise ValueError(error.message)
 
-    def _charge(self, number: int) -> None:
-        self.limits.num_unfinished_bytes += number - self._num_charged
-        self._num_charged = number
+    def _count_unfinished_bytes(self, number: int) -> None:
+        self.limits.num_unfinished_bytes += number - self._num_counted_bytes
+        self._num_counted_bytes = number
 
     # Timeouts and refusals.
 
@@ -174,7 +174,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._timer = None
         if self.cycle is not None and not self.cycle.response_complete:
             self._start_timer()  # an earlier request of the connection still runs
-        elif self._num_pending:
+        elif self._num_unfinished_bytes:
             seconds = self.limits.headers_timeout_s
             self._refuse(ApiError(408, f"The headers were not complete after {seconds:g} s.", code="headers_timeout"))
         else:
@@ -202,7 +202,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self.limits.log_refused(self._host, error.message)
         self._is_refused = True
         self.parser = None  # type: ignore[assignment]  # frees the headers that it holds
-        self._charge(0)
+        self._count_unfinished_bytes(0)
         self._stop_timer()
         self._unset_keepalive_if_required()
         if self.transport.is_closing() or not self._end_current_request():

@@ -75,9 +75,9 @@ class _ChoiceDelta:
 
     def __init__(self, body: CompletionRequest, sampling: SamplingParams) -> None:
         self._body = body
-        num_echoed = body.logprobs if body.echo else None
+        num_prompt_logprobs = body.logprobs if body.echo else None
         tokens_as_ids = bool(body.return_tokens_as_token_ids)
-        self._logprobs = CompletionLogprobs(sampling.skip_special_tokens, num_echoed, tokens_as_ids)
+        self._logprobs = CompletionLogprobs(sampling.skip_special_tokens, num_prompt_logprobs, tokens_as_ids)
 
     def entry(self, index: int, text: Text) -> dict[str, Any]:
         """Return the choice with the new text only."""

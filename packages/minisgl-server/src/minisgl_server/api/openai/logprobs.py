@@ -65,12 +65,15 @@ class CompletionLogprobs:
 
     Args:
         skips_special: the output's text omits special tokens.
-        num_echoed: number of top log-probabilities per token of the echoed prompt; None if the prompt is not echoed.
+        num_prompt_logprobs: number of top log-probabilities per token of the echoed prompt; None if the prompt is not echoed.
         tokens_as_ids: tokens are written as ``token_id:ID``.
     """
 
-    def __init__(self, skips_special: bool, num_echoed: int | None = MAX_LOGPROBS, tokens_as_ids: bool = False) -> None:
-        self._skips_special, self._num_echoed, self._tokens_as_ids = skips_special, num_echoed, tokens_as_ids
+    def __init__(
+        self, skips_special: bool, num_prompt_logprobs: int | None = MAX_LOGPROBS, tokens_as_ids: bool = False
+    ) -> None:
+        self._skips_special, self._tokens_as_ids = skips_special, tokens_as_ids
+        self._num_prompt_logprobs = num_prompt_logprobs
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         self._offset = 0
         self._prompt_text = ""
@@ -80,14 +83,14 @@ class CompletionLogprobs:
         result: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         if text.prompt_text is not None:
             self._prompt_text = text.prompt_text
-        if self._num_echoed is not None and text.prompt_logprobs is not None:
+        if self._num_prompt_logprobs is not None and text.prompt_logprobs is not None:
             for index, logprobs in enumerate(text.prompt_logprobs):
                 token_id = (text.prompt_token_ids or ())[index] if logprobs is None else logprobs.token.token_id
                 token = text.token_bytes[token_id]
                 is_shown = token_id not in text.special_ids or self._is_in_prompt_text(token)
                 is_first = is_shown and self._offset == 0
                 if logprobs is not None:
-                    logprobs = TokenLogprobs(logprobs.token, logprobs.top[: self._num_echoed])
+                    logprobs = TokenLogprobs(logprobs.token, logprobs.top[: self._num_prompt_logprobs])
                 self._add(result, token_id, logprobs, text.token_bytes, is_shown)
                 if is_first and token.startswith(b" ") and not self._prompt_text.startswith(" "):
                     self._offset -= (

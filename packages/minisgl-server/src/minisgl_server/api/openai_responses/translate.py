@@ -71,29 +71,29 @@ class Conversation:
     def _add_item(self, item: Item, name: str) -> None:
         match item:
             case Message(role="assistant"):
-                turn = self._assistant(name, before="content")
+                turn = self._assistant(name, "content")
                 turn["content"] = _text(item)
             case Message():
                 self._add({"role": item.role, "content": _text(item)}, name)
             case FunctionCall():
-                turn = self._assistant(name, before="")
+                turn = self._assistant(name, "tool_calls")
                 function = {"name": item.name, "arguments": item.arguments}
                 turn.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
             case FunctionCallOutput():
                 output = item.output if isinstance(item.output, str) else "".join(part.text for part in item.output)
                 self._add({"role": "tool", "tool_call_id": item.call_id, "content": output}, name)
             case ReasoningItem():
-                turn = self._assistant(name, before="reasoning_content")
+                turn = self._assistant(name, "reasoning_content")
                 turn["reasoning_content"] = _reasoning(item)
 
-    def _assistant(self, name: str, before: str) -> dict[str, Any]:
-        """Return the assistant message to add to. It is a new one if the last has content that must come after `before`."""
+    def _assistant(self, name: str, field: str) -> dict[str, Any]:
+        """Return the assistant message to add `field` to: a new one if the last has that field, or one that comes after it."""
         turn = self._turn
         later = {
             "reasoning_content": ("reasoning_content", "content", "tool_calls"),
             "content": ("content", "tool_calls"),
         }
-        if turn is None or any(turn.get(each) for each in later.get(before, ())):
+        if turn is None or any(turn.get(each) for each in later.get(field, ())):
             turn = self._add({"role": "assistant", "content": ""}, name)
         self._turn = turn
         return turn

@@ -61,10 +61,8 @@ def compare(
             same = (mine.argmax(-1) == base.argmax(-1)).sum()
             targets = ids[start + 1 : start + 1 + _CHUNK_TOKENS].to(mine.device)
             count = len(targets)
-            missed, base_missed = (
-                -log.gather(1, targets[:, None]).sum() for log in (log_mine[:count], log_base[:count])
-            )
-            found = off.sum(), kl, same, missed, base_missed - missed
+            nll, base_nll = (-log.gather(1, targets[:, None]).sum() for log in (log_mine[:count], log_base[:count]))
+            found = off.sum(), kl, same, nll, base_nll - nll
             total += torch.stack([value.double().cpu() for value in found])
             largest = max(largest, float(off.max()))
             num_tokens, num_targets = num_tokens + len(mine), num_targets + count

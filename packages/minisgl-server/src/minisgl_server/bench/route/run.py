@@ -15,7 +15,7 @@ from minisgl_core.plugins.registry import Registry
 from minisgl_server.bench.environment import print_results, write_json
 from minisgl_server.bench.route.command import MAX_SCHEDULERS, STEP_TIME
 from minisgl_server.bench.route.requests import chat_trace, num_distinct_blocks, simulated_requests
-from minisgl_server.bench.route.scheduler_replica import Shape
+from minisgl_server.bench.route.scheduler_replica import ReplicaLimits
 from minisgl_server.bench.route.simulation import Outcome, Setup, simulate
 from minisgl_server.bench.route.step_time import StepTime
 from minisgl_server.bench.trace.format import BLOCK_TOKENS, TraceRequest, read_trace
@@ -38,19 +38,19 @@ COLUMNS = (
 def run_route(options: SimpleNamespace) -> None:
     """Simulate the routers, print the table, and write the JSON file; `options` are the command's flags."""
     trace = _trace(options)
-    shape = _shape(options, trace)
-    fitting = [each for each in trace if each.input_length + each.output_length <= shape.num_tokens]
+    limits = _replica_limits(options, trace)
+    fitting = [each for each in trace if each.input_length + each.output_length <= limits.num_tokens]
     if not fitting:
-        raise InvalidValueError("--num-pages", shape.num_pages, "enough for one of the requests")
+        raise InvalidValueError("--num-pages", limits.num_pages, "enough for one of the requests")
     results = []
-    for name, setup in _runs(options, shape):
+    for name, setup in _runs(options, limits):
         requests = simulated_requests(fitting, options.time_scale)
         results.append(_as_json(name, simulate(setup, requests, len(fitting))))
     print_results(COLUMNS, results)
-    pages = num_distinct_blocks(fitting) * BLOCK_TOKENS / (options.replicas * shape.num_tokens)
+    pages = num_distinct_blocks(fitting) * BLOCK_TOKENS / (options.replicas * limits.num_tokens)
     click.echo(f"{len(fitting)} requests, {len(trace) - len(fitting)} left out because they do not fit in a replica.")
     click.echo(
-        f"{shape.num_pages} pages of {shape.page_size} per replica; the distinct pages are {pages:.2f} of all pages."
+        f"{limits.num_pages} pages of {limits.page_size} per replica; the distinct pages are {pages:.2f} of all pages."
     )
     click.echo("Decision and busy are times of this machine; all else is simulated.")
     write_json(options.json_file, options=vars(options), results=results)
@@ -62,12 +62,12 @@ def _trace(options: SimpleNamespace) -> list[TraceRequest]:
     return chat_trace(options)
 
 
-def _shape(options: SimpleNamespace, trace: Sequence[TraceRequest]) -> Shape:
+def _replica_limits(options: SimpleNamespace, trace: Sequence[TraceRequest]) -> ReplicaLimits:
     page_size, num_pages = options.page_size, options.num_pages
     if num_pages is None:
         num_tokens = num_distinct_blocks(trace) * BLOCK_TOKENS / options.working_set
         num_pages = max(1, round(num_tokens / (options.replicas * page_size)))
-    return Shape(
+    return ReplicaLimits(
         num_pages=num_pages,
         page_size=page_size,
         max_running=options.max_running_requests,
@@ -75,20 +75,20 @@ def _shape(options: SimpleNamespace, trace: Sequence[TraceRequest]) -> Shape:
     )
 
 
-def _runs(options: SimpleNamespace, shape: Shape) -> list[tuple[str, Setup]]:
+def _runs(options: SimpleNamespace, limits: ReplicaLimits) -> list[tuple[str, Setup]]:
     """Return a setup per router, and one of a single replica that is as large and as fast as all of them."""
     num, registry = options.replicas, Registry.from_environment()
     model = options.replica_model or ("scheduler" if num <= MAX_SCHEDULERS else "simple")
     if model == "scheduler" and num > MAX_SCHEDULERS:
         raise InvalidValueError("--replicas", num, f"at most {MAX_SCHEDULERS} with --replica-model scheduler")
-    if model == "simple" and block_size_for(shape.page_size) != shape.page_size:
+    if model == "simple" and block_size_for(limits.page_size) != limits.page_size:
         raise InvalidValueError(
-            "--page-size", shape.page_size, "a block of the router with --replica-model simple: 16 or more"
+            "--page-size", limits.page_size, "a block of the router with --replica-model simple: 16 or more"
         )
     times = {name: getattr(options, name) for name in STEP_TIME}
     setup = Setup(
         num_replicas=num,
-        shape=shape,
+        limits=limits,
         step_time=StepTime(**times),
         router=registry.load("router", "round-robin"),
         overload=(options.router_overload_requests, options.router_overload_ratio),
@@ -96,14 +96,14 @@ def _runs(options: SimpleNamespace, shape: Shape) -> list[tuple[str, Setup]]:
     )
     runs = [(name, replace(setup, router=registry.load("router", name))) for name in options.routers]
     if num > 1:
-        whole = Shape(
-            num_pages=num * shape.num_pages,
-            page_size=shape.page_size,
-            max_running=num * shape.max_running,
-            max_prefill_tokens=num * shape.max_prefill_tokens,
+        whole = ReplicaLimits(
+            num_pages=num * limits.num_pages,
+            page_size=limits.page_size,
+            max_running=num * limits.max_running,
+            max_prefill_tokens=num * limits.max_prefill_tokens,
         )
         fast = StepTime(**times, speed=float(num))
-        runs.append(("one replica", replace(setup, num_replicas=1, shape=whole, step_time=fast)))
+        runs.append(("one replica", replace(setup, num_replicas=1, limits=whole, step_time=fast)))
     return runs
 
 

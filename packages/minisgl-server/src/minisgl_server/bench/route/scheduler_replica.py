@@ -22,7 +22,7 @@ Requests = Mapping[str, SimulatedRequest]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class ReplicaLimits:
     """Limits of a replica; see `SchedulerLimits`. `num_pages` does not count the padding page."""
 
     num_pages: int
@@ -60,7 +60,7 @@ class SchedulerReplica:
 
     def __init__(
         self,
-        shape: Shape,
+        limits: ReplicaLimits,
         step_time: StepTime,
         requests: Requests,
         cache: PrefixCache,
@@ -72,20 +72,20 @@ class SchedulerReplica:
             requests: the requests that run anywhere, by id.
             changes: collects the changes of the cache, for a router that uses them.
         """
-        limits = SchedulerLimits(
-            max_running=shape.max_running,
-            max_prefill_tokens=shape.max_prefill_tokens,
+        scheduler_limits = SchedulerLimits(
+            max_running=limits.max_running,
+            max_prefill_tokens=limits.max_prefill_tokens,
             max_queued=2**31,
-            max_seq_len=shape.num_tokens,
-            num_pages=shape.num_pages + 1,
-            page_size=shape.page_size,
+            max_seq_len=limits.num_tokens,
+            num_pages=limits.num_pages + 1,
+            page_size=limits.page_size,
             eos_ids=frozenset(),
             vocab_size=VOCAB_SIZE,
         )
         hooks = Hooks()
         if changes is not None:
             hooks.pages_cached, hooks.pages_evicted = changes.pages_cached, changes.pages_evicted
-        self.scheduler = Scheduler(limits, cache, FirstComeFirstServed(), hooks)
+        self.scheduler = Scheduler(scheduler_limits, cache, FirstComeFirstServed(), hooks)
         self._changes = changes
         self._time, self._requests = step_time, requests
         self._by_row: dict[int, SimulatedRequest] = {}

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from minisgl_core.contracts.router import block_keys
 from minisgl_core.protocol.messages import Submit
 from minisgl_server.bench.route.requests import SimulatedRequest
-from minisgl_server.bench.route.scheduler_replica import Progress, Requests, Shape
+from minisgl_server.bench.route.scheduler_replica import Progress, ReplicaLimits, Requests
 from minisgl_server.bench.route.step_time import StepTime
 from minisgl_server.router.cache_events import cache_events
 
@@ -49,9 +49,11 @@ class SimpleReplica:
         num_prompt_tokens, num_cached_tokens: totals of the admitted requests, as in `SchedulerReplica`.
     """
 
-    def __init__(self, shape: Shape, step_time: StepTime, requests: Requests, engine_id: int | None = None) -> None:
+    def __init__(
+        self, limits: ReplicaLimits, step_time: StepTime, requests: Requests, engine_id: int | None = None
+    ) -> None:
         """Start without requests. `engine_id` is the id in the events; None for no events."""
-        self._shape, self._time, self._requests, self._engine_id = shape, step_time, requests, engine_id
+        self._limits, self._time, self._requests, self._engine_id = limits, step_time, requests, engine_id
         self._waiting: deque[str] = deque()
         self._prefilling: list[_Running] = []
         self._decoding: list[tuple[int, int, _Running]] = []
@@ -115,7 +117,7 @@ class SimpleReplica:
 
     def _prefill(self) -> tuple[int, float]:
         """Admit requests, and compute prompt tokens. Return their number, and their pairs with tokens of their context."""
-        budget, num_pairs = self._shape.max_prefill_tokens, 0.0
+        budget, num_pairs = self._limits.max_prefill_tokens, 0.0
         for running in self._next_prefills():
             num_new = min(running.num_left, budget)
             num_pairs += num_new * (running.num_computed + num_new / 2)
@@ -123,12 +125,12 @@ class SimpleReplica:
             budget -= num_new
             if budget == 0:
                 break
-        return self._shape.max_prefill_tokens - budget, num_pairs
+        return self._limits.max_prefill_tokens - budget, num_pairs
 
     def _next_prefills(self) -> Iterator[_Running]:
         """Yield the requests with prompt tokens left, then those that can be admitted."""
         yield from list(self._prefilling)
-        while self._waiting and len(self._prefilling) + len(self._decoding) < self._shape.max_running:
+        while self._waiting and len(self._prefilling) + len(self._decoding) < self._limits.max_running:
             request = self._requests[self._waiting[0]]
             if (running := self._admit(request)) is None:
                 return
@@ -138,12 +140,12 @@ class SimpleReplica:
 
     def _admit(self, request: SimulatedRequest) -> _Running | None:
         """Find the cached prefix, and reserve pages. None if there are too few."""
-        page_size = self._shape.page_size
+        page_size = self._limits.page_size
         keys: list[int] = block_keys(request.sequence, page_size).tolist()
         most = (request.num_prompt - 1) // page_size
         num_cached = next((index for index, key in enumerate(keys[:most]) if key not in self._cache), most)
         num_own = -(-(len(request.sequence) - 1) // page_size) - num_cached
-        if num_own + self._num_own > self._shape.num_pages - num_cached:
+        if num_own + self._num_own > self._limits.num_pages - num_cached:
             return None
         self.num_prompt_tokens += request.num_prompt
         self.num_cached_tokens += num_cached * page_size
@@ -164,7 +166,7 @@ class SimpleReplica:
             self._changes[key] = True
             running.num_own -= 1
             self._num_own -= 1
-        while len(cache) + self._num_own > self._shape.num_pages:
+        while len(cache) + self._num_own > self._limits.num_pages:
             self._changes[cache.popitem(last=False)[0]] = False
 
     def _end(self, running: _Running, progress: Progress) -> None:
@@ -172,7 +174,7 @@ class SimpleReplica:
         request = running.request
         progress.ended.append(str(request.number))
         self._num_kv -= len(request.sequence)
-        self._share(running, (len(request.sequence) - 1) // self._shape.page_size)
+        self._share(running, (len(request.sequence) - 1) // self._limits.page_size)
         self._num_own -= running.num_own
 
     def _decode_seconds(self, num_steps: int) -> float:

@@ -16,7 +16,7 @@ from minisgl_core.contracts.router import Router, RouterSpec, block_size_for
 from minisgl_core.protocol.messages import Ended, ReplicaReady, Submit
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_server.bench.route.requests import SimulatedRequest
-from minisgl_server.bench.route.scheduler_replica import Progress, Requests, SchedulerReplica, Shape
+from minisgl_server.bench.route.scheduler_replica import Progress, ReplicaLimits, Requests, SchedulerReplica
 from minisgl_server.bench.route.simple_replica import SimpleReplica
 from minisgl_server.bench.route.step_time import StepTime
 from minisgl_server.router.cache_events import CacheChanges
@@ -33,7 +33,7 @@ class Setup:
     """
 
     num_replicas: int
-    shape: Shape
+    limits: ReplicaLimits
     step_time: StepTime
     router: type[Router]
     overload: tuple[int, float] = (16, 1.5)
@@ -83,7 +83,7 @@ def simulate(setup: Setup, requests: Iterable[SimulatedRequest], num_requests: i
 
 class _Simulation:
     def __init__(self, setup: Setup, num_requests: int) -> None:
-        num_blocks = setup.num_replicas * setup.shape.num_tokens // block_size_for(setup.shape.page_size)
+        num_blocks = setup.num_replicas * setup.limits.num_tokens // block_size_for(setup.limits.page_size)
         router = setup.router(RouterSpec(setup.num_replicas, num_blocks, *setup.overload))
         self._running: dict[str, SimulatedRequest] = {}
         self._replicas = _replicas(setup, self._running)
@@ -172,22 +172,22 @@ class _Simulation:
 
 
 def _replicas(setup: Setup, running: Requests) -> list[SchedulerReplica | SimpleReplica]:
-    shape, step_time, has_events = setup.shape, setup.step_time, setup.router.uses_events
+    limits, step_time, has_events = setup.limits, setup.step_time, setup.router.uses_events
     replicas: list[SchedulerReplica | SimpleReplica] = []
     for index in range(setup.num_replicas):
         if setup.cache is None:
-            replicas.append(SimpleReplica(shape, step_time, running, index if has_events else None))
+            replicas.append(SimpleReplica(limits, step_time, running, index if has_events else None))
         else:
             changes = CacheChanges(_info(setup, index)) if has_events else None
-            replicas.append(SchedulerReplica(shape, step_time, running, setup.cache(shape.page_size), changes))
+            replicas.append(SchedulerReplica(limits, step_time, running, setup.cache(limits.page_size), changes))
     return replicas
 
 
 def _info(setup: Setup, engine_id: int = 0) -> Any:
     """Return what the router and its events read of an `EngineInfo`."""
-    shape = setup.shape
+    limits = setup.limits
     return SimpleNamespace(
-        num_pages=shape.num_pages + 1, page_size=shape.page_size, max_requests=2**31, engine_id=engine_id
+        num_pages=limits.num_pages + 1, page_size=limits.page_size, max_requests=2**31, engine_id=engine_id
     )
 
 

@@ -15,7 +15,7 @@ from minisgl_server.bench.serve.summary import METRICS, Summary
 COLUMNS = (
     ("run", "{label}"),
     ("sent", "{num_sent}"),
-    ("completed", "{num_answered}"),
+    ("completed", "{num_completed}"),
     ("failed", "{num_failed}"),
     ("seconds", "{seconds:.2f}"),
     ("req/s", "{requests_per_s:.2f}"),
@@ -82,7 +82,7 @@ def _notes(run: Run, found: Summary) -> list[str]:
         lines.append(f"{found.num_interrupted} requests were interrupted")
     if found.goodput_per_s is not None:
         lines.append(f"{found.goodput_per_s:.2f} requests/s were within the limits of --goodput")
-    if found.num_answered and not found.is_counted:
+    if found.num_completed and not found.has_usage:
         lines.append("the server returns no usage: stream events are counted as output tokens")
     if found.num_other_lengths:
         lines.append(f"{found.num_other_lengths} outputs do not have the requested length")
@@ -99,8 +99,8 @@ def _notes(run: Run, found: Summary) -> list[str]:
     shown = ", ".join(f"{name} {value:.1f}" for name, value in parts.items() if value is not None and value >= 0.05)
     if shown:
         lines.append(f"the server took, in us of CPU time per token: {shown}")
-    if (serving := found.serving_us_per_token) is not None:
-        lines.append(f"its API server and tokenizer workers together: {serving:.1f} us of CPU time per token")
+    if (frontend := found.frontend_cpu_us_per_token) is not None:
+        lines.append(f"its API server and tokenizer workers together: {frontend:.1f} us of CPU time per token")
     return lines
 
 
@@ -125,14 +125,14 @@ def _run_json(measured: Measured, with_details: bool) -> dict[str, Any]:
         "is_interrupted": measured.outcome.is_interrupted,
         **{name: value for name, value in asdict(found).items() if name not in ("percentiles", "server_cpu_s")},
         "num_failed": found.num_failed,
-        "requests_per_s": found.per_s(found.num_answered),
+        "requests_per_s": found.per_s(found.num_completed),
         "input_tokens_per_s": found.per_s(found.num_prompt_tokens),
         "output_tokens_per_s": found.per_s(found.num_output_tokens),
         "hit_rate": found.hit_rate,
         **{f"{name}_ms": None if each is None else asdict(each) for name, each in found.percentiles.items()},
         "client_cpu_us_per_token": found.us_per_token(found.client_cpu_s),
         "server_cpu_us_per_token": {name: found.us_per_token(each) for name, each in found.server_cpu_s.items()},
-        "serving_cpu_us_per_token": found.serving_us_per_token,
+        "frontend_cpu_us_per_token": found.frontend_cpu_us_per_token,
     }
     if with_details:
         values["requests"] = [_record_json(record) for record in measured.outcome.records]

@@ -74,7 +74,7 @@ def run_serve(options: SimpleNamespace) -> None:
         draw(measured)
     if not measured or measured[-1].outcome.is_interrupted:
         sys.exit(INTERRUPTED_STATUS)
-    if not any(each.summary.num_answered for each in measured):
+    if not any(each.summary.num_completed for each in measured):
         sys.exit(1)
 
 

@@ -46,12 +46,12 @@ class Summary:
 
     Attributes:
         seconds: time from the start to the last event.
-        num_answered: number of requests with a complete response.
+        num_completed: number of requests with a complete response.
         errors: number of failed requests by error message, most frequent first; messages that differ only in numbers are one.
         num_interrupted: number of requests that ran when the user interrupted the run.
         num_unsent: number of turns that were not sent, as an earlier one failed.
         num_cached_tokens: prompt tokens from the prefix cache; None if the server does not return them.
-        is_counted: the server returned its usage; otherwise, events are counted as tokens.
+        has_usage: the server returned its usage; otherwise, events are counted as tokens.
         num_other_lengths: number of outputs without the requested length.
         num_other_prompts: number of prompts with a different length on the server.
         longest_wait_s: maximum wait after arrival, for ``--max-concurrency`` or the load generator.
@@ -62,14 +62,14 @@ class Summary:
 
     seconds: float
     num_sent: int
-    num_answered: int
+    num_completed: int
     errors: dict[str, int]
     num_interrupted: int
     num_unsent: int
     num_prompt_tokens: int
     num_cached_tokens: int | None
     num_output_tokens: int
-    is_counted: bool
+    has_usage: bool
     num_other_lengths: int
     num_other_prompts: int
     peak_concurrency: int
@@ -99,7 +99,7 @@ class Summary:
         return 1e6 * seconds / self.num_output_tokens if self.num_output_tokens else None
 
     @property
-    def serving_us_per_token(self) -> float | None:
+    def frontend_cpu_us_per_token(self) -> float | None:
         """CPU time per output token of minisgl's API server and tokenizer workers together."""
         found = frontend_cpu_s(self.server_cpu_s)
         return None if found is None else self.us_per_token(found)
@@ -119,14 +119,14 @@ def summarize(
     return Summary(
         seconds=outcome.seconds,
         num_sent=len(outcome.records),
-        num_answered=len(completed),
+        num_completed=len(completed),
         errors=_grouped([record.error for record in outcome.records if record.error is not None]),
         num_interrupted=sum(record.is_interrupted for record in outcome.records),
         num_unsent=outcome.num_unsent,
         num_prompt_tokens=sum(record.num_prompt_tokens for record in completed),
         num_cached_tokens=sum(cached) if cached else None,
         num_output_tokens=sum(record.num_output_tokens for record in completed),
-        is_counted=all(record.has_usage for record in completed),
+        has_usage=all(record.has_usage for record in completed),
         num_other_lengths=sum(
             has_exact_lengths and record.num_output_tokens != record.asked_output_tokens for record in completed
         ),

@@ -33,7 +33,7 @@ class Model:
         requests_per_s: mean rate of requests, by default that of trace A.
         root_share: fraction of requests that start a conversation.
         continued_share: fraction of conversations with a second turn.
-        stop_odds: parameters a and b of the beta distribution of the probability of further turns after the second.
+        next_turn_beta: parameters a and b of the beta distribution of the probability of further turns after the second.
         reused_share: fraction of conversations that start with the prompt of an earlier one.
         reused_tokens: maximum tokens of an earlier prompt that are reused.
         single_input: new content of a conversation of one turn.
@@ -47,7 +47,7 @@ class Model:
     requests_per_s: float = 43_058 / 7_200
     root_share: float = 23_101 / 43_058
     continued_share: float = 0.405
-    stop_odds: tuple[float, float] = (1.0, 1.45)
+    next_turn_beta: tuple[float, float] = (1.0, 1.45)
     reused_share: float = 0.18
     reused_tokens: int = 48_000
     single_input: tuple[float, float] = (250, 2.03)
@@ -65,7 +65,7 @@ class _Conversation:
     input_length: int
     output_length: int
     blocks: list[int]
-    more_turns: float
+    next_turn_probability: float
     turn: int = 1
 
 
@@ -95,8 +95,8 @@ def synthetic_trace(num_requests: int, seed: int, model: Model | None = None) ->
         length = min(BLOCK_TOKENS * len(start) + own, model.longest)
         blocks = _extended(start[: length // BLOCK_TOKENS], length, fresh)
         firsts.append(blocks[: min(length, model.reused_tokens) // BLOCK_TOKENS])
-        more = random.beta(*model.stop_odds) if is_continued else 0.0
-        return _Conversation(kind, chat_id, length, draw(model.output), blocks, more)
+        next_turn_probability = random.beta(*model.next_turn_beta) if is_continued else 0.0
+        return _Conversation(kind, chat_id, length, draw(model.output), blocks, next_turn_probability)
 
     firsts: list[list[int]] = []
     due: list[tuple[float, int, _Conversation]] = []
@@ -126,7 +126,7 @@ def synthetic_trace(num_requests: int, seed: int, model: Model | None = None) ->
             turn=chat.turn,
             hash_ids=chat.blocks,
         )
-        if chat.more_turns and (chat.turn == 1 or random.random() < chat.more_turns):
+        if chat.next_turn_probability and (chat.turn == 1 or random.random() < chat.next_turn_probability):
             gap_s = random.lognormal(math.log(model.gap_s[0]), model.gap_s[1])
             heapq.heappush(due, (now + gap_s, chat_id, chat))
         chat_id += 1
