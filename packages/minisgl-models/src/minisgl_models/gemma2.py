@@ -9,14 +9,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from minisgl_core.contracts.attention import AttentionLayer
-from minisgl_core.contracts.model import Attend, BuildContext, Model
+from minisgl_core.contracts.model import Attend, BuildContext
 from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.ops import Rope
 from minisgl_core.layers import (
     Attention,
+    CausalLM,
     Layer,
-    LMHead,
     MergedColumnParallelLinear,
     QKVParallelLinear,
     RMSNorm,
@@ -158,9 +157,10 @@ class Gemma2Model(Layer):
         return self.norm.add(hidden_states, residual)[0]
 
 
-class Gemma2ForCausalLM(Model):
+class Gemma2ForCausalLM(CausalLM):
     """Gemma 2 with its LM head."""
 
+    decoder: ClassVar = Gemma2Model
     fused_projections: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
     @classmethod
@@ -187,32 +187,12 @@ class Gemma2ForCausalLM(Model):
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)
-        self.model = Gemma2Model(config, build)
-        if self.stage.has_lm_head:
-            tied = self.model.embed_tokens if config.tie_embeddings else None
-            self.lm_head = LMHead(config.vocab_size, config.hidden_size, build, tied)
-            self.vocab_shard = self.lm_head.shard
         self._soft_cap: float | None = config.raw["final_logit_softcapping"]
-
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        attend: Attend,
-        logits_index: torch.Tensor | None = None,
-        intermediate: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See `Model.forward`."""
-        return self.model.forward(input_ids, positions, attend, logits_index, intermediate)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """See `Model.compute_logits`."""
-        logits = self.lm_head.forward(hidden_states)
+        logits = super().compute_logits(hidden_states)
         return logits if self._soft_cap is None else (logits / self._soft_cap).tanh() * self._soft_cap
-
-    def attention_layers(self) -> list[AttentionLayer]:
-        """See `Model.attention_layers`."""
-        return [layer.self_attn.attn.layer for layer in self.model.layers.values()]
 
 
 def _norm(config: ModelConfig, build: BuildContext) -> RMSNorm:

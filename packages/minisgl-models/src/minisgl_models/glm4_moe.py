@@ -11,16 +11,15 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from minisgl_core.contracts.attention import AttentionLayer
-from minisgl_core.contracts.model import Attend, BuildContext, Model
+from minisgl_core.contracts.model import Attend, BuildContext
 from minisgl_core.contracts.model_config import ModelConfig, MoeConfig
 from minisgl_core.contracts.moe import RoutingSpec
 from minisgl_core.contracts.ops import Rope
 from minisgl_core.layers import (
     Attention,
+    CausalLM,
     FusedMoE,
     Layer,
-    LMHead,
     QKVParallelLinear,
     RMSNorm,
     RotaryEmbedding,
@@ -207,9 +206,10 @@ class Glm4MoeModel(Layer):
         return self.norm.add(hidden_states, residual)[0]
 
 
-class Glm4MoeForCausalLM(Model):
+class Glm4MoeForCausalLM(CausalLM):
     """GLM-4-MoE with its LM head."""
 
+    decoder: ClassVar = Glm4MoeModel
     fused_projections: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
     @classmethod
@@ -233,34 +233,7 @@ class Glm4MoeForCausalLM(Model):
             sliding_window=None,
         )
 
-    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        super().__init__(config, build)
-        self.model = Glm4MoeModel(config, build)
-        if self.stage.has_lm_head:
-            tied = self.model.embed_tokens if config.tie_embeddings else None
-            self.lm_head = LMHead(config.vocab_size, config.hidden_size, build, tied)
-            self.vocab_shard = self.lm_head.shard
-
     def ignored_weights(self) -> tuple[str, ...]:
         """Return patterns of tensors without a use here, among them the layers for multi-token prediction."""
         first, count = self.config.num_layers, whole_number(self.config.raw, "num_nextn_predict_layers")
         return *super().ignored_weights(), *(f"model.layers.{index}.*" for index in range(first, first + count))
-
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        attend: Attend,
-        logits_index: torch.Tensor | None = None,
-        intermediate: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See `Model.forward`."""
-        return self.model.forward(input_ids, positions, attend, logits_index, intermediate)
-
-    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """See `Model.compute_logits`."""
-        return self.lm_head.forward(hidden_states)
-
-    def attention_layers(self) -> list[AttentionLayer]:
-        """See `Model.attention_layers`."""
-        return [layer.self_attn.attn.layer for layer in self.model.layers.values()]

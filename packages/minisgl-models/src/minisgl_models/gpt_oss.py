@@ -9,15 +9,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from minisgl_core.contracts.attention import AttentionLayer
-from minisgl_core.contracts.model import Attend, BuildContext, Model
+from minisgl_core.contracts.model import Attend, BuildContext
 from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.moe import RoutingSpec
 from minisgl_core.layers import (
     Attention,
+    CausalLM,
     FusedMoE,
     Layer,
-    LMHead,
     ReplicatedLinear,
     RMSNorm,
     RotaryEmbedding,
@@ -160,9 +159,10 @@ class GptOssModel(Layer):
         return self.norm.add(hidden_states, residual)[0]
 
 
-class GptOssForCausalLM(Model):
+class GptOssForCausalLM(CausalLM):
     """gpt-oss with its LM head."""
 
+    decoder: ClassVar = GptOssModel
     fused_projections: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
 
     @classmethod
@@ -194,30 +194,3 @@ class GptOssForCausalLM(Model):
             swiglu_alpha=_DEFAULTS["swiglu_alpha"],
             use_sliding_window=True,
         )
-
-    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        super().__init__(config, build)
-        self.model = GptOssModel(config, build)
-        if self.stage.has_lm_head:
-            tied = self.model.embed_tokens if config.tie_embeddings else None
-            self.lm_head = LMHead(config.vocab_size, config.hidden_size, build, tied)
-            self.vocab_shard = self.lm_head.shard
-
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        attend: Attend,
-        logits_index: torch.Tensor | None = None,
-        intermediate: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See `Model.forward`."""
-        return self.model.forward(input_ids, positions, attend, logits_index, intermediate)
-
-    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """See `Model.compute_logits`."""
-        return self.lm_head.forward(hidden_states)
-
-    def attention_layers(self) -> list[AttentionLayer]:
-        """See `Model.attention_layers`."""
-        return [layer.self_attn.attn.layer for layer in self.model.layers.values()]

@@ -8,11 +8,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from minisgl_core.contracts.attention import AttentionLayer
-from minisgl_core.contracts.model import Attend, BuildContext, Model
+from minisgl_core.contracts.model import Attend, BuildContext
 from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.errors import ModelFormatError
-from minisgl_core.layers import Layer, LMHead, RMSNorm, RotaryEmbedding, VocabParallelEmbedding
+from minisgl_core.layers import CausalLM, Layer, RMSNorm, RotaryEmbedding, VocabParallelEmbedding
 from minisgl_models.config_keys import rope_parameters_by_kind, unsupported_keys, whole_number, with_defaults
 from minisgl_models.olmo2 import Olmo2DecoderLayer
 
@@ -57,9 +56,10 @@ class Olmo3Model(Layer):
         return self.norm.forward(hidden_states) if self._stage.has_lm_head else hidden_states[None]
 
 
-class Olmo3ForCausalLM(Model):
+class Olmo3ForCausalLM(CausalLM):
     """OLMo 3 with its LM head."""
 
+    decoder: ClassVar = Olmo3Model
     num_intermediate: ClassVar = 1
     fused_projections: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
@@ -91,30 +91,3 @@ class Olmo3ForCausalLM(Model):
     def unsupported(cls, config: ModelConfig) -> list[str]:
         """Refuse experts, biases of the MLP and a soft cap."""
         return unsupported_keys(config, mlp_bias=False, use_sliding_window=True, attn_logit_softcapping=None)
-
-    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        super().__init__(config, build)
-        self.model = Olmo3Model(config, build)
-        if self.stage.has_lm_head:
-            tied = self.model.embed_tokens if config.tie_embeddings else None
-            self.lm_head = LMHead(config.vocab_size, config.hidden_size, build, tied)
-            self.vocab_shard = self.lm_head.shard
-
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        attend: Attend,
-        logits_index: torch.Tensor | None = None,
-        intermediate: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See `Model.forward`."""
-        return self.model.forward(input_ids, positions, attend, logits_index, intermediate)
-
-    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """See `Model.compute_logits`."""
-        return self.lm_head.forward(hidden_states)
-
-    def attention_layers(self) -> list[AttentionLayer]:
-        """See `Model.attention_layers`."""
-        return [layer.self_attn.attn.layer for layer in self.model.layers.values()]

@@ -11,14 +11,13 @@ from typing import Any, ClassVar
 import torch
 
 from minisgl_core.config.keys import Keys
-from minisgl_core.contracts.attention import AttentionLayer
-from minisgl_core.contracts.model import Attend, BuildContext, Model
+from minisgl_core.contracts.model import Attend, BuildContext
 from minisgl_core.contracts.model_config import ModelConfig, MoeConfig
 from minisgl_core.contracts.moe import RoutingSpec
 from minisgl_core.layers import (
+    CausalLM,
     FusedMoE,
     Layer,
-    LMHead,
     ReplicatedLinear,
     RMSNorm,
     RotaryEmbedding,
@@ -145,9 +144,10 @@ class Qwen2MoeModel(Layer):
         return self.norm.add(hidden_states, residual)[0]
 
 
-class Qwen2MoeForCausalLM(Model):
+class Qwen2MoeForCausalLM(CausalLM):
     """Qwen2 MoE with its LM head."""
 
+    decoder: ClassVar = Qwen2MoeModel
     fused_projections: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
     @classmethod
@@ -164,30 +164,3 @@ class Qwen2MoeForCausalLM(Model):
     def unsupported(cls, config: ModelConfig) -> list[str]:
         """Refuse biases of the MLP, a soft cap, and configs without experts."""
         return unsupported_keys(config, experts=True, attn_logit_softcapping=None, mlp_bias=False)
-
-    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        super().__init__(config, build)
-        self.model = Qwen2MoeModel(config, build)
-        if self.stage.has_lm_head:
-            tied = self.model.embed_tokens if config.tie_embeddings else None
-            self.lm_head = LMHead(config.vocab_size, config.hidden_size, build, tied)
-            self.vocab_shard = self.lm_head.shard
-
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        attend: Attend,
-        logits_index: torch.Tensor | None = None,
-        intermediate: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See `Model.forward`."""
-        return self.model.forward(input_ids, positions, attend, logits_index, intermediate)
-
-    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """See `Model.compute_logits`."""
-        return self.lm_head.forward(hidden_states)
-
-    def attention_layers(self) -> list[AttentionLayer]:
-        """See `Model.attention_layers`."""
-        return [layer.self_attn.attn.layer for layer in self.model.layers.values()]

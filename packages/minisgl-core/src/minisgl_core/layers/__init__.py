@@ -6,6 +6,7 @@ Each layer is built with a `BuildContext` and has this rank's shard of its weigh
 from minisgl_core.contracts.layer import Layer
 from minisgl_core.layers.attention import Attention
 from minisgl_core.layers.base import check_activation
+from minisgl_core.layers.causal_lm import CausalLM
 from minisgl_core.layers.embedding import LMHead, VocabParallelEmbedding
 from minisgl_core.layers.linear import (
     MergedColumnParallelLinear,
@@ -19,6 +20,7 @@ from minisgl_core.layers.rotary import RotaryEmbedding
 
 __all__ = [
     "Attention",
+    "CausalLM",
     "FusedMoE",
     "LMHead",
     "Layer",
