@@ -619,29 +619,34 @@ def test_lost_engines_need_little_memory(engine_tokenizer: Any) -> None:
 
 def test_whole_chats_keep_reasoning_and_tool_calls(engine_tokenizer: Any) -> None:
     """The parts of an output that is returned at once are those that a stream returns."""
-    text = 2 * 'Look. <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call> '
+    text = 2 * 'Look. <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call> ' + "Yes STOP"
     tools = ToolUse(tools=[{"type": "function", "function": {"name": "f"}}])
     results = []
     for is_streamed in (True, False):
         rig = Rig(engine_tokenizer, "hermes", num_replicas=2)
         chat = [{"role": "user", "content": "Hi"}]
-        rig.submit(text=None, messages=chat, tools=tools, is_streamed=is_streamed)
-        ids = engine_tokenizer(text)["input_ids"]
-        for token in ids[:-1]:
-            rig.output([token])
-        rig.output(ids[-1:], finish_reason="stop")
+        sampling = SamplingParams(max_tokens=100, logprobs=0, stop="STOP")
+        rig.submit(text=None, messages=chat, tools=tools, sampling=sampling, is_streamed=is_streamed)
+        for token in engine_tokenizer(text)["input_ids"]:
+            rig.output([token], logprobs=[TokenLogprobs(Logprob(token, -1.0, 1), [])])
         pieces = rig.take()
-        assert (len(pieces) > 2) is is_streamed
+        assert (len(pieces) > 5) is is_streamed
         calls = [call for piece in pieces for call in piece.tool_calls]
         names = [call.name for call in calls if call.name]
         segments = Segments()
         for piece in pieces:
             segments.push(piece)
         contents = [(each.kind, each.content) for each in segments.all]
+        shown = ["".join(entry["token"] for entry in each.logprobs) for each in segments.all]
+        assert shown == ["Look.", "", "</tool_call> Look.", "", "</tool_call> Yes STOP"], is_streamed
         results.append((contents, names, "".join(call.arguments for call in calls)))
     assert results[0] == results[1]
     call = ("call", '{"a": 1}')
-    assert results[0] == ([("text", "Look."), call, ("text", " Look."), call], ["f", "f"], 2 * '{"a": 1}')
+    assert results[0] == (
+        [("text", "Look."), call, ("text", " Look."), call, ("text", " Yes")],
+        ["f", "f"],
+        2 * '{"a": 1}',
+    )
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

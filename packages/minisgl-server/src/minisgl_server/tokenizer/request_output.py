@@ -27,9 +27,10 @@ class RequestOutput:
         only_prompt: True if the generated tokens are not returned.
         only_whole: True if nothing is returned before the output is complete.
         parser: separates reasoning content and tool calls from text; None if all output is text.
-        held: earlier parts of output that is held back. A part has at most `MAX_TEXT_TOKENS` tokens. It has reasoning content
-            before text, and text before tool calls, so output in another order takes several. Log-probabilities of a
-            long prompt are in parts before the output.
+        held: earlier parts of output that is held back. A part has at most `MAX_TEXT_TOKENS` tokens. Reasoning content, text and
+            tool calls have parts of their own, so that log-probabilities are in the part of their tokens. Log-probabilities
+            of a long prompt are in parts before the output.
+        num_shown: number of tokens of `pending` up to the newest one with output. Those after it belong to the next output.
     """
 
     detokenizer: OutputText
@@ -40,6 +41,7 @@ class RequestOutput:
     only_whole: bool = False
     parser: ChatOutputParser | None = None
     held: list[Text] = field(default_factory=list)
+    num_shown: int = 0
 
     def push(self, out: TokenOut) -> Piece:
         """Add new tokens to `pending`. Return their text, and the finish reason if the output ends with them."""
@@ -79,6 +81,17 @@ class RequestOutput:
             num_prompt_tokens=pending.num_prompt_tokens,
             num_cached_tokens=pending.num_cached_tokens,
         )
+        self.num_shown = 0
+
+    def _hold_shown(self) -> None:
+        """Hold the part up to the newest token with output, and begin the next part with the tokens after it."""
+        shown, num_shown = self.pending, self.num_shown
+        self.held.append(shown)
+        self._begin_part()
+        shown.token_ids, self.pending.token_ids = shown.token_ids[:num_shown], shown.token_ids[num_shown:]
+        if shown.logprobs is not None:
+            shown.logprobs, self.pending.logprobs = shown.logprobs[:num_shown], shown.logprobs[num_shown:]
+            self._add_token_bytes(self.pending, self.pending.logprobs)
 
     def _push_tokens(
         self, token_ids: list[int], finish_reason: str | None = None, stop_token_id: int | None = None
@@ -92,14 +105,17 @@ class RequestOutput:
             pending.text += piece.text
         else:
             parsed = parser.push(piece.text, piece.finish_reason is not None, len(token_ids))
-            if (parsed.reasoning and (pending.text or pending.tool_calls)) or (parsed.content and pending.tool_calls):
-                self.held.append(pending)
-                self._begin_part()
+            kinds = bool(parsed.reasoning), bool(parsed.content), bool(parsed.tool_calls)
+            kinds_before = bool(pending.reasoning), bool(pending.text), bool(pending.tool_calls)
+            if any(kinds) and any(kinds_before) and kinds != kinds_before:
+                self._hold_shown()
                 pending = self.pending
             pending.num_reasoning_tokens = parser.num_reasoning_tokens
             pending.text += parsed.content
             pending.reasoning += parsed.reasoning
             pending.tool_calls += parsed.tool_calls
+            if any(kinds):
+                self.num_shown = len(pending.token_ids) + len(token_ids)
             if parser.is_done and piece.finish_reason is None:
                 piece = piece._replace(finish_reason="stop", is_early=True)
             if parser.has_calls and piece.finish_reason == "stop":

@@ -70,6 +70,9 @@ class Segments:
             new.append((self.all[-1], call.arguments))
         for segment, piece in new:
             segment.pieces.append(piece)
+        if text.finish_reason is not None and self.all and self.all[-1].kind == "text":
+            self.all[-1].logprobs += self._logprobs  # those of tokens without text, such as a stop text's
+            self._logprobs = []
         return new
 
     def _open(self, kind: Kind) -> Segment:
