@@ -130,11 +130,11 @@ class CheckpointPart:
         self._groups = (
             Shard.whole(-(-columns.total // size)) if checkpoint_format.has_group_index else columns.in_blocks(size)
         )
-        of_rows, of_columns = part.rows.in_blocks(_WORD), columns.in_blocks(_WORD)
-        codes = {"awq": (columns, of_rows), "gptq": (of_columns, part.rows)}.get(
-            checkpoint_format.layout, (part.rows, of_columns)
+        row_words, column_words = part.rows.in_blocks(_WORD), columns.in_blocks(_WORD)
+        codes = {"awq": (columns, row_words), "gptq": (column_words, part.rows)}.get(
+            checkpoint_format.layout, (part.rows, column_words)
         )
-        self._shards = {"codes": codes, "scales": (self._groups, part.rows), "zeros": (self._groups, of_rows)}
+        self._shards = {"codes": codes, "scales": (self._groups, part.rows), "zeros": (self._groups, row_words)}
         names = ("qweight", "scales", "qzeros", "g_idx")
         if checkpoint_format.layout == "compressed-tensors":
             names = ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx")

@@ -151,8 +151,8 @@ def invalid_body(error: ValidationError) -> ApiError:
     errors = error.errors(include_url=False, include_input=False)
     # A field with a union of types has an error for each of them. The type that the client meant is the one whose error is
     # deepest, or is not about the type, or comes last in a list.
-    of_field = [each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]]
-    first = max(of_field, key=lambda each: (len(each["loc"]), not each["type"].endswith("_type"), _indices(each)))
+    field_errors = [each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]]
+    first = max(field_errors, key=lambda each: (len(each["loc"]), not each["type"].endswith("_type"), _indices(each)))
     param = _field(first["loc"])
     if first["type"] == "extra_forbidden":
         param = ".".join(filter(None, (_field(first["loc"][:-1]), str(first["loc"][-1]))))

@@ -32,14 +32,14 @@ def parse(config: dict[str, Any]) -> tuple[EngineConfig, ServerOptions, dict[str
     """
     config = dict(config)
     scaling = config.pop("autoscaling", {})
-    of_server = {item.name: item for item in fields(ServerOptions)}
-    of_engine = {name: config.pop(name) for name in list(config) if name in engine_options()}
+    server_fields = {item.name: item for item in fields(ServerOptions)}
+    engine_values = {name: config.pop(name) for name in list(config) if name in engine_options()}
     for name, value in config.items():
-        if name not in of_server:
-            known = [*of_server, *engine_options(), "autoscaling"]
+        if name not in server_fields:
+            known = [*server_fields, *engine_options(), "autoscaling"]
             raise InvalidValueError(name, value, "an option of minisgl launch, by name", did_you_mean(name, known))
-    values = {name: check_value(name, value, of_server[name]) for name, value in config.items()}
-    return EngineConfig.from_flat(**of_engine), ServerOptions(**values), scaling
+    server_values = {name: check_value(name, value, server_fields[name]) for name, value in config.items()}
+    return EngineConfig.from_flat(**engine_values), ServerOptions(**server_values), scaling
 
 
 def application(config: EngineConfig, options: ServerOptions, scaling: dict[str, Any]) -> Application:

@@ -31,10 +31,10 @@ def run_router(options: ServerOptions, addresses: IpcAddresses, report: Report) 
 
         def connect(engine_id: int) -> Send:
             """Connect to a new engine, and drop what could not be delivered to its predecessor."""
-            of_engine = addresses.of_engine(engine_id)
-            if of_engine.replica in senders:
-                senders[of_engine.replica].drop()
-            sender = senders[of_engine.replica] = Sender(of_engine.scheduler_in)
+            engine_addresses = addresses.of_engine(engine_id)
+            if engine_addresses.replica in senders:
+                senders[engine_addresses.replica].drop()
+            sender = senders[engine_addresses.replica] = Sender(engine_addresses.scheduler_in)
             return sender.send
 
         to_workers = [Sender(address).send for address in addresses.tokenizer_in]
