@@ -66,8 +66,3 @@ def other_weights(checkpoint: CheckpointQuantization | None, weights: str, suppo
         f"the checkpoint's weights {found} are not {weights}; this provider loads {supported}; use --quantization auto, "
         "which chooses by the checkpoint"
     )
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype as flags have it, such as ``bfloat16``."""
-    return str(dtype).removeprefix("torch.")

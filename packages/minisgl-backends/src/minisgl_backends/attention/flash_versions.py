@@ -5,28 +5,12 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from minisgl_backends.attention.batch_page_table import AttentionMetadata
 from minisgl_core.contracts.attention import AttentionSpec
-
-
-class FlashKernel(Protocol):
-    """Causal varlen attention over paged K and V; see `BatchPageTableAttention.attend`."""
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k_pages: torch.Tensor,
-        v_pages: torch.Tensor,
-        metadata: AttentionMetadata,
-        scale: float,
-        window: int | None,
-        out: torch.Tensor,
-    ) -> None: ...
-
 
 Arguments = Callable[[AttentionMetadata, int | None, torch.Tensor], dict[str, Any]]
 """Function of metadata, sliding window and output that returns the keyword arguments of a version's function."""
@@ -118,8 +102,8 @@ class FlashVersion:
         folders = found.submodule_search_locations or [str(Path(found.origin or "").parent)]
         return any(next(Path(folder, *inner).glob(self.file), None) for folder in folders)
 
-    def load(self) -> FlashKernel:
-        """Import the module and return its kernel."""
+    def load(self) -> Callable[..., None]:
+        """Import the module and return its kernel, with the signature of `BatchPageTableAttention.attend`."""
         function, arguments = getattr(importlib.import_module(self.module), self.function), self.arguments
 
         def run(

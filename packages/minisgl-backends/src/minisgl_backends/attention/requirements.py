@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
-from minisgl_backends.requirements import capability_missing, dtype_name
+from minisgl_backends.requirements import capability_missing
 from minisgl_core.contracts.attention import AttentionSpec
+from minisgl_core.utils.dtypes import dtype_name
 from minisgl_core.utils.fp8 import FP8
 
 

@@ -3,7 +3,8 @@
 import torch
 
 from minisgl_backends.cuda.compiler import load_nvrtc
-from minisgl_backends.requirements import dtype_name, gpu_missing
+from minisgl_backends.requirements import gpu_missing
+from minisgl_core.utils.dtypes import dtype_name
 
 
 def hopper_missing(device: torch.device, dtype: torch.dtype) -> list[str]:

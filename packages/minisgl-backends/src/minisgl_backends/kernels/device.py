@@ -4,7 +4,8 @@ from functools import cache
 
 import torch
 
-from minisgl_backends.requirements import capability_missing, dtype_name, triton_missing
+from minisgl_backends.requirements import capability_missing, triton_missing
+from minisgl_core.utils.dtypes import dtype_name
 
 
 @cache

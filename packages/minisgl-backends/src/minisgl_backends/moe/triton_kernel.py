@@ -3,8 +3,9 @@
 import torch
 
 from minisgl_backends.moe.tiles import choose_block_size, choose_tiles
-from minisgl_backends.requirements import capability_missing, dtype_name, is_interpreted, triton_missing
+from minisgl_backends.requirements import capability_missing, is_interpreted, triton_missing
 from minisgl_core.contracts.moe import MXFP4, UINT4, ExpertWeights, MoeCapabilities, MoeKernel, MoeSpec
+from minisgl_core.utils.dtypes import dtype_name
 from minisgl_core.utils.fp8 import FP8
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from minisgl_backends.build_cache import cache_dir, is_cached, write_atomically
-from minisgl_backends.requirements import dtype_name
 from minisgl_core.errors import MinisglError
 from minisgl_core.platforms.cpu_graphs import call
+from minisgl_core.utils.dtypes import dtype_name
 
 _LOG = logging.getLogger(__name__)
 _SOURCES = (

@@ -9,9 +9,9 @@ import psutil
 import torch
 import torch.nn.functional as F
 
-from minisgl_backends.requirements import dtype_name
 from minisgl_core.contracts.ops import LinearOp, LinearOps, NormOps, Rope, RotaryOps, SamplingOps
 from minisgl_core.platforms.cpu_graphs import call
+from minisgl_core.utils.dtypes import dtype_name
 
 _DTYPES = (torch.bfloat16, torch.float32)
 _PACK_ROWS = 16

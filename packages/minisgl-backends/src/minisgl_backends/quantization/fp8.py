@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 
 from minisgl_backends.quantization.fp8_checkpoint import CheckpointFp8Experts, CheckpointFp8Linear
-from minisgl_backends.requirements import capability_missing, dtype_name, other_weights
+from minisgl_backends.requirements import capability_missing, other_weights
 from minisgl_core.contracts.checkpoint_quantization import block_shape
 from minisgl_core.contracts.layer_methods import (
     ExpertsMethod,
@@ -22,6 +22,7 @@ from minisgl_core.contracts.moe import MoeKernel
 from minisgl_core.contracts.ops import LinearOp, LinearOps, Ops
 from minisgl_core.contracts.quantization import Quantization, QuantizationSpec
 from minisgl_core.errors import ProviderUnsupportedError
+from minisgl_core.utils.dtypes import dtype_name
 from minisgl_core.utils.fp8 import FP8
 
 logger = logging.getLogger(__name__)
