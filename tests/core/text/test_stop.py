@@ -62,3 +62,14 @@ def test_stop_texts_that_do_not_begin_cost_little() -> None:
 
     few, many = ("<end>", "###"), tuple(f"{i:03}" for i in range(MAX_STOPS))
     assert seconds(many) < 10 * seconds(few)
+
+
+def test_stop_texts_that_all_have_begun_cost_little() -> None:
+    """One request could otherwise keep a tokenizer worker busy, as all of its outputs may be such a text."""
+    text = " " * 2000
+
+    def seconds(count: int) -> float:
+        stop = tuple(f"{' ' * 120}{index:03}" for index in range(count))
+        return min(timeit.repeat(lambda: StopFinder(stop).push(text), number=1, repeat=5))
+
+    assert seconds(MAX_STOPS) < 10 * seconds(2)

@@ -1,43 +1,47 @@
-"""Search for stop strings in a stream."""
+"""Search for stop texts in a stream."""
+
+from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
+from collections import deque
 from functools import lru_cache
-
-from minisgl_core.sampling_params import MAX_STOPS
+from itertools import count
+from typing import NamedTuple
 
 
 class StopFinder:
-    """Filter that passes a stream of text on and ends it before the first stop string.
+    """Filter that passes a stream of text on and ends it before the first stop text.
 
-    Text that may be the beginning of a stop string is held back until that is decided. One Knuth-Morris-Pratt automaton (SIAM
-    J. Comput. 6, 1977) per stop string makes this O(1) per character, however long the stop strings are. Only the automata that
-    have matched a character, or whose string begins with the next one, take a step.
+    Text that may be the beginning of a stop text is held back until that is decided. An Aho-Corasick automaton (Comm. ACM 18,
+    1975) of all stop texts makes this O(1) per character, however many and however long they are.
     """
 
     def __init__(self, stop: tuple[str, ...], include_found: bool = False) -> None:
-        """`include_found`: keep the stop string in the output."""
+        """`include_found`: keep the stop text in the output."""
         self._stop, self._include_found = stop, include_found
-        self._failures = [_failures(text) for text in stop]
-        self._by_first_char: dict[str, list[int]] = {}
-        for index, text in enumerate(stop):
-            self._by_first_char.setdefault(text[0], []).append(index)
-        self._matched: dict[int, int] = {}
-        """Matched characters of each stop string, by its index; those without any are left out."""
+        self._first_chars = {text[0] for text in stop}
+        self._automaton = _automaton(stop)
+        self._node = 0
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Return the text that is ready, and the stop string that was found, or None: the longer one if two end together."""
+        """Return the text that is ready, and the stop text that was found, or None. If two end together, the longer one wins."""
         if not self._stop:
             return text, None
         self._held += text
+        automaton, node = self._automaton, self._node
         for index, char in enumerate(text, start=len(self._held) - len(text)):
-            found = self._advance(char) if self._matched or char in self._by_first_char else None
-            if found is not None:
+            if not node and char not in self._first_chars:
+                continue
+            node = automaton.next(node, ord(char))
+            if number := automaton.found[node]:
+                found = self._stop[number - 1]
                 end = index + 1 if self._include_found else index + 1 - len(found)
-                shown, self._held = self._held[:end], ""
+                shown, self._held, self._node = self._held[:end], "", 0
                 return shown, found
-        keep = len(self._held) - max(self._matched.values(), default=0)
-        shown, self._held = self._held[:keep], self._held[keep:]
+        keep = len(self._held) - automaton.depths[node]
+        shown, self._held, self._node = self._held[:keep], self._held[keep:], node
         return shown, None
 
     def finish(self) -> str:
@@ -45,34 +49,64 @@ class StopFinder:
         shown, self._held = self._held, ""
         return shown
 
-    def _advance(self, char: str) -> str | None:
-        found: str | None = None
-        before, self._matched = self._matched, {}
-        for index in {*before, *self._by_first_char.get(char, ())}:
-            stop, failures, matched = self._stop[index], self._failures[index], before.get(index, 0)
-            while matched and stop[matched] != char:
-                matched = failures[matched - 1]
-            if stop[matched] == char:
-                matched += 1
-            if matched == len(stop):
-                matched = failures[matched - 1]
-                if found is None or len(stop) > len(found):
-                    found = stop
-            if matched:
-                self._matched[index] = matched
-        return found
+
+class _Automaton(NamedTuple):
+    """Trie of the stop texts: each node is a beginning of some of them, and node 0 is empty. Nodes are in order of their depth.
+
+    Attributes:
+        chars: last character of each node. Children of a node follow each other, in order of these characters.
+        first_children: first child of each node; those of the next node follow its last one.
+        failures: node of the longest proper suffix of each node.
+        depths: length of each node.
+        found: number, from 1, of the longest stop text that is a suffix of each node; 0 for none.
+    """
+
+    chars: array[int]
+    first_children: array[int]
+    failures: array[int]
+    depths: array[int]
+    found: array[int]
+
+    def child(self, node: int, char: int) -> int:
+        """Return the child of a node with this character, or 0."""
+        begin, end = self.first_children[node], self.first_children[node + 1]
+        index = bisect_left(self.chars, char, begin, end)
+        return index if index < end and self.chars[index] == char else 0
+
+    def next(self, node: int, char: int) -> int:
+        """Return the node of the longest suffix of a node's text and a character."""
+        while not (child := self.child(node, char)) and node:
+            node = self.failures[node]
+        return child
 
 
-# Outputs of one prompt have the same stop strings. A table of 32,768 characters takes 8 ms.
-@lru_cache(maxsize=MAX_STOPS)
-def _failures(text: str) -> "array[int]":
-    """Return, for each prefix of `text`, the length of its longest proper prefix that is also its suffix."""
-    table = array("I", bytes(4 * len(text)))
-    length = 0
-    for index in range(1, len(text)):
-        while length and text[index] != text[length]:
-            length = table[length - 1]
-        if text[index] == text[length]:
-            length += 1
-        table[index] = length
-    return table
+@lru_cache(maxsize=64)  # outputs of one prompt have the same stop texts
+def _automaton(stop: tuple[str, ...]) -> _Automaton:
+    numbers = {text: number for number, text in enumerate(stop, start=1)}
+    texts = sorted(numbers)
+    automaton = _Automaton(array("I", [0]), array("I"), array("I", [0]), array("I", [0]), array("I", [0]))
+    chars, first_children, failures, depths, found = automaton
+    ranges = deque([(0, len(texts))])
+    """Range of the texts that begin with each node, for nodes whose children are not there yet."""
+    for node in count():
+        if not ranges:
+            first_children.append(len(chars))
+            return automaton
+        (low, high), depth = ranges.popleft(), depths[node]
+        first_children.append(len(chars))
+        if low < high and len(texts[low]) == depth:
+            low += 1
+        while low < high:
+            char = texts[low][depth]
+            end = low + 1
+            while end < high and texts[end][depth] == char:
+                end += 1
+            code = ord(char)
+            failure = automaton.next(failures[node], code) if node else 0
+            chars.append(code)
+            failures.append(failure)
+            depths.append(depth + 1)
+            found.append(numbers[texts[low]] if len(texts[low]) == depth + 1 else found[failure])
+            ranges.append((low, end))
+            low = end
+    raise AssertionError
