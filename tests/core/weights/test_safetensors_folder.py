@@ -165,6 +165,16 @@ def test_a_missing_tokenizer_is_reported(tmp_path: Path) -> None:
     assert not isinstance(caught.value, TokenizerNotFoundError), "a damaged tokenizer is not a missing one"
 
 
+def test_a_tokenizer_that_tokenizes_nothing_is_reported(tmp_path: Path, engine_tokenizer: Any) -> None:
+    """Transformers reads it, and every request would fail with status 500."""
+    folder = folder_with(tmp_path, a=torch.zeros(1))
+    engine_tokenizer.save_pretrained(folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"model_max_length": "8k"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelFormatError, match=r"the tokenizer in .* cannot be read"):
+        SafetensorsWeights(folder).tokenizer()
+
+
 @pytest.mark.parametrize(
     ("model_type", "tokenizer_class"),
     [

@@ -47,7 +47,10 @@ class FolderSource(WeightSource):
         # Without trust_remote_code, transformers asks on a terminal whether to run the code of the checkpoint.
         options = {"local_files_only": True, "trust_remote_code": False, **self._plain_config()}
         try:
-            return AutoTokenizer.from_pretrained(str(self._path), **options)
+            tokenizer = AutoTokenizer.from_pretrained(str(self._path), **options)
+            # Some invalid values, such as a model_max_length that is no number, fail only here.
+            tokenizer.decode(tokenizer("")["input_ids"])
+            return tokenizer
         except Exception as error:
             cause = " ".join(str(error).split())
             raise ModelFormatError(f"the tokenizer in {self._path} cannot be read: {cause}") from error
