@@ -191,12 +191,7 @@ class Engine:
             token_logprobs(self._logits(hidden[index[i : i + _LOGITS_ROWS]]), targets[i : i + _LOGITS_ROWS], num_top)
             for i in range(0, len(index), _LOGITS_ROWS)
         ]
-        return LogprobTensors(
-            torch.cat([part.token for part in parts]),
-            torch.cat([part.rank for part in parts]),
-            torch.cat([part.top for part in parts]),
-            torch.cat([part.top_ids for part in parts]),
-        )
+        return LogprobTensors(*map(torch.cat, zip(*parts, strict=True)))
 
     def free_graphs(self) -> None:
         """Free the CUDA graphs. Later steps run without them.

@@ -6,7 +6,7 @@ Tokens are sampled by inverting the cumulative distribution, in vocabulary order
 result depends only on the request's logits and its random number, not on other requests in the batch.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,8 +20,7 @@ _FEW_CANDIDATES = 1024
 """Number of most likely tokens that usually contain the top-p nucleus."""
 
 
-@dataclass(frozen=True, slots=True)
-class LogprobTensors:
+class LogprobTensors(NamedTuple):
     """Log-probabilities of N tokens and of the K most likely tokens at each position.
 
     Attributes:

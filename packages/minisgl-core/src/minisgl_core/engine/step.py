@@ -147,28 +147,13 @@ class PendingStep:
 
 def _to_host(tensors: LogprobTensors | None, platform: Platform) -> LogprobTensors | None:
     """Start to copy all tensors to the host; see `Platform.to_host`."""
-    if tensors is None:
-        return None
-    return LogprobTensors(
-        platform.to_host(tensors.token),
-        platform.to_host(tensors.rank),
-        platform.to_host(tensors.top),
-        platform.to_host(tensors.top_ids),
-    )
+    return None if tensors is None else LogprobTensors(*map(platform.to_host, tensors))
 
 
 def _logprob_entries(tensors: LogprobTensors, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
     """Return one entry per token, with the `num_top` most likely tokens of its position; none if that is negative."""
     entries = []
-    values = zip(
-        token_ids,
-        num_top,
-        tensors.token.tolist(),
-        tensors.rank.tolist(),
-        tensors.top.tolist(),
-        tensors.top_ids.tolist(),
-        strict=True,
-    )
+    values = zip(token_ids, num_top, *(each.tolist() for each in tensors), strict=True)
     for token, count, logprob, rank, top, top_ids in values:
         count = max(count, 0)
         best = [
