@@ -43,37 +43,6 @@ class Request:
         finish_reason: set once; the request is released when `num_inflight` is 0.
     """
 
-    __slots__ = (
-        "_running",
-        "_tokens",
-        "arrival",
-        "arrival_s",
-        "bias_ids",
-        "bias_values",
-        "constraint",
-        "finish_reason",
-        "first_token_s",
-        "handle",
-        "max_length",
-        "namespace",
-        "num_cached",
-        "num_preemptions",
-        "num_prompt",
-        "num_shared",
-        "priority",
-        "prompt_logprobs",
-        "request_id",
-        "row",
-        "sampler_state_sent",
-        "sampling",
-        "scheduled_s",
-        "seed",
-        "stop_ids",
-        "token_rules",
-        "user",
-        "worker",
-    )
-
     def __init__(
         self,
         submit: Submit,
