@@ -295,7 +295,7 @@ def test_items_of_a_large_response_are_made_on_a_thread(monkeypatch: pytest.Monk
     threads: list[threading.Thread] = []
     input_items = response_routes._input_items
 
-    def record(body: ResponsesRequest) -> list[dict[str, Any]]:
+    def record(body: ResponsesRequest) -> bytes:
         threads.append(threading.current_thread())
         return input_items(body)
 

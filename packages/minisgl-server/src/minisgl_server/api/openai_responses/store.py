@@ -45,12 +45,9 @@ class ResponseStore:
         """True if responses can be stored."""
         return self._max_bytes > 0
 
-    def put(
-        self, body: dict[str, Any], items: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]
-    ) -> bool:
+    def put(self, body: dict[str, Any], items: bytes, messages: Sequence[Mapping[str, Any]]) -> bool:
         """Store a response, evicting the least recently used ones. Return False if it is larger than the store."""
-        encode = msgspec.json.encode
-        entry = StoredResponse(encode(body), encode(items), encode(messages))
+        entry = StoredResponse(msgspec.json.encode(body), items, msgspec.json.encode(messages))
         if entry.num_bytes > self._max_bytes:
             return False
         self._entries[body["id"]] = entry
