@@ -29,7 +29,7 @@ class StepPlan:
         batch: all requests.
         workspace: split-KV workspace of its decodes; None if it has none, or if the subclass has a workspace of its own.
         prefills: the prefills; None if there are none.
-        tiles: tiles of the prefills' queries, int32 [tiles, 2].
+        tiles: request and first (query, head of the group) pair of each tile of the prefills, int32 [tiles, 2].
     """
 
     batch: AttentionBatch

@@ -142,7 +142,7 @@ def prefill(
         rows: int32 [B].
         cu_seqlens_q: cumulative query counts, int32 [B + 1].
         seq_lens: int32 [B].
-        tiles: request and first of its ``queries * G`` pairs, per tile; int32 [tiles, 2].
+        tiles: request and first (query, head of the group) pair of each tile, int32 [tiles, 2].
         out: [T, Hq, D], contiguous.
         layer: scales, window, soft cap and sinks.
     """
