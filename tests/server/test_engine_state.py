@@ -17,9 +17,9 @@ from minisgl_core.protocol.engine_snapshot import (
     PagesSnapshot,
     SnapshotRequest,
     StepSnapshot,
-    TotalsSnapshot,
 )
 from minisgl_core.protocol.messages import EngineInfo
+from minisgl_core.protocol.scheduler_stats import SchedulerStats
 from minisgl_core.runtime.ipc import IpcAddresses, Receiver, Sender
 from minisgl_server.api.app import create_app
 from minisgl_server.api.engine_client import EngineClient
@@ -110,7 +110,6 @@ def step_state(step: int) -> StepSnapshot:
 
 def answer_to(request: SnapshotRequest, last_step: int) -> EngineSnapshot:
     """Return the state of an engine that had no request but has made steps."""
-    no_counts = dict.fromkeys(TotalsSnapshot.__struct_fields__, 0)
     pages = {name: 1 for name in PagesSnapshot.__struct_fields__ if not name.startswith("map_")}
     return EngineSnapshot(
         worker=request.worker,
@@ -119,7 +118,7 @@ def answer_to(request: SnapshotRequest, last_step: int) -> EngineSnapshot:
         has_tokens=request.with_tokens,
         num_waiting=0,
         num_running=0,
-        totals=TotalsSnapshot(**no_counts),
+        totals=SchedulerStats(),
         pages=PagesSnapshot(**pages, map_starts=np.zeros(1, np.int32), map_owners=np.zeros(1, np.int64)),
         requests=[],
         nodes=[],

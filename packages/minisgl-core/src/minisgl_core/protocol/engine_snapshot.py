@@ -10,6 +10,8 @@ adds their text. All sizes are bounded: see `minisgl_core.scheduler.monitor`.
 import msgspec
 import numpy as np
 
+from minisgl_core.protocol.scheduler_stats import SchedulerStats
+
 
 class ReplicaState(msgspec.Struct, kw_only=True):
     """A replica as the router sees it."""
@@ -123,18 +125,6 @@ class PagesSnapshot(msgspec.Struct, kw_only=True):
     n."""
 
 
-class TotalsSnapshot(msgspec.Struct, kw_only=True):
-    """Totals since the engine's start."""
-
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_prefilled_tokens: int
-    num_output_tokens: int
-    num_finished: int
-    num_aborted: int
-    num_preemptions: int
-
-
 class EngineSnapshot(msgspec.Struct, tag=True, kw_only=True):
     """Snapshot of the scheduler."""
 
@@ -147,7 +137,7 @@ class EngineSnapshot(msgspec.Struct, tag=True, kw_only=True):
     """If False, `requests` and `nodes` contain no tokens and no text."""
     num_waiting: int
     num_running: int
-    totals: TotalsSnapshot
+    totals: SchedulerStats
     pages: PagesSnapshot
     requests: list[RequestSnapshot]
     """The first running and then waiting requests, in their order."""

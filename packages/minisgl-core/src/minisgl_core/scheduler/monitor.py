@@ -6,8 +6,8 @@ costs nothing.
 
 import time
 from collections import deque
+from dataclasses import replace
 
-import msgspec
 import numpy as np
 
 from minisgl_core.contracts.prefix_cache import PrefixTreeNode
@@ -19,7 +19,6 @@ from minisgl_core.protocol.engine_snapshot import (
     RequestSnapshot,
     SnapshotRequest,
     StepSnapshot,
-    TotalsSnapshot,
 )
 from minisgl_core.scheduler.request import Request
 from minisgl_core.scheduler.scheduler import Scheduler
@@ -64,7 +63,7 @@ class Monitor:
             has_tokens=request.with_tokens,
             num_waiting=scheduler.num_waiting,
             num_running=scheduler.num_running,
-            totals=msgspec.convert(stats, TotalsSnapshot, from_attributes=True),
+            totals=replace(stats),
             pages=self._pages(nodes),
             requests=[_request_snapshot(each, now_s, num_tokens) for each in shown],
             nodes=[_node_snapshot(node, now_s, num_tokens) for node in nodes],
