@@ -328,7 +328,7 @@ def test_all_that_a_client_does_not_read_counts(what: str) -> None:
 def test_a_drain_waits_for_queries() -> None:
     async def test(client: EngineClient, engine: Engine) -> None:
         query = asyncio.create_task(
-            client.query(Tokenize(request_id="t", text="x", sampling=SamplingParams(), only_tokens=True))
+            client.query(Tokenize(request_id="t", text="x", sampling=SamplingParams(), only_tokens=True), connected)
         )
         await engine.received(1)
         drain = asyncio.create_task(client.drain(20))
@@ -337,5 +337,28 @@ def test_a_drain_waits_for_queries() -> None:
         engine.send(Tokens(request_id="t", token_ids=[1], token_names=["x"], text=""))
         assert (await query).token_ids == [1]
         await drain
+
+    run(test)
+
+
+def test_queries_of_clients_that_leave_are_aborted() -> None:
+    """Otherwise clients that send long texts and leave would keep the tokenizer workers busy for all others."""
+
+    async def test(client: EngineClient, engine: Engine) -> None:
+        leaves = asyncio.Event()
+
+        async def receive() -> dict[str, Any]:
+            await leaves.wait()
+            return {"type": "http.disconnect"}
+
+        message = Tokenize(request_id="t", text="x", sampling=SamplingParams(), only_tokens=True)
+        query = asyncio.create_task(client.query(message, receive))
+        await engine.received(1)
+        leaves.set()
+        with pytest.raises(ClientGoneError):
+            await query
+        assert await engine.received(1) == [Abort("t")]
+        await asyncio.sleep(0)
+        assert not client._pending_queries
 
     run(test)

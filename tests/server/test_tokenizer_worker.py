@@ -240,6 +240,10 @@ def test_waiting_prompts_are_passed_and_dropped_once_aborted(rig: Rig) -> None:
     queue = TokenizerQueue(rig.worker)
     rig.submit("runs")
     del rig.scheduler[:]
+    queue.add(Tokenize(request_id="query", text="gone", sampling=sampling, only_tokens=True))
+    queue.add(Abort("query"))
+    queue.run_next()
+    assert rig.take() == []
     for name in ("gone", "half", "stays"):
         siblings = ["half's"] if name == "half" else []
         several = SamplingParams(max_tokens=8, n=1 + len(siblings))

@@ -127,10 +127,15 @@ class Generation:
             self._wake.set_result(None)
 
     async def _wait_for_disconnect(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await _disconnected(receive)
         self._disconnect_task = None
         self.fail(ClientGoneError())
+
+
+async def _disconnected(receive: Receive) -> None:
+    """Wait until the client of an HTTP request disconnects."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def num_logprobs(text: Text) -> int:
@@ -229,14 +234,30 @@ class EngineClient:
         generation.abort_on_disconnect(receive)
         return generation
 
-    async def query(self, message: Tokenize | Detokenize) -> Tokens:
+    async def query(self, message: Tokenize | Detokenize, receive: Receive) -> Tokens:
         """Have a tokenizer worker tokenize or detokenize; the scheduler is not involved. The id must be new.
+
+        Args:
+            message: the query.
+            receive: ASGI channel of the HTTP request. If its client disconnects, a text that still waits is not tokenized.
 
         Raises:
             ApiError: 400, the message was rejected or cannot be encoded; 500, the engine has stopped.
+            ClientGoneError: the client disconnected.
         """
-        tokens: Tokens = await self._ask(next(self._next_worker), message, message.request_id)
-        return tokens
+        worker = next(self._next_worker)
+        answer = asyncio.create_task(self._ask(worker, message, message.request_id))
+        gone = asyncio.create_task(_disconnected(receive))
+        try:
+            await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                self._workers[worker].send(Abort(message.request_id))
+                raise ClientGoneError
+            tokens: Tokens = answer.result()
+            return tokens
+        finally:
+            answer.cancel()
+            gone.cancel()
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests, and wait for the running ones and for queries; those that still run after `timeout_s` fail."""

@@ -70,7 +70,7 @@ async def tokenize(request: Request) -> Response:
         only_tokens=True,
     )
     RequestLimits.of(info).check_conversation(message)
-    tokens = await request.app.state.client.query(message)
+    tokens = await request.app.state.client.query(message, request.receive)
     return json_response(
         {
             "count": len(tokens.token_ids),
@@ -85,5 +85,5 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     """Return the text of token ids, including special tokens."""
     body = await parse_request(DetokenizeRequest, request)
-    tokens = await request.app.state.client.query(Detokenize(new_query_id(), body.tokens))
+    tokens = await request.app.state.client.query(Detokenize(new_query_id(), body.tokens), request.receive)
     return json_response({"prompt": tokens.text})

@@ -54,7 +54,7 @@ async def count_prompt_tokens(request: Request, chat: ChatRequest, template_hint
     """Count the tokens of a chat's prompt, without running it."""
     prompt = await run_sized(request, chat_prompt, request, chat, template_hints)
     query = msgspec.structs.replace(prompt, request_id=new_query_id(), only_tokens=True)
-    tokens = await request.app.state.client.query(query)
+    tokens = await request.app.state.client.query(query, request.receive)
     return len(tokens.token_ids)
 
 
