@@ -25,8 +25,9 @@ from minisgl_core.contracts.communicator import SingleRank
 from minisgl_core.contracts.model import Model
 from minisgl_core.contracts.ops import Ops, VocabShard
 from minisgl_core.engine import decode_graphs as graphs
-from minisgl_core.engine.decode_graphs import DecodeGraphs, DecodeResult
-from minisgl_core.engine.engine import BegunStep, Engine
+from minisgl_core.engine.decode_graphs import DecodeGraphs
+from minisgl_core.engine.engine import Engine
+from minisgl_core.engine.step import BegunStep
 from minisgl_core.kv.pool import KVPool
 from minisgl_core.platforms.cpu import CpuPlatform
 from minisgl_core.protocol.batch_plan import BatchPlan, TokenMasks
@@ -267,7 +268,7 @@ def test_every_size_runs_with_new_pages_and_without(
     sizes, has_pages = set(), set()
     run = DecodeGraphs.run
 
-    def noted(recorded: DecodeGraphs, plan: BatchPlan) -> DecodeResult:
+    def noted(recorded: DecodeGraphs, plan: BatchPlan) -> BegunStep:
         sizes.add(plan.num_tokens)
         has_pages.add(len(plan.page_table_writes) > 0)
         return run(recorded, plan)

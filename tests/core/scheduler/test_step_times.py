@@ -10,8 +10,7 @@ import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minisgl_core.engine.engine import BegunStep
-from minisgl_core.engine.step import PendingStep
+from minisgl_core.engine.step import BegunStep, PendingStep
 from minisgl_core.protocol.batch_plan import BatchPlan
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_core.scheduler.step_times import MIN_CHUNK, StepTimes

@@ -20,8 +20,8 @@ from minisgl_core.contracts.ops import Ops
 from minisgl_core.contracts.platform import Platform
 from minisgl_core.engine.bound_attention import BoundAttention
 from minisgl_core.engine.capture import capture_sizes, free
-from minisgl_core.engine.step import update_table
-from minisgl_core.engine.zero_copy_io import PendingTokens, ZeroCopyIO
+from minisgl_core.engine.step import BegunStep, update_table
+from minisgl_core.engine.zero_copy_io import ZeroCopyIO
 from minisgl_core.errors import MinisglError
 from minisgl_core.kv.page_table import PageTable
 from minisgl_core.protocol.batch_plan import BatchPlan
@@ -35,25 +35,6 @@ def graph_sizes(max_batch: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeResult:
-    """Outputs of a replay for N requests, valid until the next step.
-
-    Attributes:
-        rows: page-table rows, int32 [N].
-        hidden: hidden states, [N, hidden_size].
-        logits: logits, [N, V], or this rank's shard if the model has a `vocab_shard`.
-        tokens: tokens sampled by temperature alone, int64 [N]; they are stored as the rows' last tokens already.
-        pending: the same tokens, copied to the host asynchronously; they stay valid after the next step.
-    """
-
-    rows: torch.Tensor
-    hidden: torch.Tensor
-    logits: torch.Tensor
-    tokens: torch.Tensor
-    pending: PendingTokens
-
-
-@dataclass(frozen=True, slots=True)
 class _Captured:
     """One CUDA graph of B requests and its fixed buffers.
 
@@ -64,7 +45,7 @@ class _Captured:
         batch: views of the inputs, for the attention backend.
         attend: attention with the backend's plan, whose buffers the graph reads.
         graphs: the one graph, replayed with ``replay()``.
-        hidden, logits, tokens: as in `DecodeResult`, for B requests. They do not keep the graph's memory alive.
+        hidden, logits, tokens: as in `BegunStep`, for B requests. They do not keep the graph's memory alive.
     """
 
     io: ZeroCopyIO
@@ -150,8 +131,8 @@ class DecodeGraphs:
     def _size_of(self, count: int) -> int:
         return int(self._sizes[np.searchsorted(self._sizes, count)])
 
-    def run(self, plan: BatchPlan) -> DecodeResult:
-        """Run a step that `fits`."""
+    def run(self, plan: BatchPlan) -> BegunStep:
+        """Run a step that `fits`. Its device tensors are valid until the next step."""
         count = plan.num_requests
         captured = self._captured[self._size_of(count)]
         new_pages = decode_new_pages(plan, self._table.page_size) if self._reads_page_table else None
@@ -171,9 +152,10 @@ class DecodeGraphs:
         captured.batch.seq_lens_host[:] = inputs[4]
         self._attention.plan_replay(captured.batch)
         captured.graphs[0].replay()
-        return DecodeResult(
-            captured.inputs[0, :count],
+        return BegunStep(
+            plan,
             captured.hidden[:count],
+            captured.inputs[0, :count],
             captured.logits[:count],
             captured.tokens[:count],
             captured.io.launched(count),

@@ -14,7 +14,6 @@ them on. Only the last stage has logits and samples, so only its results have to
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -28,36 +27,13 @@ from minisgl_core.engine.decode_graphs import DecodeGraphs
 from minisgl_core.engine.piecewise_graphs import PiecewiseGraphs
 from minisgl_core.engine.rank_groups import RankGroups
 from minisgl_core.engine.sampler import LogprobTensors, Sampler, needs_sampler, token_logprobs
-from minisgl_core.engine.step import PendingStep, StepInputs, upload
+from minisgl_core.engine.step import BegunStep, PendingStep, StepInputs, upload
 from minisgl_core.engine.zero_copy_io import PendingTokens
 from minisgl_core.kv.page_table import PageTable
 from minisgl_core.protocol.batch_plan import BatchPlan, TokenMasks
 
 _LOGITS_ROWS = 256
 """Rows of prompt logits computed at once: [256, V] in float32 is 150 MB for a vocabulary of 150,000."""
-
-
-@dataclass(frozen=True, slots=True)
-class BegunStep:
-    """A launched step up to its logits, or up to its tokens if a CUDA graph ran it.
-
-    Attributes:
-        plan: plan of the step.
-        hidden: hidden states of all tokens, [T, hidden_size], or only of those that are sampled from. In a stage that is not
-            the last one, what was sent to the next one.
-        rows: page-table rows of the sampling requests, int32 [N].
-        logits: logits of these requests, [N, V]; None if N is 0 or another stage computes them. If `tokens` is set and the model
-            has a `vocab_shard`, they are this rank's shard.
-        tokens: tokens sampled by temperature alone, already stored as the rows' last tokens; int64 [N].
-        pending: the same tokens, copied to the host asynchronously.
-    """
-
-    plan: BatchPlan
-    hidden: torch.Tensor
-    rows: torch.Tensor
-    logits: torch.Tensor | None
-    tokens: torch.Tensor | None = None
-    pending: PendingTokens | None = None
 
 
 class Engine:
@@ -109,8 +85,7 @@ class Engine:
         """Launch a step up to its logits, or up to its tokens if a CUDA graph runs it."""
         with self.platform.stream(), torch.inference_mode():
             if self._graphs is not None and self._graphs.fits(plan):
-                found = self._graphs.run(plan)
-                return BegunStep(plan, found.hidden, found.rows, found.logits, found.tokens, found.pending)
+                return self._graphs.run(plan)
             inputs = upload(plan, self.platform, self._table, self._last_tokens)
             num_sampled = len(plan.sample.index)
             needs_all = num_sampled == plan.num_tokens or len(plan.prompt_logprobs) > 0

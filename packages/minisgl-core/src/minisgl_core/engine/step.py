@@ -90,6 +90,29 @@ def upload(plan: BatchPlan, platform: Platform, table: PageTable, last_tokens: t
     return StepInputs(ids, pos, batch, sample_rows, logits_index)
 
 
+@dataclass(frozen=True, slots=True)
+class BegunStep:
+    """A launched step up to its logits, or up to its tokens if a CUDA graph ran it.
+
+    Attributes:
+        plan: plan of the step.
+        hidden: hidden states of all tokens, [T, hidden_size], or only of those that are sampled from. In a stage that is not
+            the last one, what was sent to the next one.
+        rows: page-table rows of the sampling requests, int32 [N].
+        logits: logits of these requests, [N, V]; None if N is 0 or another stage computes them. If `tokens` is set and the model
+            has a `vocab_shard`, they are this rank's shard.
+        tokens: tokens sampled by temperature alone, already stored as the rows' last tokens; int64 [N].
+        pending: the same tokens, copied to the host asynchronously.
+    """
+
+    plan: BatchPlan
+    hidden: torch.Tensor
+    rows: torch.Tensor
+    logits: torch.Tensor | None
+    tokens: torch.Tensor | None = None
+    pending: PendingTokens | None = None
+
+
 class PendingStep:
     """Results of a step that the device may still be computing."""
 

@@ -30,8 +30,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from minisgl_core.engine.engine import BegunStep, Engine
-from minisgl_core.engine.step import PendingStep
+from minisgl_core.engine.engine import Engine
+from minisgl_core.engine.step import BegunStep, PendingStep
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.protocol.batch_plan import BatchPlan, StepResult, TokenMasks
 from minisgl_core.protocol.messages import TokenBatch
