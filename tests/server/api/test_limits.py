@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from starlette.requests import Request
 
-from minisgl_core.protocol.messages import EngineInfo, Logprob, Text, TokenLogprobs
+from minisgl_core.protocol.messages import EngineInfo, Logprob, Text, Tokenize, TokenLogprobs, Tokens
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_server.api import app  # imports every module with requests
 from minisgl_server.api.errors import ApiError, invalid_body
@@ -28,7 +28,7 @@ from minisgl_server.api.http.json_size import JsonSizeCounter
 from minisgl_server.api.limits import MIB, Bound, RequestLimits
 from minisgl_server.api.openai.choices import Choices, make_tokenize
 from minisgl_server.api.openai.sampling import RequestSampling, request_sampling
-from minisgl_server.api.openai.schemas import ChatRequest, CompletionRequest
+from minisgl_server.api.openai.schemas import ChatMessage, ChatRequest, CompletionRequest
 from minisgl_server.api.openai.segments import Segments
 from minisgl_server.api.openai_responses import routes as response_routes
 from minisgl_server.api.openai_responses.schemas import ResponsesRequest
@@ -280,6 +280,18 @@ def test_tokenizer_workers_do_not_hold_more_log_probabilities_than_the_limit(
     assert [each.is_streamed for each in Choices("x", "m", [prompt], engine())._requests] == [is_sent_in_parts]
 
 
+LARGE = [{"role": "user", "content": "x" * 1000}] * 100
+
+
+def post(client: Any, path: str, **body: Any) -> Any:
+    async def run() -> httpx.Response:
+        transport = httpx.ASGITransport(app.create_app(client, app.ServerOptions()))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            return await http.post(path, json=body)
+
+    return asyncio.run(run()).json()
+
+
 class StubResponse:
     """Stands in for `ResponseObject`, with the parts that the route uses."""
 
@@ -305,19 +317,30 @@ def test_items_of_a_large_response_are_made_on_a_thread(monkeypatch: pytest.Monk
 
         return types.SimpleNamespace(collect=collect)
 
-    client: Any = types.SimpleNamespace(ready_info=engine)
-
-    async def post(**body: Any) -> Any:
-        transport = httpx.ASGITransport(app.create_app(client, app.ServerOptions()))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
-            return (await http.post("/v1/responses", json=body)).json()
-
+    client = types.SimpleNamespace(ready_info=engine)
     replaced = {"_input_items": record, "start_chat": start_chat, "ResponseObject": StubResponse}
     for name, value in replaced.items():
         monkeypatch.setattr(response_routes, name, value)
-    large = [{"role": "user", "content": "x" * 1000}] * 100
-    assert asyncio.run(post(input=large)) == {"id": "resp_1", "store": True}
+    assert post(client, "/v1/responses", input=LARGE) == {"id": "resp_1", "store": True}
     [thread] = threads
     assert thread is not threading.main_thread()
-    assert asyncio.run(post(input=large, store=False)) == {"id": "resp_1", "store": False}
+    assert post(client, "/v1/responses", input=LARGE, store=False) == {"id": "resp_1", "store": False}
     assert threads == [thread], "items that are not stored are not made"
+
+
+def test_large_messages_to_tokenize_are_read_on_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the event loop, 16,384 messages delayed all other requests by 0.1 s."""
+    threads: list[threading.Thread] = []
+    dump = ChatMessage.model_dump
+
+    def record(message: ChatMessage, **options: Any) -> dict[str, Any]:
+        threads.append(threading.current_thread())
+        return dump(message, **options)
+
+    async def query(message: Tokenize, _: Any) -> Tokens:
+        return Tokens(request_id=message.request_id, token_ids=[1] * len(message.messages or ()), token_names=[])
+
+    monkeypatch.setattr(ChatMessage, "model_dump", record)
+    answer = post(types.SimpleNamespace(ready_info=engine, query=query), "/tokenize", messages=LARGE)
+    assert answer["count"] == len(threads) == len(LARGE)
+    assert threading.main_thread() not in threads

@@ -9,7 +9,7 @@ from minisgl_core.errors import InvalidValueError
 from minisgl_core.protocol.messages import Detokenize, Tokenize, ToolUse
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_server.api.limits import Bound, RequestLimits
-from minisgl_server.api.openai.requests import json_response, new_query_id, parse_request, served_model
+from minisgl_server.api.openai.requests import json_response, new_query_id, parse_request, run_sized, served_model
 from minisgl_server.api.openai.schemas import ChatMessage, Tool
 from minisgl_server.api.openai.tools import tool_dicts
 from minisgl_server.api.openapi import route_docs
@@ -58,17 +58,7 @@ async def tokenize(request: Request) -> Response:
     for name in ("add_generation_prompt", "tools", "chat_template_kwargs"):
         if body.messages is None and getattr(body, name) is not None:
             raise InvalidValueError(name, "given", "left out unless messages are given")
-    message = Tokenize(
-        request_id=new_query_id(),
-        sampling=SamplingParams(),
-        text=body.prompt,
-        messages=None if body.messages is None else [each.model_dump(exclude_none=True) for each in body.messages],
-        add_special_tokens=body.add_special_tokens,
-        add_generation_prompt=body.add_generation_prompt is not False,
-        chat_template_kwargs=body.chat_template_kwargs or {},
-        tools=None if body.tools is None else ToolUse(tools=tool_dicts(body.tools)),
-        only_tokens=True,
-    )
+    message = await run_sized(request, _query, body)
     RequestLimits.of(info).check_conversation(message)
     tokens = await request.app.state.client.query(message, request.receive)
     return json_response(
@@ -78,6 +68,21 @@ async def tokenize(request: Request) -> Response:
             "tokens": tokens.token_ids,
             "token_strs": tokens.token_names if body.return_token_strs else None,
         }
+    )
+
+
+def _query(body: TokenizeRequest) -> Tokenize:
+    """Return the message to a tokenizer worker."""
+    return Tokenize(
+        request_id=new_query_id(),
+        sampling=SamplingParams(),
+        text=body.prompt,
+        messages=None if body.messages is None else [each.model_dump(exclude_none=True) for each in body.messages],
+        add_special_tokens=body.add_special_tokens,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        chat_template_kwargs=body.chat_template_kwargs or {},
+        tools=None if body.tools is None else ToolUse(tools=tool_dicts(body.tools)),
+        only_tokens=True,
     )
 
 
