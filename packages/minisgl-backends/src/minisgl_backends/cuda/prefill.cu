@@ -122,23 +122,23 @@ prefill(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorM
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
         const float infinity = __int_as_float(0x7F800000);
         const int row = warpgroup * 64 + (warp & 3) * 16 + (lane >> 2);  // the thread's first row; its second is 8 rows below
-        int q = 0, k = 0, v = 0, q_parity = 0, k_parity = 0, v_parity = 0;
+        int q_stage = 0, k_stage = 0, v_stage = 0, q_parity = 0, k_parity = 0, v_parity = 0;
         float scores[KEYS / 2], sums[DIM / 2];
         u32 weights[KEYS / 16][4];
         if (warpgroup == 1) arrive_named(1);  // warpgroup 0 has the first turn
         for (;;) {
-            barrier_wait(q_full + 8 * q, q_parity);
-            const Tile tile = queued[q];
+            barrier_wait(q_full + 8 * q_stage, q_parity);
+            const Tile tile = queued[q_stage];
             if (tile.key_tiles == 0) return;
             const int positions[2] = {tile.position + row / GROUP, tile.position + (row + 8) / GROUP};
             const int unmasked = tile.position + warpgroup * 64 / GROUP + 1;  // keys before it are visible to all rows of the warpgroup
-            const u32 queries = q_at + q * TILE_BYTES + warpgroup * 64 * 128;
-            float top[2] = {-infinity, -infinity}, norm[2] = {0.f, 0.f}, rescale[2];
+            const u32 queries = q_at + q_stage * TILE_BYTES + warpgroup * 64 * 128;
+            float max_score[2] = {-infinity, -infinity}, norm[2] = {0.f, 0.f}, rescale[2];
 
             auto begin_scores = [&] {
-                barrier_wait(k_full + 8 * k, k_parity);
+                barrier_wait(k_full + 8 * k_stage, k_parity);
                 sync<CONSUMERS>(1 + warpgroup);
-                const u32 keys = k_at + k * TILE_BYTES;
+                const u32 keys = k_at + k_stage * TILE_BYTES;
                 pin(scores);
                 wgmma_fence();
                 #pragma unroll
@@ -147,12 +147,12 @@ prefill(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorM
             };
             auto end_scores = [&] {
                 pin(scores);
-                if (lane == 0) barrier_arrive(k_empty + 8 * k);
-                if (++k == STAGES) { k = 0; k_parity ^= 1; }
+                if (lane == 0) barrier_arrive(k_empty + 8 * k_stage);
+                if (++k_stage == STAGES) { k_stage = 0; k_parity ^= 1; }
             };
             auto begin_sums = [&](bool is_first) {
-                barrier_wait(v_full + 8 * v, v_parity);
-                const u32 values = v_at + v * TILE_BYTES;
+                barrier_wait(v_full + 8 * v_stage, v_parity);
+                const u32 values = v_at + v_stage * TILE_BYTES;
                 const int rest = (tile.position + tile.queries) % KEYS;
                 if (is_first && rest % SMALL_BOX != 0) {  // set the rows after the last key to zero
                     const int at = rest + (thread >> 4 & 7);
@@ -173,8 +173,8 @@ prefill(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorM
             };
             auto end_sums = [&] {
                 pin(sums);
-                if (lane == 0) barrier_arrive(v_empty + 8 * v);
-                if (++v == STAGES) { v = 0; v_parity ^= 1; }
+                if (lane == 0) barrier_arrive(v_empty + 8 * v_stage);
+                if (++v_stage == STAGES) { v_stage = 0; v_parity ^= 1; }
             };
             // Replace the scores by weights. Updates the largest scores and the sums of weights; earlier sums are to be rescaled.
             auto softmax = [&](int key) {
@@ -185,14 +185,14 @@ prefill(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorM
                 }
                 #pragma unroll
                 for (int half = 0; half < 2; half++) {
-                    float now = top[half];
+                    float now = max_score[half];
                     #pragma unroll
                     for (int i = 0; i < KEYS / 4; i++) now = fmaxf(now, scores[i / 2 * 4 + half * 2 + (i & 1)]);
                     now = fmaxf(now, __shfl_xor_sync(ALL, now, 1));
                     now = fmaxf(now, __shfl_xor_sync(ALL, now, 2));
                     const float base = now == -infinity ? 0.f : now * scale;  // -inf if the row has seen no visible key yet
-                    rescale[half] = exp2_of(top[half] * scale - base);
-                    top[half] = now;
+                    rescale[half] = exp2_of(max_score[half] * scale - base);
+                    max_score[half] = now;
                     float sum = 0.f;
                     #pragma unroll
                     for (int i = 0; i < KEYS / 4; i++) {
@@ -264,8 +264,8 @@ prefill(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorM
             }
             asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // TMA overwrites this memory next
             __syncwarp();
-            if (lane == 0) barrier_arrive(q_empty + 8 * q);
-            if (++q == 2) { q = 0; q_parity ^= 1; }
+            if (lane == 0) barrier_arrive(q_empty + 8 * q_stage);
+            if (++q_stage == 2) { q_stage = 0; q_parity ^= 1; }
         }
     } else {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
@@ -278,16 +278,16 @@ prefill(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorM
         }
         previous_kernel_wait();
         const int total = num_tiles * heads;
-        int q = 0, stage = 0, q_parity = producer == 0, parity = 1;  // the first wait for parity 1 returns at once
+        int q_stage = 0, stage = 0, q_parity = producer == 0, parity = 1;  // the first wait for parity 1 returns at once
         for (;;) {
             if (producer == 0) {
                 // Each block takes one number too many. After the last one the counter is 0 again.
                 const int taken = __shfl_sync(ALL, lane == 0 ? (int)atomicInc(counter, total + gridDim.x - 1) : 0, 0);
-                barrier_wait(q_empty + 8 * q, q_parity);
+                barrier_wait(q_empty + 8 * q_stage, q_parity);
                 if (taken >= total) {
                     if (lane == 0) {
-                        queued[q].key_tiles = 0;
-                        barrier_arrive(q_full + 8 * q);
+                        queued[q_stage].key_tiles = 0;
+                        barrier_arrive(q_full + 8 * q_stage);
                     }
                     return;
                 }
@@ -295,22 +295,22 @@ prefill(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorM
                 const int begin = cu_seqlens_q[request], count = cu_seqlens_q[request + 1] - begin, queries = min(QUERIES, count - first);
                 const int position = seq_lens[request] - count + first;
                 if (lane == 0) {
-                    queued[q] = Tile{begin + first, queries, position, head, (position + queries + KEYS - 1) / KEYS, rows[request]};
-                    barrier_expect(q_full + 8 * q, QUERY_BYTES);
+                    queued[q_stage] = Tile{begin + first, queries, position, head, (position + queries + KEYS - 1) / KEYS, rows[request]};
+                    barrier_expect(q_full + 8 * q_stage, QUERY_BYTES);
                     for (int line = 0; line < LINES; line++)
-                        fetch(q_at + q * TILE_BYTES + line * LINE_BYTES, &q_map, line * 64, head * GROUP, begin + first, q_full + 8 * q);
+                        fetch(q_at + q_stage * TILE_BYTES + line * LINE_BYTES, &q_map, line * 64, head * GROUP, begin + first, q_full + 8 * q_stage);
                 }
                 __syncwarp();
             } else {
-                barrier_wait(q_full + 8 * q, q_parity);
+                barrier_wait(q_full + 8 * q_stage, q_parity);
             }
-            const Tile tile = queued[q];
+            const Tile tile = queued[q_stage];
             if (tile.key_tiles == 0) return;
             if (producer == 1) {
                 __syncwarp();
-                if (lane == 0) barrier_arrive(q_empty + 8 * q);
+                if (lane == 0) barrier_arrive(q_empty + 8 * q_stage);
             }
-            if (++q == 2) { q = 0; q_parity ^= 1; }
+            if (++q_stage == 2) { q_stage = 0; q_parity ^= 1; }
             const int* const table = page_table + (long long)tile.row * row_stride;
             if (producer == 0) load_tiles<false>(&k_map, &k_small_map, table, tile, num_slots, k_at, k_full, k_empty, stage, parity);
             else load_tiles<true>(&v_map, &v_small_map, table, tile, num_slots, v_at, v_full, v_empty, stage, parity);
