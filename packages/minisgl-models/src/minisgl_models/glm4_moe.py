@@ -22,13 +22,11 @@ from minisgl_core.layers import (
     Layer,
     QKVParallelLinear,
     RMSNorm,
-    RotaryEmbedding,
     RowParallelLinear,
-    VocabParallelEmbedding,
     check_activation,
 )
 from minisgl_models.config_keys import unsupported_keys, whole_number, with_defaults
-from minisgl_models.llama import LlamaMLP
+from minisgl_models.llama import LlamaMLP, LlamaModel
 
 _DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 151552,
@@ -167,43 +165,10 @@ class Glm4MoeDecoderLayer(Layer):
         return self.mlp.forward(hidden_states), residual
 
 
-class Glm4MoeModel(Layer):
-    """Embedding, decoder layers and the final norm."""
+class Glm4MoeModel(LlamaModel):
+    """`LlamaModel` with experts."""
 
-    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        self._stage = stage = build.stage(config)
-        if stage.has_embedding:
-            self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, build)
-        self.rotary_emb = RotaryEmbedding(config.rope, config.max_position, build)
-        self.layers = {index: Glm4MoeDecoderLayer(config, index, build) for index in stage.layers}
-        if stage.has_lm_head:
-            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build, all_reduce=True)
-
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        attend: Attend,
-        logits_index: torch.Tensor | None,
-        intermediate: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Return hidden states, [T, H], or [N, H] for the tokens at `logits_index`.
-
-        Between pipeline stages, `intermediate` and the result are hidden states and residual, [2, T, H].
-        """
-        cos, sin = self.rotary_emb.forward(positions)
-        if intermediate is None:
-            hidden_states, residual = self.embed_tokens.forward(input_ids), None
-        else:
-            hidden_states, residual = intermediate.unbind(0)
-        *layers, last = self.layers.values()
-        for layer in layers:
-            hidden_states, residual = layer.forward(hidden_states, residual, cos, sin, attend)
-        # After the last attention, only the tokens whose logits are computed are needed.
-        hidden_states, residual = last.forward(hidden_states, residual, cos, sin, attend, logits_index)
-        if not self._stage.has_lm_head:
-            return torch.stack((hidden_states, residual))
-        return self.norm.add(hidden_states, residual)[0]
+    decoder_layer: ClassVar = Glm4MoeDecoderLayer
 
 
 class Glm4MoeForCausalLM(CausalLM):

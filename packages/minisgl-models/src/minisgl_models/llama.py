@@ -4,7 +4,7 @@ Shape legend: T tokens of the step, N tokens whose hidden states are returned, H
 `docs/plugins/model.md` walks through granite.py, a file like this one.
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -99,14 +99,20 @@ class LlamaDecoderLayer(Layer):
 
 
 class LlamaModel(Layer):
-    """Embedding, decoder layers and the final norm."""
+    """Embedding, decoder layers and the final norm.
+
+    Attributes:
+        decoder_layer: class of the decoder layers, which a model with experts replaces.
+    """
+
+    decoder_layer: ClassVar[type[Any]] = LlamaDecoderLayer
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         self._stage = stage = build.stage(config)
         if stage.has_embedding:
             self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, build)
         self.rotary_emb = RotaryEmbedding(config.rope, config.max_position, build)
-        self.layers = {index: LlamaDecoderLayer(config, index, build) for index in stage.layers}
+        self.layers = {index: self.decoder_layer(config, index, build) for index in stage.layers}
         if stage.has_lm_head:
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build, all_reduce=True)
 
