@@ -1,7 +1,5 @@
 """Paged attention for Hopper GPUs, in CUDA C++."""
 
-from __future__ import annotations
-
 import torch
 
 from minisgl_backends.attention.triton_backend import StepPlan, TritonAttention

@@ -1,7 +1,5 @@
 """Paged attention in Triton, which needs no package besides torch and triton."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -33,7 +31,7 @@ class StepPlan:
     """
 
     batch: AttentionBatch
-    workspace: SplitKVWorkspace | None
+    workspace: "SplitKVWorkspace | None"
     prefills: AttentionBatch | None = None
     tiles: torch.Tensor | None = None
 
@@ -99,7 +97,7 @@ class TritonAttention(FusedStoreAttention):
     def plan_replay(self, batch: AttentionBatch) -> None:
         """Do nothing: the captured kernels read the batch's own tensors."""
 
-    def _begin_decodes(self, num_requests: int) -> SplitKVWorkspace | None:
+    def _begin_decodes(self, num_requests: int) -> "SplitKVWorkspace | None":
         """Prepare a step with this many decodes, and return its workspace; see `StepPlan`."""
         spec, make = self.spec, self._decode_kernels.SplitKVWorkspace.make
         heads = (spec.num_q_heads, spec.num_kv_heads)

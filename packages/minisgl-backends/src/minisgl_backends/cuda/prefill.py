@@ -3,8 +3,6 @@
 Shape legend: as in `kernels.paged_prefill`.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
