@@ -108,9 +108,9 @@ def dequantize(
 
 
 @triton.jit
-def _half(word, PLACE: tl.constexpr):
+def _half(word, INDEX: tl.constexpr):
     """Return the float16 in the low (0) or high half (1) of a word, in float32."""
-    return (word >> (16 * PLACE)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return (word >> (16 * INDEX)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit

@@ -61,9 +61,9 @@ class CheckpointInt4Experts(PackedExperts):
     def __init__(self, spec: ExpertsSpec, kernel: type[MoeKernel], checkpoint_format: Int4Format) -> None:
         super().__init__(spec, kernel)
 
-        def part(of: LinearPart, columns: Shard) -> CheckpointPart:
-            layer = LinearSpec(of.name, (of,), columns, False, False, spec.moe.dtype, spec.moe.device)
-            return CheckpointPart(of, layer, checkpoint_format)
+        def part(linear_part: LinearPart, columns: Shard) -> CheckpointPart:
+            layer = LinearSpec(linear_part.name, (linear_part,), columns, False, False, spec.moe.dtype, spec.moe.device)
+            return CheckpointPart(linear_part, layer, checkpoint_format)
 
         hidden, experts = Shard.whole(spec.moe.hidden_size), range(spec.moe.num_experts)
         self._gate_up = [[part(each, hidden) for each in self.spec.gate_up_parts(expert)] for expert in experts]
