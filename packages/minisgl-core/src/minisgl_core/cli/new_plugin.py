@@ -29,76 +29,45 @@ class Scaffold:
         module: name of the provider's module and of its template.
         provider: name of the provider in the module; empty if the module itself is registered.
         summary: description of the package, without a full stop.
-        use: command that uses the plugin.
-        entry: name of the entry point.
         dependencies: dependencies besides minisgl-core.
+        options: options of ``minisgl launch`` that use the plugin; by default, the kind's flag with the plugin's name.
+        entry: name of the entry point.
     """
 
     module: str
     provider: str
     summary: str
-    use: str
-    entry: str = "{name}"
     dependencies: tuple[str, ...] = ()
+    options: str = ""
+    entry: str = "{name}"
 
 
 SCAFFOLDS = {
-    "attention": Scaffold(
-        "attention", "{Name}Attention", "An attention backend", "minisgl launch --attn {name}", dependencies=("torch",)
-    ),
+    "attention": Scaffold("attention", "{Name}Attention", "An attention backend", ("torch",)),
     "models": Scaffold(
-        "model",
-        "{Name}ForCausalLM",
-        "A model architecture",
-        "minisgl launch --model FOLDER",
-        entry="{Name}ForCausalLM",
-        dependencies=("torch",),
+        "model", "{Name}ForCausalLM", "A model architecture", ("torch",), "--model FOLDER", "{Name}ForCausalLM"
     ),
-    "prefix_cache": Scaffold(
-        "prefix_cache", "{Name}Cache", "A prefix cache", "minisgl launch --cache {name}", dependencies=("numpy",)
-    ),
-    "moe": Scaffold(
-        "moe", "{Name}Moe", "A mixture-of-experts kernel", "minisgl launch --moe {name}", dependencies=("torch",)
-    ),
-    "ops": Scaffold("ops", "{Name}Ops", "Kernels", "minisgl launch --ops {name},auto", dependencies=("torch",)),
-    "quantization": Scaffold(
-        "quantization",
-        "{Name}Quantization",
-        "A quantization method",
-        "minisgl launch --quantization {name}",
-        dependencies=("torch",),
-    ),
+    "prefix_cache": Scaffold("prefix_cache", "{Name}Cache", "A prefix cache", ("numpy",)),
+    "moe": Scaffold("moe", "{Name}Moe", "A mixture-of-experts kernel", ("torch",)),
+    "ops": Scaffold("ops", "{Name}Ops", "Kernels", ("torch",), "--ops {name},auto"),
+    "quantization": Scaffold("quantization", "{Name}Quantization", "A quantization method", ("torch",)),
     "communicator": Scaffold(
         "communicator",
         "{Name}Communicator",
         "Collectives between ranks",
-        "minisgl launch --tp 2 --communicator {name}",
-        dependencies=("numpy", "torch"),
+        ("numpy", "torch"),
+        "--tp 2 --communicator {name}",
     ),
-    "executor": Scaffold(
-        "executor", "{Name}Executor", "An executor of ranks", "minisgl launch --tp 2 --executor {name}"
-    ),
-    "router": Scaffold("router", "{Name}Router", "A router of requests", "minisgl launch --replicas 2 --router {name}"),
-    "platform": Scaffold(
-        "platform", "{Name}Platform", "A device", "minisgl launch --platform {name}", dependencies=("psutil", "torch")
-    ),
-    "weights": Scaffold(
-        "weights",
-        "{Name}Weights",
-        "A checkpoint format",
-        "minisgl launch --model FOLDER",
-        dependencies=("torch", "transformers"),
-    ),
-    "policy": Scaffold("policy", "{Name}Policy", "A scheduling policy", "minisgl launch --policy {name}"),
-    "commands": Scaffold("command", "{name_}", "A command", "minisgl {name}", dependencies=("click",)),
+    "executor": Scaffold("executor", "{Name}Executor", "An executor of ranks", (), "--tp 2 --executor {name}"),
+    "router": Scaffold("router", "{Name}Router", "A router of requests", (), "--replicas 2 --router {name}"),
+    "platform": Scaffold("platform", "{Name}Platform", "A device", ("psutil", "torch")),
+    "weights": Scaffold("weights", "{Name}Weights", "A checkpoint format", ("torch", "transformers"), "--model FOLDER"),
+    "policy": Scaffold("policy", "{Name}Policy", "A scheduling policy"),
+    "commands": Scaffold("command", "{name_}", "A command", ("click",)),
     "grammar": Scaffold(
-        "grammar",
-        "{Name}Grammar",
-        "A grammar backend for structured outputs",
-        "minisgl launch --grammar {name}",
-        dependencies=("minisgl-backends[grammar]", "numpy"),
+        "grammar", "{Name}Grammar", "A grammar backend for structured outputs", ("minisgl-backends[grammar]", "numpy")
     ),
-    "hooks": Scaffold("hooks", "", "A hook module", "minisgl launch"),
+    "hooks": Scaffold("hooks", "", "A hook module"),
 }
 """Scaffolds by kind."""
 
@@ -133,6 +102,8 @@ def write_plugin(name: str, kind: str, parent: Path) -> list[Path]:
     core = Version(version("minisgl-core"))
     requires = (f"minisgl-core>={core.major}.{core.minor},<{core.major}.{core.minor + 1}", *scaffold.dependencies)
     module = f"{package}.{scaffold.module}"
+    options = scaffold.options or (f"{KINDS[kind].flag} {{name}}" if KINDS[kind].flag else "")
+    use = f"minisgl {short}" if kind == "commands" else f"minisgl launch {options.format(**words)}".rstrip()
     values = {
         "distribution": distribution,
         "package": package,
@@ -142,7 +113,7 @@ def write_plugin(name: str, kind: str, parent: Path) -> list[Path]:
         "group": KINDS[kind].group,
         "entry": entry,
         "value": f"{module}:{provider}" if provider else module,
-        "use": scaffold.use.format(**words),
+        "use": use,
         "dependencies": ", ".join(f'"{each}"' for each in requires),
     }
     source = f"src/{package}"
