@@ -1,9 +1,12 @@
 """Checks of a GGUF file's metadata and shapes, which run before memory of these sizes is allocated."""
 
-import math
-from collections.abc import Callable, Collection, Mapping
+import sys
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from minisgl_core.config.keys import MAX_CONTEXT, MAX_LAYERS
 from minisgl_core.errors import ModelFormatError
@@ -11,53 +14,18 @@ from minisgl_models.weights.gguf_reader import GgufTensor
 
 MAX_ROPE_FACTORS = 2**12
 """Largest number of RoPE frequencies per head."""
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
-
-
-def _are_integers(value: Any) -> bool:
-    return isinstance(value, list) and all(_is_integer(item) for item in value)
-
-
-def _are_numbers(value: Any) -> bool:
-    return isinstance(value, list) and all(_is_finite(item) for item in value)
-
-
-def _is_pattern(value: Any) -> bool:
-    return (_is_integer(value) and value > 0) or (isinstance(value, list) and all(map(_is_flag, value)))
-
-
-_Check = tuple[Callable[[Any], bool], str]
-_INTEGER: _Check = (_is_integer, "an integer")
-_FLAG: _Check = (_is_flag, "true or false")
-_TEXT: _Check = (_is_text, "a string")
-_TEXTS: _Check = (_are_texts, "an array of strings")
-_POSITIVE: _Check = (lambda value: _is_integer(value) and value > 0, "an integer of at least 1")
-_NOT_NEGATIVE: _Check = (lambda value: _is_integer(value) and value >= 0, "an integer of at least 0")
-_NUMBER: _Check = (_is_finite, "a finite number")
-_ABOVE_1: _Check = (lambda value: _is_finite(value) and value > 1, "a number above 1")
-_FACTOR: _Check = (
-    lambda value: _is_finite(value) and 0 <= value <= MAX_CONTEXT,
-    f"a number from 0 (no factor) to {MAX_CONTEXT}",
-)
+_Check = tuple[Any, str]
+"""Type of a value, which msgspec checks without conversions, and its description for errors."""
+_Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+_INTEGER: _Check = (int, "an integer")
+_FLAG: _Check = (bool, "true or false")
+_TEXT: _Check = (str, "a string")
+_TEXTS: _Check = (list[str], "an array of strings")
+_POSITIVE: _Check = (Annotated[int, Meta(ge=1)], "an integer of at least 1")
+_NOT_NEGATIVE: _Check = (Annotated[int, Meta(ge=0)], "an integer of at least 0")
+_NUMBER: _Check = (_Finite, "a finite number")
+_ABOVE_1: _Check = (Annotated[float, Meta(gt=1, le=sys.float_info.max)], "a number above 1")
+_FACTOR: _Check = (Annotated[float, Meta(ge=0, le=MAX_CONTEXT)], f"a number from 0 (no factor) to {MAX_CONTEXT}")
 
 _KEYS: Mapping[str, _Check] = {
     **{f"tokenizer.ggml.{name}_token_id": _INTEGER for name in ("bos", "eos", "eot", "eom", "unknown", "padding")},
@@ -65,15 +33,15 @@ _KEYS: Mapping[str, _Check] = {
     "tokenizer.ggml.add_space_prefix": _FLAG,
     **dict.fromkeys(("tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.chat_template"), _TEXT),
     **dict.fromkeys(("tokenizer.ggml.tokens", "tokenizer.ggml.merges"), _TEXTS),
-    "tokenizer.ggml.token_type": (_are_integers, "an array of integers"),
-    "tokenizer.ggml.scores": (_are_numbers, "an array of finite numbers"),
+    "tokenizer.ggml.token_type": (list[int], "an array of integers"),
+    "tokenizer.ggml.scores": (list[_Finite], "an array of finite numbers"),
 }
 _COMMON_KEYS: Mapping[str, _Check] = {
-    "block_count": (lambda value: _is_integer(value) and 0 < value <= MAX_LAYERS, f"1 to {MAX_LAYERS} layers"),
+    "block_count": (Annotated[int, Meta(ge=1, le=MAX_LAYERS)], f"1 to {MAX_LAYERS} layers"),
     **dict.fromkeys(("embedding_length", "feed_forward_length", "attention.head_count"), _POSITIVE),
     **dict.fromkeys(("attention.head_count_kv", "attention.key_length", "rope.dimension_count"), _POSITIVE),
-    "attention.layer_norm_rms_epsilon": (lambda value: _is_finite(value) and value >= 0, "a number of at least 0"),
-    "context_length": (lambda value: _is_integer(value) and 0 < value <= MAX_CONTEXT, f"1 to {MAX_CONTEXT} tokens"),
+    "attention.layer_norm_rms_epsilon": (Annotated[float, Meta(ge=0, le=sys.float_info.max)], "a number of at least 0"),
+    "context_length": (Annotated[int, Meta(ge=1, le=MAX_CONTEXT)], f"1 to {MAX_CONTEXT} tokens"),
     "rope.freq_base": _ABOVE_1,
     "rope.scaling.type": _TEXT,
     "rope.scaling.original_context_length": _POSITIVE,
@@ -89,7 +57,10 @@ _OTHER_KEYS: Mapping[str, _Check] = {
     **dict.fromkeys(("attention.scale", "embedding_scale", "residual_scale", "logit_scale"), _NUMBER),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), _NUMBER),
     "attention.sliding_window": _NOT_NEGATIVE,
-    "attention.sliding_window_pattern": (_is_pattern, "an integer of at least 1 or an array of flags"),
+    "attention.sliding_window_pattern": (
+        Annotated[int, Meta(ge=1)] | list[bool],
+        "an integer of at least 1 or an array of flags",
+    ),
     "rope.freq_base_swa": _ABOVE_1,
 }
 """Likewise, of keys that some architectures read; see `Architecture.keys`."""
@@ -105,9 +76,12 @@ def check_metadata(path: Path, metadata: Mapping[str, Any]) -> None:
     if not isinstance(arch, str):
         raise ModelFormatError(f"{path}: general.architecture={_shown(arch)} must be a string")
     checks = {**_KEYS, **{f"{arch}.{name}": check for name, check in {**_COMMON_KEYS, **_OTHER_KEYS}.items()}}
-    for key, (is_valid, allowed) in checks.items():
-        if key in metadata and not is_valid(metadata[key]):
-            raise ModelFormatError(f"{path}: {key}={_shown(metadata[key])} must be {allowed}")
+    for key, (kind, allowed) in checks.items():
+        if key in metadata:
+            try:
+                msgspec.convert(metadata[key], kind)
+            except msgspec.ValidationError:
+                raise ModelFormatError(f"{path}: {key}={_shown(metadata[key])} must be {allowed}") from None
 
 
 _FIXED_KEYS: Mapping[str, tuple[Any, ...]] = {
