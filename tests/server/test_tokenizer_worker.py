@@ -318,6 +318,26 @@ def test_a_long_prompt_does_not_delay_other_messages(rig: Rig, monkeypatch: pyte
     assert isinstance(count, Count), "it follows all that was sent before it"
 
 
+@pytest.mark.parametrize(
+    "parameters",
+    [{"enum": list(range(20_000))}, {"enum": [None] * 20_000}, {f"name {number}": 1 for number in range(8_000)}],
+)
+def test_tools_of_numbers_and_names_are_long_prompts(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, parameters: dict[str, Any]
+) -> None:
+    """Templates show them as JSON, which takes as long to tokenize as other text."""
+    threads = list[str]()
+    monkeypatch.setattr(TokenizerWorker, "encode", lambda *_: threads.append(threading.current_thread().name))
+    tools = ToolUse(tools=[{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+    queue = TokenizerQueue(rig.worker)
+    queue.add(Tokenize(request_id="a", sampling=SamplingParams(), messages=QUESTION, tools=tools))
+    queue.run_next()
+    deadline = time.monotonic() + 20
+    while not threads and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert threads == ["tokenize"]
+
+
 def test_waiting_prompts_are_measured_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measuring a chat of thousands of messages takes milliseconds, and the queue is searched for each message that arrives."""
     measured, num_chars = list[str](), Tokenize.num_chars

@@ -161,19 +161,25 @@ class Tokenize(msgspec.Struct, tag=True, kw_only=True):
 
     @property
     def num_chars(self) -> int:
-        """Characters of the prompt, or of the conversation with its tools, documents and template variables."""
+        """Characters of the prompt, or of the conversation with its tools, documents and template variables.
+
+        Names of fields count, as templates show those of tools. Numbers count as `_CHARS_PER_NUMBER` characters.
+        """
         if self.messages is None:
             return len(self.text or "")
         tools = self.tools.tools if self.tools else ()
         return _num_chars((self.messages, tools, self.documents or (), self.chat_template_kwargs))
 
 
+_CHARS_PER_NUMBER = 8
+
+
 def _num_chars(value: Any) -> int:
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):
-        return sum(map(_num_chars, value.values()))
-    return sum(map(_num_chars, value)) if isinstance(value, list | tuple) else 0
+        return sum(map(len, value)) + sum(map(_num_chars, value.values()))
+    return sum(map(_num_chars, value)) if isinstance(value, list | tuple) else _CHARS_PER_NUMBER
 
 
 class Detokenize(msgspec.Struct, tag=True):

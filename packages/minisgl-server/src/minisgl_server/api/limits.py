@@ -78,7 +78,7 @@ class RequestLimits:
         """Refuse messages and tools whose texts together cannot fit the context."""
         if prompt.messages is None:
             return
-        # Twice, as `num_chars` counts roles and types, too, of which the template may render few.
+        # Twice, as `num_chars` counts roles and names of fields, too, of which the template may render few.
         if (length := prompt.num_chars) > 2 * self.text:
             what = f"the messages and tools have {length} characters, and no more than {self.text} fit"
             message = f"{beyond_context(self.counts[Bound.CONTEXT], what)} Please reduce the length of the messages."
