@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from kit_runner import failures, iter_failures
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
@@ -18,7 +19,6 @@ from minisgl_core.contracts.model import Attend, BuildContext, Model
 from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.weights import LazyTensor, WeightSource
 from minisgl_core.layers import RMSNorm, RowParallelLinear, VocabParallelEmbedding
-from minisgl_core.testing.kit_runner import failures, iter_failures
 from minisgl_core.testing.model_kit import ModelTests
 from minisgl_core.testing.references import random_reference
 from minisgl_core.testing.weights_kit import WeightSourceTests

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from kit_runner import failures, iter_failures
 
 from minisgl_backends.attention.torch_backend import TorchAttention
 from minisgl_core.contracts.attention import (
@@ -22,7 +23,6 @@ from minisgl_core.contracts.attention import (
 from minisgl_core.contracts.ops import RotaryOps
 from minisgl_core.testing.attention_kit import AttentionBackendTests
 from minisgl_core.testing.attention_rig import dense_attention
-from minisgl_core.testing.kit_runner import failures, iter_failures
 from minisgl_core.testing.references import DenseAttention
 
 

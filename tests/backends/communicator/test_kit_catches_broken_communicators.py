@@ -10,12 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from kit_runner import failures
 
 from minisgl_backends.communicator.torch_distributed import TorchCommunicator
 from minisgl_core.contracts.communicator import Communicator, CommunicatorSpec
 from minisgl_core.testing.communicator_checks import CHECKS, FAULTS, Rank
 from minisgl_core.testing.communicator_kit import CommunicatorTests
-from minisgl_core.testing.kit_runner import failures
 
 
 class MistakesItsRank(TorchCommunicator):

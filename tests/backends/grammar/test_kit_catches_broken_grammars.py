@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kit_runner import failures, iter_failures
 
 from minisgl_backends.grammar import lark
 from minisgl_backends.grammar.llguidance_grammar import LlguidanceGrammar, LlguidanceState
 from minisgl_core.contracts.structured_outputs import StructuralTag
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.testing.grammar_kit import EOS, GrammarTests
-from minisgl_core.testing.kit_runner import failures, iter_failures
 
 
 class _Of(LlguidanceGrammar):

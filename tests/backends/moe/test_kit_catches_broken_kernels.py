@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from kit_runner import failures, iter_failures
 
 from minisgl_backends.moe.torch_kernel import TorchMoe
 from minisgl_core.contracts.moe import ExpertWeights, MoeCapabilities, MoeKernel, MoeSpec, RoutingSpec
-from minisgl_core.testing.kit_runner import failures, iter_failures
 from minisgl_core.testing.moe_cases import expected_output, expected_routing, random_case
 from minisgl_core.testing.moe_kit import MoeKernelTests
 from minisgl_core.testing.references import NaiveMoe

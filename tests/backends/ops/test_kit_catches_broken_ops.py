@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from kit_runner import failures, iter_failures
 
 from minisgl_core.contracts.ops import (
     ROLES,
@@ -25,7 +26,6 @@ from minisgl_core.contracts.ops import (
     TorchOps,
 )
 from minisgl_core.contracts.ops.norm import rms_norm
-from minisgl_core.testing.kit_runner import failures, iter_failures
 from minisgl_core.testing.ops_kit import OpsTests
 from minisgl_core.utils.fp8 import FP8
 

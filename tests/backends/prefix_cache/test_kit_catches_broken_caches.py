@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import Phase, settings
+from kit_runner import failures, iter_failures
 
 from minisgl_backends.prefix_cache.naive import NaivePrefixCache
 from minisgl_backends.prefix_cache.radix import RadixPrefixCache
@@ -21,7 +22,6 @@ from minisgl_core.contracts.prefix_cache import (
     PrefixTreeNode,
     TokenIds,
 )
-from minisgl_core.testing.kit_runner import failures, iter_failures
 from minisgl_core.testing.prefix_cache_kit import PrefixCacheTests
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fp8_checkpoints import BLOCKS, PER_CHANNEL, PER_TENSOR
+from kit_runner import failures, iter_failures
 
 from minisgl_backends.quantization.fp8 import Fp8, Fp8Experts, Fp8Linear
 from minisgl_backends.quantization.fp8_checkpoint import CheckpointFp8Experts, CheckpointFp8Linear
@@ -26,7 +27,6 @@ from minisgl_core.contracts.moe import MoeKernel
 from minisgl_core.contracts.ops import LinearOp
 from minisgl_core.contracts.quantization import Quantization
 from minisgl_core.contracts.shard import Shard
-from minisgl_core.testing.kit_runner import failures, iter_failures
 from minisgl_core.testing.quantization_kit import QuantizationTests
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kit_runner import failures
 
 from minisgl_core.contracts.platform import Hardware, Platform
 from minisgl_core.platforms.cpu import CpuPlatform
 from minisgl_core.platforms.cuda import CudaPlatform
-from minisgl_core.testing.kit_runner import failures
 from minisgl_core.testing.platform_kit import PlatformTests
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from kit_runner import iter_failures
 
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.contracts.executor import Executor, RankPlacement
@@ -17,7 +18,6 @@ from minisgl_core.runtime.executor_selection import make_executor
 from minisgl_core.runtime.local_executor import LocalExecutor
 from minisgl_core.runtime.supervisor import Supervisor
 from minisgl_core.testing.executor_kit import ExecutorTests
-from minisgl_core.testing.kit_runner import iter_failures
 
 
 class TestLocal(ExecutorTests):

@@ -9,10 +9,10 @@ from functools import cmp_to_key
 from itertools import pairwise
 
 import pytest
+from kit_runner import iter_failures
 
 from minisgl_core.contracts.policy import Policy, RequestView
 from minisgl_core.scheduler.policies import FirstComeFirstServed, LongestOutputFirst, LongestPrefixMatch
-from minisgl_core.testing.kit_runner import iter_failures
 from minisgl_core.testing.policy_kit import PolicyTests, Queue
 
 NumCached = Callable[[RequestView], int]

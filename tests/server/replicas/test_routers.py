@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit_runner import iter_failures
 
 from minisgl_core.contracts.prefix_cache import CacheNamespace
 from minisgl_core.contracts.router import (
@@ -22,7 +23,6 @@ from minisgl_core.contracts.router import (
     block_keys,
     block_size_for,
 )
-from minisgl_core.testing.kit_runner import iter_failures
 from minisgl_core.testing.router_kit import Replica, RouterTests, prompt
 from minisgl_server.router.block_table import WAYS, BlockTable
 from minisgl_server.router.policies import LeastLoadedRouter, RoundRobinRouter

@@ -11,6 +11,7 @@ The kits: `attention_kit.AttentionBackendTests`, `communicator_kit.CommunicatorT
 `grammar_kit.GrammarTests`, `model_kit.ModelTests`, `moe_kit.MoeKernelTests`, `ops_kit.OpsTests`,
 `platform_kit.PlatformTests`, `policy_kit.PolicyTests`, `prefix_cache_kit.PrefixCacheTests`,
 `quantization_kit.QuantizationTests`, `router_kit.RouterTests`, `weights_kit.WeightSourceTests`.
-`kit_runner.failures` runs a kit without pytest, for tests of the kits themselves. The kits need
-``pip install 'minisgl-core[testing]'``. This package re-exports nothing, so that each kit imports only what it needs.
+
+The kits need ``pip install 'minisgl-core[testing]'``. This package re-exports nothing, so that each kit imports only what it
+needs.
 """
