@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import timeit
 from typing import Any
 
 import msgspec
@@ -11,7 +12,7 @@ import pytest
 import tiny
 
 from minisgl_backends.grammar.llguidance_grammar import LlguidanceGrammar
-from minisgl_core.contracts.grammar import GrammarKind, GrammarState
+from minisgl_core.contracts.grammar import GrammarKind, GrammarState, clear_tokens, mask_width
 from minisgl_core.contracts.structured_outputs import GrammarSource
 from minisgl_core.protocol.messages import Submit
 from minisgl_core.sampling_params import SamplingParams
@@ -99,6 +100,26 @@ def test_an_aborted_request_does_not_wait_for_its_grammar() -> None:
     tiny.run(loop)
     assert grammars.num_kept == 1
     tiny.assert_nothing_in_use(loop)
+
+
+@pytest.mark.parametrize("count", [0, 1, 15, 16, 1000])
+def test_banned_tokens_are_cleared(count: int) -> None:
+    mask = np.full(mask_width(2000), -1, np.int32)
+    banned = frozenset(np.random.default_rng(count).choice(2000, count, replace=False).tolist())
+    clear_tokens(mask, banned)
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+    assert set(np.flatnonzero(bits == 0).tolist()) == banned
+
+
+def test_many_banned_tokens_cost_little() -> None:
+    """Each output of a request may have a thousand bad words and a thousand stop tokens, which every step bans."""
+    mask = np.full(mask_width(150_000), -1, np.int32)
+
+    def seconds(count: int) -> float:
+        banned = frozenset(range(count))
+        return min(timeit.repeat(lambda: clear_tokens(mask, banned), number=10, repeat=5))
+
+    assert seconds(4096) < 50 * seconds(32)
 
 
 def test_from_the_beginning(grammars: GrammarManager) -> None:

@@ -10,7 +10,7 @@ import hashlib
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from threading import Lock, RLock
@@ -226,7 +226,7 @@ class GrammarManager:
     def fill(
         self,
         constraints: Sequence[Constraint | None],
-        banned: Sequence[Iterable[int]],
+        banned: Sequence[Collection[int]],
         rules: Sequence[TokenRules | None] = (),
     ) -> Masks:
         """Return masks [len(constraints), W] of the tokens that may come next.
