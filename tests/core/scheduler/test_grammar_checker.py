@@ -75,7 +75,16 @@ def test_close_ends_the_process() -> None:
     process = psutil.Process(checker._thorough._process.pid)
     [child] = process.children()
     assert process.cmdline()[0] == "minisgl: grammar check"
+
+    def ends_early() -> None:
+        with pytest.raises(InvalidValueError, match="killed by SIGKILL"):
+            checker.check(GrammarSource("grammar", INTERSECTION, "it"))
+
+    trial = threading.Thread(target=ends_early)
+    trial.start()
+    time.sleep(0.1)
     checker.close()
+    trial.join()
     assert not process.is_running()
     psutil.wait_procs([child], timeout=30)
     assert not child.is_running()
@@ -93,8 +102,9 @@ def test_a_process_that_is_killed_is_not_called_slow() -> None:
         assert checker.check(regex(text)) > 0
     with pytest.raises(InvalidValueError, match="llguidance supports"):
         checker.check(regex("(a"))
-    for each in (process, *process.children()):
-        each.kill()
+    process.kill()
+    while process.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
     with pytest.raises(InvalidValueError, match="killed by SIGKILL"):
         checker.check(regex("a"))
     assert checker.check(regex("a")) > 0

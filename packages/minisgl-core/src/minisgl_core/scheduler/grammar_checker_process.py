@@ -24,6 +24,8 @@ from minisgl_core.scheduler.grammar_checker import MEMORY_LIMIT_BYTES, Trial, Ve
 
 _STACK_BYTES = 1024**2
 """Stack size, smaller than that of the engine's threads: a text that nests too deeply ends this process, not the engine."""
+_PR_SET_PDEATHSIG = 1
+"""Constant of Linux: a process gets a signal when its parent ends."""
 _NICENESS = 10
 """Increment of the niceness, so that trials do not slow the engine down."""
 
@@ -59,6 +61,8 @@ def _run_trials(pipe: Connection, checker: type[GrammarBackend], cpu_limit_s: fl
     child = os.fork()
     if child == 0:
         try:
+            with suppress(AttributeError):  # on systems other than Linux, it ends after its trial
+                ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             threading.stack_size(_STACK_BYTES)
             worker = threading.Thread(target=_serve, args=(pipe, checker, cpu_limit_s))
             worker.start()
