@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -41,6 +43,12 @@ def test_json_is_one_object_a_line_with_all_that_is_known() -> None:
         failed = record("x")
         failed.exc_info = sys.exc_info()
     assert "out of ideas" in json.loads(formatter.format(failed))["exception"]
+
+
+def test_json_escapes_names_that_are_not_utf8() -> None:
+    name = os.fsdecode(b"models/\xff")
+    data = json.loads(JsonFormatter("api").format(record("no such folder: %s", name, path=Path(name), names=[name])))
+    assert (data["message"], data["path"], data["names"]) == (f"no such folder: {name}", name, [name])
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])

@@ -1,5 +1,6 @@
 """Logging to standard error, as text or as JSON lines."""
 
+import json
 import logging
 import time
 from contextvars import ContextVar
@@ -65,7 +66,10 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         line |= {name: value for name, value in vars(record).items() if name not in _STANDARD}
-        return _encode(line).decode()
+        try:
+            return _encode(line).decode()
+        except UnicodeEncodeError:  # a lone surrogate, as in the name of a file that is not UTF-8
+            return json.dumps(line, default=str)
 
 
 def _request_id(record: logging.LogRecord) -> str:
