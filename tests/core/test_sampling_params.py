@@ -13,7 +13,9 @@ from minisgl_core.errors import InvalidValueError
 from minisgl_core.protocol.messages import Decoder, encode
 from minisgl_core.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 
-INTEGERS = sorted({edge + more for edge in (-(2**63), -(2**31), 0, 2**31, 2**63, 10**400) for more in (-1, 0, 1)})
+INTEGERS = sorted(
+    {edge + more for edge in (-(2**63), -(2**31), 0, 2**31, 2**63, 10**400, 10**5000) for more in (-1, 0, 1)}
+)
 FLOATS = (-0.0, 0, 5e-324, 1e-46, 1e-38, 1e-6, 1e-5, 1 - 2**-53, 1, 2, 1e6, 3.4e38, 3.5e38, 1.7e308, 10**400)
 FLOATS = (*FLOATS, *(-value for value in FLOATS), math.inf, -math.inf, math.nan)
 COUNTS = ("max_tokens", "min_tokens", "top_k", "seed", "n", "logprobs", "prompt_logprobs")

@@ -12,7 +12,7 @@ from typing import Self
 
 class _ShortRepr(Repr):
     def repr_int(self, x: int, level: int) -> str:
-        """Return the digits; the size of a number that Python refuses to convert, since that takes too long."""
+        """Return the digits, or the number of bits if Python refuses to convert so large a number."""
         try:
             return super().repr_int(x, level)
         except ValueError:
@@ -86,8 +86,8 @@ class ContextLengthError(InvalidValueError):
         super().__init__(name, num_prompt + num_output, allowed, remedy)
         self._numbers, self._is_cut = (num_prompt, num_output, max_seq_len, kind), is_cut
         least = "at least " if is_cut else ""
-        sizes = f"{least}{num_prompt} in the {kind}, {num_output} in the completion"
-        what = f"you requested {least}{num_prompt + num_output} tokens ({sizes})"
+        sizes = f"{least}{num_prompt} in the {kind}, {_SHORT.repr(num_output)} in the completion"
+        what = f"you requested {least}{_SHORT.repr(num_prompt + num_output)} tokens ({sizes})"
         shorten = f"Please reduce the length of the {kind} or completion{'' if name == kind else f' ({name})'}."
         self.args = (f"{beyond_context(max_seq_len, what)} {shorten}{' ' + remedy if remedy else ''}",)
 
