@@ -20,7 +20,7 @@ from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.testing.references import DenseAttention
 from minisgl_core.utils.fp8 import FP8, FP8_MAX
-from minisgl_core.weights.fp8_checkpoint import unreadable_reasons
+from minisgl_core.weights.fp8_checkpoint import reasons_against_dequantization
 from minisgl_core.weights.safetensors_folder import SafetensorsWeights
 
 BLOCK = (16, 32)
@@ -139,7 +139,7 @@ def test_other_methods_are_refused(plain: Path, tmp_path: Path) -> None:
     tensors = load_file(plain / "model.safetensors")
     folder = write(plain, tmp_path, {"quant_method": "hqq", "bits": 4}, tensors)
     assert SafetensorsWeights.unsupported(folder) == []
-    [reason] = unreadable_reasons(SafetensorsWeights(folder).config)
+    [reason] = reasons_against_dequantization(SafetensorsWeights(folder).config)
     assert "quant_method 'hqq'" in reason
     assert "only fp8 and compressed-tensors are supported" in reason
     with pytest.raises(ModelFormatError, match=r"hqq.*--quantization NAME"):
@@ -148,10 +148,10 @@ def test_other_methods_are_refused(plain: Path, tmp_path: Path) -> None:
     write(plain, tmp_path, {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}, tensors)
     assert (
         "strategy=None, but only 'channel', 'tensor' is supported"
-        in unreadable_reasons(SafetensorsWeights(folder).config)[0]
+        in reasons_against_dequantization(SafetensorsWeights(folder).config)[0]
     )
     write(plain, tmp_path, {"quant_method": "awq", "bits": 4, "group_size": 128}, tensors)
-    assert "4-bit integers (quant_method 'awq')" in unreadable_reasons(SafetensorsWeights(folder).config)[0]
+    assert "4-bit integers (quant_method 'awq')" in reasons_against_dequantization(SafetensorsWeights(folder).config)[0]
 
 
 def test_packed_weights_come_as_they_are_stored(plain: Path, tmp_path: Path) -> None:

@@ -343,11 +343,11 @@ class LLM:
             return
         try:
             self._is_busy = True
-            self._abort_waiting()
+            self._abort_abandoned()
         finally:
             self._is_busy = False
 
-    def _abort_waiting(self) -> None:
+    def _abort_abandoned(self) -> None:
         while self._to_abort:
             self._loop.scheduler.abort(self._to_abort.pop())
 
@@ -380,7 +380,7 @@ class LLM:
             self._is_busy = True
             if self._others is not None:
                 self._others.check()
-            self._abort_waiting()
+            self._abort_abandoned()
             outputs = self._loop.step()
             if self._others is not None:
                 self._others.check()  # a result that came after a rank had ended is not valid

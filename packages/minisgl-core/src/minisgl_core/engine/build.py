@@ -238,7 +238,10 @@ def _unsupported_reasons(config: EngineConfig, registry: Registry) -> Callable[.
 
 
 def _attention_of_rank0(own: str, registry: Registry, groups: RankGroups) -> str:
-    """Return rank 0's attention backends if they are installed here: on another host, other ones may be compiled."""
+    """Return rank 0's attention backends, or this rank's `own` if they are not installed here.
+
+    ``auto`` prefers backends whose kernels are compiled, so it may select other ones on another host.
+    """
     attn = own
     for group in groups.all:
         attn = str(group.broadcast_object(attn))

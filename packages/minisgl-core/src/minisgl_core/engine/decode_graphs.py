@@ -115,7 +115,10 @@ class DecodeGraphs:
         self._captured.clear()
 
     def fits(self, plan: BatchPlan) -> bool:
-        """Return True if a graph can run the step: only decodes, all of which sample, and not too many."""
+        """Return True if a graph can run the step: only decodes, all of which sample, and not too many.
+
+        With `has_host_graphs`, this captures the graph of the step's size at its first use.
+        """
         count = plan.num_tokens
         if not plan.num_decodes == count == len(plan.sample.index) or not len(self._sizes) or count > self._sizes[-1]:
             return False
@@ -183,19 +186,19 @@ class DecodeGraphs:
         table, on_host = self._table, self._platform.has_host_graphs
         results: list[torch.Tensor] = []
 
-        def run(keep: Callable[[torch.Tensor], torch.Tensor] = self._platform.weak_ref) -> torch.Tensor:
-            known, slots = step.decode_inputs(
+        def run(ref: Callable[[torch.Tensor], torch.Tensor] = self._platform.weak_ref) -> torch.Tensor:
+            input_ids, slots = step.decode_inputs(
                 io.inputs, io.buffer_index, inputs, last_tokens, table.data, table.page_size
             )
             batch.slots.copy_(slots)
-            hidden = self._model.forward(known, inputs[2], attend)
+            hidden = self._model.forward(input_ids, inputs[2], attend)
             logits, shard = self._model.compute_logits(hidden), self._model.vocab_shard
             numbers = temperature, uniform
             tokens = (
                 sampling.sample(logits, *numbers) if shard is None else sampling.sample_shard(logits, *numbers, shard)
             )
             step.decode_outputs(tokens, rows, last_tokens, io.tokens, io.buffer_index)
-            results[:] = keep(hidden), keep(logits), keep(tokens)
+            results[:] = ref(hidden), ref(logits), ref(tokens)
             return tokens
 
         if not on_host:

@@ -50,7 +50,7 @@ class MemoryPool:
         self._blocks: defaultdict[int, list[tuple[np.ndarray, weakref.ref[np.ndarray]]]] = defaultdict(list)
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return an uninitialized tensor with the shape, strides and dtype of `tensor`, which has a storage of its own."""
+        """Return an uninitialized tensor with the shape, strides and dtype of `tensor`, which is not a view."""
         num_bytes = tensor.untyped_storage().nbytes()
         size = max(1 << (num_bytes - 1).bit_length(), _ALIGNMENT) if num_bytes else _ALIGNMENT
         blocks = self._blocks[size]

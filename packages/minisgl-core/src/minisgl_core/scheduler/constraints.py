@@ -139,7 +139,7 @@ class GrammarManager:
         self._pool = ThreadPoolExecutor(_NUM_THREADS, "grammar")
         self._slow_pool = ThreadPoolExecutor(1, "slow grammar")
         self._lock = RLock()
-        """Lock of the next two, which the threads change, too."""
+        """Lock of `_compiled` and `_pending`, which the threads change, too."""
         self._compiled: OrderedDict[bytes, Future[CompiledGrammar]] = OrderedDict()
         self._pending: dict[Future[CompiledGrammar], GrammarSource] = {}
         """Grammars that are not compiled yet."""

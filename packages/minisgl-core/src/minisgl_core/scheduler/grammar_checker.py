@@ -181,7 +181,7 @@ class TrialProcess:
             raise PluginError(verdict.plugin_error)
 
     def _end(self) -> int:
-        """End the process, and return its exit status. If it did not end by itself, it is that of the CPU limit."""
+        """End the process, and return its exit status. If it has to be killed, return the status of an exceeded CPU limit."""
         process, pipe = self._process, self._pipe
         self._process = self._pipe = None
         if pipe is not None:

@@ -50,7 +50,7 @@ def main(fd: int, provider: str, cpu_limit_s: float) -> None:
         return
     pipe.send_bytes(encode(Verdict()))
     silent = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silent, 2)  # the exit status reports a failed allocation
+    os.dup2(silent, 2)  # hide messages about failed allocations, which the exit status reports
     with suppress(BrokenPipeError):
         while status := _run_trials(pipe, checker, cpu_limit_s):
             pipe.send_bytes(encode(Verdict(exit_status=status)))

@@ -47,8 +47,8 @@ class LongestOutputFirst(Policy):
 
     This policy is for offline batches whose output lengths are known. The longest request starts first, as in Graham's rule
     for tasks of known length (SIAM J. Appl. Math. 17(2), 1969), so that few steps at the end have few requests. With a small
-    ``--max-prefill-length``, later prompts share steps with decodes, which read the same weights. It does not suit a server:
-    short requests wait for all longer ones.
+    ``--max-prefill-length``, later prompts share steps with decodes, so that these steps read the weights once for both. It
+    does not suit a server: short requests wait for all longer ones.
     """
 
     def order(

@@ -44,7 +44,7 @@ _NO_ROWS = np.empty(0, np.int32)
 _COMPILE_WAIT_S = 0.02
 """Longest wait for a grammar to be compiled while no other request can run."""
 _FEW_WAITING = 3
-"""Number of waiting requests up to which a step begins a further prompt only as a whole; see `_schedule_prefills`."""
+"""Number of waiting requests up to which further prompts join a step only as a whole; see `_schedule_prefills`."""
 
 
 def _queue_key(request: Request) -> tuple[int, int]:
@@ -344,9 +344,9 @@ class Scheduler:
     def _schedule_prefills(self, num_decodes: int, rows: Int32) -> list[Chunk]:
         most = self.limits.max_prefill_tokens
         budget = self.step_times.prompt_tokens(num_decodes, most)
-        # If `max_step_s` limits the prompt tokens, half of the budget is a reserve. A step that has a chunk begins a further
-        # prompt only while more than the reserve is left. Otherwise it stays shorter, so that the prompts in it get their
-        # first tokens earlier. While few requests wait, a further prompt must fit as a whole without the reserve.
+        # If `max_step_s` limits the prompt tokens, half of the budget is a reserve. Once a step has a chunk, `_admit` adds a
+        # further request only if more than the reserve is left. While few requests wait, its whole prompt must fit above the
+        # reserve. Otherwise the step stays shorter, so that the prompts in it get their first tokens earlier.
         reserve = 0 if budget == most else budget // 2
         chunks: list[Chunk] = []
         for row in rows.tolist():

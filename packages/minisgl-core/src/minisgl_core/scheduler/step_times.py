@@ -38,7 +38,7 @@ class StepTimes:
             num_decodes: decodes of the step.
             num_prompt_tokens: its prompt tokens.
             seconds: its duration.
-            launch_s: time to launch it, while the device runs; 0 if the device does not run asynchronously.
+            launch_s: time that the host took to launch it; 0 if steps do not overlap.
         """
         if num_prompt_tokens == 0:
             self._decode_s[_group(num_decodes)].append(seconds)

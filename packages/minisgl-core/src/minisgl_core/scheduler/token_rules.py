@@ -21,8 +21,8 @@ class TokenRules:
     Attributes:
         allowed: the only tokens that may be generated; None for all.
         banned: tokens that are bad words by themselves.
-        sequences: bad words of several tokens, indexed by their second-to-last token. Each is its prefix, the int32 bytes of
-            all tokens but the last, and its last token.
+        sequences: bad words of several tokens, indexed by their second-to-last token. Each is a pair of its prefix, which is
+            the int32 bytes of all tokens but the last, and its last token.
         max_prefix_len: tokens of the longest prefix.
     """
 

@@ -28,7 +28,7 @@ from minisgl_core.utils.fp8 import FP8, FP8_MAX
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Largest error of an output, whose elements are of about unit size."""
 STALE = 1000.0
-"""Magnitude of the values in slots that must not be read. Keys and values have about unit magnitude, so reads show."""
+"""Magnitude of the values in slots that must not be read. Others have about unit magnitude, so a read changes the output."""
 _UNTOUCHED = 7.0
 """Initial value of memory around an output, which must not change."""
 _KNOWN_FIELDS = {"index", "scale", "sliding_window", "kv_scales", "soft_cap", "sinks"}

@@ -103,21 +103,21 @@ def random_case(spec: MoeSpec, num_tokens: int, routing: str = "uniform", seed: 
 
 
 def _packed_rows(weight: torch.Tensor, spec: MoeSpec, random: torch.Generator) -> Packed:
-    """Return random codes of 4 bits, scales that differ by powers of two, and zero points of integers, for blocks of 32 or 64."""
+    """Return random 4-bit codes, scales of very different sizes, and zero points (`UINT4` only), for blocks of 32 or 64."""
     block = 64 if spec.weight_dtype == UINT4 and weight.shape[2] > 64 else 32
     shape = (*weight.shape[:2], -(-weight.shape[2] // block))
     codes = torch.randint(256, (*shape[:2], shape[2] * block // 2), generator=random, dtype=torch.uint8)
-    sizes = torch.randint(-3, 1, shape, generator=random) - round(math.log2(weight.shape[2]) / 2)
+    exponents = torch.randint(-3, 1, shape, generator=random) - round(math.log2(weight.shape[2]) / 2)
     if spec.weight_dtype == UINT4:
-        scales = (sizes - 2.0).exp2() * (1 + torch.randint(8, shape, generator=random) / 8)  # exact in all dtypes
+        scales = (exponents - 2.0).exp2() * (1 + torch.randint(8, shape, generator=random) / 8)  # exact in all dtypes
         return codes, scales.to(spec.dtype), torch.randint(16, shape, generator=random, dtype=torch.uint8)
-    return codes, (sizes + 127).to(torch.uint8), None
+    return codes, (exponents + 127).to(torch.uint8), None
 
 
 def _fp8_rows(weight: torch.Tensor, random: torch.Generator) -> Packed:
     """Multiply each row by a random power of two, and return the FP8 weight and the scale per row."""
-    sizes = torch.randint(-3, 4, (*weight.shape[:2], 1), generator=random).exp2()
-    scaled = weight.float() * sizes
+    factors = torch.randint(-3, 4, (*weight.shape[:2], 1), generator=random).exp2()
+    scaled = weight.float() * factors
     scales = scaled.abs().amax(-1, keepdim=True).clamp(min=LEAST_SCALE) / FP8_MAX
     return to_fp8(scaled, scales), scales.squeeze(-1), None
 
@@ -141,12 +141,12 @@ def dequantized(
     if weight.dtype == torch.uint8 and scales is not None:
         values = torch.stack((weight % 16, weight // 16), -1).flatten(-2).to(dtype)
         size = values.shape[-1] // scales.shape[-1]
-        factors, points = scales.to(dtype), 8 if zeros is None else zeros.to(dtype).repeat_interleave(size, -1)
-        if scales.dtype == torch.uint8:
-            exponent, odd, negative = values % 8 // 2, values % 2, values // 8
-            sizes = torch.where(exponent == 0, odd / 2, (1 + odd / 2) * (exponent - 1).exp2())
-            values, points, factors = sizes * (1 - 2 * negative), 0, (factors - 127).exp2()
-        return ((values - points) * factors.repeat_interleave(size, -1))[..., :columns]
+        scale, zero_point = scales.to(dtype), 8 if zeros is None else zeros.to(dtype).repeat_interleave(size, -1)
+        if scales.dtype == torch.uint8:  # MXFP4: e2m1 codes and e8m0 scales
+            sign, exponent, mantissa = values // 8, values % 8 // 2, values % 2
+            magnitude = torch.where(exponent == 0, mantissa / 2, (1 + mantissa / 2) * (exponent - 1).exp2())
+            values, zero_point, scale = magnitude * (1 - 2 * sign), 0, (scale - 127).exp2()
+        return ((values - zero_point) * scale.repeat_interleave(size, -1))[..., :columns]
     return weight.to(dtype) if scales is None else weight.to(dtype) * scales.to(dtype)[..., None]
 
 

@@ -159,10 +159,10 @@ def _plain(message: Mapping[str, Any], index: int, knows_developer: bool) -> dic
     where, role = f"messages[{index}]", message.get("role")
     if role not in ROLES:
         raise InvalidValueError(f"{where}.role", role, f"one of {', '.join(ROLES)}")
-    said = {
+    given = {
         name: value for name, value in message.items() if value is not None and not (name in _EMPTY and value == [])
     }
-    more = {name: value for name, value in said.items() if name not in ("role", "content")}
+    more = {name: value for name, value in given.items() if name not in ("role", "content")}
     for name in sorted(more):
         if name != "name" and name not in _FIELDS.get(role, ()):
             raise InvalidValueError(f"{where}.{name}", more[name], "left out: it is not supported")

@@ -28,7 +28,7 @@ class TypedTensor(LazyTensor, Protocol):
         """True if the stored dtype is one of the float8 types."""
 
 
-def unreadable_reasons(config: Mapping[str, Any]) -> list[str]:
+def reasons_against_dequantization(config: Mapping[str, Any]) -> list[str]:
     """Return the reasons why the weights cannot be dequantized, one sentence each. Empty if they can be, or are not quantized.
 
     Args:

@@ -134,7 +134,7 @@ def fill_target(name: str, tensor: LazyTensor, target: WeightTarget) -> None:
 
 
 def _typed(name: str, values: torch.Tensor, wanted: torch.dtype) -> torch.Tensor:
-    """Return `values`, after a check that no cast changes them: packed weights need a packed destination, and vice versa."""
+    """Return `values`, after a check that no packed weight is cast: only floats of 16 bits or more may change their dtype."""
     if values.dtype != wanted and (_is_packed(values.dtype) or _is_packed(wanted)):
         raise ModelFormatError(
             f"the checkpoint does not fit its config: {name} is {dtype_name(values.dtype)}, and its layer takes "

@@ -11,7 +11,7 @@ from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.weights import LazyTensor
 from minisgl_core.errors import ModelFormatError
 from minisgl_core.weights.folder import FolderSource, read_json
-from minisgl_core.weights.fp8_checkpoint import join_scales, unreadable_reasons
+from minisgl_core.weights.fp8_checkpoint import join_scales, reasons_against_dequantization
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -68,8 +68,8 @@ class SafetensorsWeights(FolderSource):
             ModelFormatError: a file of the index is missing or damaged, an FP8 matrix has no scales, or the weights are
                 quantized in another way.
         """
-        if reasons := unreadable_reasons(self.config):
-            raise self._unreadable(reasons)
+        if reasons := reasons_against_dequantization(self.config):
+            raise self._not_dequantizable(reasons)
         return join_scales(self._stored(), self.config)
 
     def stored_tensors(self, config: ModelConfig, wanted: Container[str]) -> Iterator[tuple[str, LazyTensor]]:
@@ -80,13 +80,13 @@ class SafetensorsWeights(FolderSource):
         Raises:
             ModelFormatError: there are such weights, and the layers do not accept packed tensors.
         """
-        if reasons := unreadable_reasons(self.config):
+        if reasons := reasons_against_dequantization(self.config):
             if not any(name in wanted and not name.endswith(_PLAIN) for name, _ in self._stored()):
-                raise self._unreadable(reasons)
+                raise self._not_dequantizable(reasons)
             return self._stored()
         return join_scales(self._stored(), self.config, wanted)
 
-    def _unreadable(self, reasons: list[str]) -> ModelFormatError:
+    def _not_dequantizable(self, reasons: list[str]) -> ModelFormatError:
         remedy = (
             "name a provider that multiplies by its packed weights (--quantization NAME), or use another checkpoint"
         )
