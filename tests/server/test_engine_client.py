@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from minisgl_core.protocol.messages import (
@@ -25,6 +26,7 @@ from minisgl_core.protocol.messages import (
 )
 from minisgl_core.runtime.ipc import IpcAddresses, Receiver, Sender
 from minisgl_core.sampling_params import SamplingParams
+from minisgl_server.api import engine_client
 from minisgl_server.api.engine_client import MAX_UNSENT_BYTES, MAX_UNSENT_BYTES_PER_OUTPUT, EngineClient, Generation
 from minisgl_server.api.errors import ApiError, ClientGoneError
 from minisgl_server.api.openai.event_stream import EventStreamResponse, StreamEvents, event
@@ -283,8 +285,9 @@ def test_output_that_a_client_does_not_read_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("what", ["headers", "prompt_logprobs", "prompt_token_ids", "prompt_text"])
-def test_all_that_a_client_does_not_read_counts(what: str) -> None:
+def test_all_that_a_client_does_not_read_counts(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The headers wait while an earlier response on the connection is not read. Each output of an echo has its prompt."""
+    monkeypatch.setattr(engine_client, "MAX_UNSENT_PROMPT_BYTES", MAX_UNSENT_BYTES)
 
     class Events(StreamEvents):
         def output(self, index: int, text: Text) -> bytes:
@@ -321,6 +324,28 @@ def test_all_that_a_client_does_not_read_counts(what: str) -> None:
         assert sorted(each.request_id for each in await engine.received(2)) == names
         can_send.set()
         await response
+
+    run(test)
+
+
+def test_one_long_prompt_does_not_make_a_client_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log-probabilities of a prompt arrive at once, while the first of them are being sent."""
+    monkeypatch.setattr(engine_client, "MAX_UNSENT_PROMPT_BYTES", 0)
+
+    async def test(client: EngineClient, engine: Engine) -> None:
+        client.info = msgspec.structs.replace(INFO, max_seq_len=2**14)
+        generation = start(client, "a")
+        await engine.received(1)
+        generation.is_sending = True
+        top = [Logprob(token, -1.0, 1) for token in range(20)]
+        position = TokenLogprobs(top[0], top)
+        for _ in range(2**4):
+            engine.send(TextBatch([Text(request_id="a", text="", token_ids=[], prompt_logprobs=[position] * 2**10)]))
+        engine.text("a", "x", "stop")
+        while generation._running:
+            await asyncio.sleep(0.01)
+        assert len(await generation.next()) == 2**4 + 1
+        generation.close()
 
     run(test)
 

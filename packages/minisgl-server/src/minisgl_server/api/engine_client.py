@@ -23,6 +23,7 @@ from minisgl_core.protocol.messages import (
     Tokens,
 )
 from minisgl_core.runtime.ipc import AsyncReceiver, IpcAddresses, Sender
+from minisgl_core.sampling_params import MAX_LOGPROBS
 from minisgl_server.api.errors import (
     ApiError,
     ClientGoneError,
@@ -38,6 +39,8 @@ logger = logging.getLogger(__name__)
 MAX_UNSENT_BYTES, MAX_UNSENT_BYTES_PER_OUTPUT = 4 * 2**20, 2**18
 """Approximate memory of the output that a stream holds for a client that does not read, and of each output after the first.
 Beyond their sum, the request is aborted."""
+MAX_UNSENT_PROMPT_BYTES = 2**27
+"""The same for the prompts that outputs repeat, beside the log-probabilities of one prompt that fills the context."""
 _BYTES_PER_TEXT, _BYTES_PER_TOKEN, _BYTES_PER_LOGPROB = 500, 40, 100
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Incoming = EngineInfo | TextBatch | Tokens | Rejected | Count | EngineSnapshot | NoSnapshot | NoReplica | Stop
@@ -55,7 +58,9 @@ class Generation:
     def __init__(self, client: "EngineClient", request_ids: Sequence[str]) -> None:
         self._client = client
         self.is_sending = False
-        self._num_unsent_bytes = 0
+        self._num_unsent_bytes = self._num_unsent_prompt_bytes = 0
+        max_seq_len = 0 if client.info is None else client.info.max_seq_len
+        self._max_unsent_prompt_bytes = MAX_UNSENT_PROMPT_BYTES + _BYTES_PER_LOGPROB * (MAX_LOGPROBS + 1) * max_seq_len
         self._max_unsent_bytes = MAX_UNSENT_BYTES + MAX_UNSENT_BYTES_PER_OUTPUT * (len(request_ids) - 1)
         self._running = {request_id: index for index, request_id in enumerate(request_ids)}
         self._arrived: list[tuple[int, Text]] = []
@@ -81,7 +86,8 @@ class Generation:
             await self._wake
         if self._error is not None:
             raise self._error
-        arrived, self._arrived, self._num_unsent_bytes = self._arrived, [], 0
+        arrived, self._arrived = self._arrived, []
+        self._num_unsent_bytes = self._num_unsent_prompt_bytes = 0
         return arrived
 
     def close(self) -> None:
@@ -114,7 +120,11 @@ class Generation:
         self._wake_up()
         if self.is_sending and self._running:
             self._num_unsent_bytes += _num_bytes(text)
-            if self._num_unsent_bytes > self._max_unsent_bytes:
+            self._num_unsent_prompt_bytes += _num_prompt_bytes(text)
+            if (
+                self._num_unsent_bytes > self._max_unsent_bytes
+                or self._num_unsent_prompt_bytes > self._max_unsent_prompt_bytes
+            ):
                 self.fail(slow_client())
 
     def reject(self, message: Rejected) -> None:
@@ -146,11 +156,15 @@ def num_logprobs(text: Text) -> int:
 def _num_bytes(text: Text) -> int:
     """Return the approximate memory of an output."""
     num_chars = len(text.text) + len(text.reasoning) + sum([len(call.arguments) for call in text.tool_calls])
-    num_chars += len(text.prompt_text or "")
-    num_tokens = len(text.token_ids) + len(text.prompt_token_ids or ())
-    num_prompt_logprobs = sum([1 + len(each.top) for each in text.prompt_logprobs or () if each is not None])
-    num_bytes = _BYTES_PER_TEXT + num_chars + _BYTES_PER_TOKEN * num_tokens
-    return num_bytes + _BYTES_PER_LOGPROB * (num_logprobs(text) + num_prompt_logprobs)
+    num_bytes = _BYTES_PER_TEXT + num_chars + _BYTES_PER_TOKEN * len(text.token_ids)
+    return num_bytes + _BYTES_PER_LOGPROB * num_logprobs(text)
+
+
+def _num_prompt_bytes(text: Text) -> int:
+    """Return the approximate memory of the prompt that an output repeats."""
+    num_logprobs = sum([1 + len(each.top) for each in text.prompt_logprobs or () if each is not None])
+    num_bytes = len(text.prompt_text or "") + _BYTES_PER_TOKEN * len(text.prompt_token_ids or ())
+    return num_bytes + _BYTES_PER_LOGPROB * num_logprobs
 
 
 class EngineClient:
