@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 import timeit
 from typing import Any
 
@@ -120,6 +121,18 @@ def test_many_banned_tokens_cost_little() -> None:
         return min(timeit.repeat(lambda: clear_tokens(mask, banned), number=10, repeat=5))
 
     assert seconds(4096) < 50 * seconds(32)
+
+
+def test_a_grammar_starts_in_constant_time() -> None:
+    """Clients may send thousands of different grammars, and the loop of all requests starts each."""
+    grammars, seconds = GrammarManager(lambda: LlguidanceGrammar(byte_tokenizer(), VOCAB_SIZE, EOS), VOCAB_SIZE), []
+    with grammars._backend_lock:  # the threads wait
+        for number in range(2000):
+            started = time.perf_counter()
+            grammars.start(GrammarSource("regex", f"a{number}", "it"))
+            seconds.append(time.perf_counter() - started)
+        grammars.close()
+    assert min(seconds[-200:]) < 20 * min(seconds[:200])
 
 
 def test_from_the_beginning(grammars: GrammarManager) -> None:

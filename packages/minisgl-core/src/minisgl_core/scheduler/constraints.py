@@ -139,10 +139,14 @@ class GrammarManager:
         self._pool = ThreadPoolExecutor(_NUM_THREADS, "grammar")
         self._slow_pool = ThreadPoolExecutor(1, "slow grammar")
         self._lock = RLock()
-        """Lock of `_compiled` and `_pending`, which the threads change, too."""
-        self._compiled: OrderedDict[bytes, Future[CompiledGrammar]] = OrderedDict()
+        """Lock of the cached and the pending grammars, which the threads change, too."""
+        self._cached: OrderedDict[bytes, Future[CompiledGrammar]] = OrderedDict()
+        """Compiled grammars, least recently used first."""
+        self._cached_bytes = 0
+        self._compiling: dict[bytes, Future[CompiledGrammar]] = {}
         self._pending: dict[Future[CompiledGrammar], GrammarSource] = {}
-        """Grammars that are not compiled yet."""
+        """Texts of the grammars in `_compiling`."""
+        self._pending_bytes = 0
         self._num_waiting = Counter[Future[CompiledGrammar]]()
         """Number of requests that wait for each grammar."""
 
@@ -160,7 +164,7 @@ class GrammarManager:
     @property
     def num_kept(self) -> int:
         """Number of grammars that are cached or being compiled."""
-        return len(self._compiled)
+        return len(self._cached) + len(self._compiling)
 
     def start(self, source: GrammarSource) -> Constraint:
         """Start to compile a grammar unless it is cached. A grammar that does not compile is not cached.
@@ -168,20 +172,19 @@ class GrammarManager:
         Raises:
             QueueFullError: too much text waits to be compiled already.
         """
-        key = _key(source)
+        key, size = _key(source), _size(source)
         with self._lock:
-            compiled = self._compiled.get(key)
-            if compiled is None:
-                if self._pending and sum(map(_size, [*self._pending.values(), source])) > MAX_PENDING_BYTES:
+            if (compiled := self._cached.get(key)) is not None:
+                self._cached.move_to_end(key)
+            elif (compiled := self._compiling.get(key)) is None:
+                if self._pending and self._pending_bytes + size > MAX_PENDING_BYTES:
                     raise QueueFullError(f"{len(self._pending)} grammars wait to be compiled already; try again later")
-                compiled = self._compiled[key] = Future()
+                compiled = self._compiling[key] = Future()
                 self._pending[compiled] = source
+                self._pending_bytes += size
                 compiled.add_done_callback(lambda done: self._finish(key, done))
                 self._pool.submit(self._run, compiled, is_quick=self._checker is not None)
-            else:
-                self._compiled.move_to_end(key)
             self._num_waiting[compiled] += 1
-            self._trim()
         return Constraint(source, compiled)
 
     def stop(self, constraint: Constraint) -> None:
@@ -193,22 +196,17 @@ class GrammarManager:
             compiled.cancel()
 
     def _finish(self, key: bytes, compiled: Future[CompiledGrammar]) -> None:
+        """Cache a grammar unless its compilation failed or was cancelled, and evict others beyond the cache's limits."""
         with self._lock:
-            self._pending.pop(compiled, None)
-            has_failed = compiled.cancelled() or compiled.exception() is not None
-            if has_failed and self._compiled.get(key) is compiled:
-                del self._compiled[key]
-
-    def _trim(self) -> None:
-        """Evict the least recently used grammars while the cache exceeds its limits."""
-        done = [each.result() for each in self._compiled.values() if each.done() and not each.exception()]
-        num_bytes = sum(each.num_bytes for each in done)
-        for key, each in list(self._compiled.items()):
-            if len(self._compiled) <= NUM_KEPT and num_bytes <= MAX_KEPT_BYTES:
+            del self._compiling[key]
+            self._pending_bytes -= _size(self._pending.pop(compiled))
+            if compiled.cancelled() or compiled.exception() is not None:
                 return
-            if each.done() and not each.exception():
-                del self._compiled[key]
-                num_bytes -= each.result().num_bytes
+            self._cached[key] = compiled
+            self._cached_bytes += compiled.result().num_bytes
+            while len(self._cached) > 1 and (len(self._cached) > NUM_KEPT or self._cached_bytes > MAX_KEPT_BYTES):
+                _, evicted = self._cached.popitem(last=False)
+                self._cached_bytes -= evicted.result().num_bytes
 
     def check(self, source: GrammarSource) -> None:
         """Compile a grammar and wait for the result.
