@@ -93,7 +93,7 @@ class Scheduler:
         self.stats = SchedulerStats()
         self.step_times = StepTimes(limits.max_step_s)
         self._waiting: list[Request] = []
-        self._compiling: list[tuple[Request, Constraint]] = []
+        self._compiling: dict[Request, Constraint] = {}
         """Waiting requests whose grammars are not compiled yet."""
         self._by_id: dict[str, Request] = {}
         self._num_arrived = 0
@@ -138,7 +138,7 @@ class Scheduler:
         )
         self._by_id[request.request_id] = request
         if constraint is not None:
-            self._compiling.append((request, constraint))
+            self._compiling[request] = constraint
         insort(self._waiting, request, key=_queue_key)
 
     def abort(self, request_id: str, reason: str = "abort") -> None:
@@ -205,7 +205,7 @@ class Scheduler:
         prefills = self._schedule_prefills(len(decodes), prefill_rows)
         if not len(decodes) and not prefills:
             if self._compiling and not self._running and not self._aborted:
-                wait_for_any([constraint for _, constraint in self._compiling], _COMPILE_WAIT_S)
+                wait_for_any(self._compiling.values(), _COMPILE_WAIT_S)
             return self._unblock()
         plan = self.planner.plan(decodes, prefills, self.pages.drain_table_writes())
         self._running.launch(plan.rows, plan.rows[plan.sample.index], decodes)
@@ -328,18 +328,17 @@ class Scheduler:
 
     def _take_compiled(self) -> None:
         """Make requests whose grammars are compiled ready for admission, and end those with an invalid grammar."""
-        done = [each for each in self._compiling if each[1].is_compiled]
+        done = [each for each in self._compiling.items() if each[1].is_compiled]
         for request, constraint in done:
-            self._stop_compiling(request, constraint)
+            self._stop_compiling(request)
             constraint.begin()
             if constraint.error:
                 self.stats.num_aborted += 1
                 self._aborted.append((request.worker, self._finish(request, "abort", [])))
 
-    def _stop_compiling(self, request: Request, constraint: Constraint) -> None:
-        self._compiling.remove((request, constraint))
+    def _stop_compiling(self, request: Request) -> None:
         assert self.grammars is not None
-        self.grammars.stop(constraint)
+        self.grammars.stop(self._compiling.pop(request))
 
     def _schedule_prefills(self, num_decodes: int, rows: Int32) -> list[Chunk]:
         most = self.limits.max_prefill_tokens
@@ -456,8 +455,8 @@ class Scheduler:
         del self._by_id[request.request_id]
         if request.row == 0:
             self._waiting.remove(request)
-            if request.constraint is not None and (request, request.constraint) in self._compiling:
-                self._stop_compiling(request, request.constraint)
+            if request in self._compiling:
+                self._stop_compiling(request)
             self._report(request)
         else:
             self._running.end(request)
