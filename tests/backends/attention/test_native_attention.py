@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import mmap
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -50,3 +52,35 @@ def test_softmax_of_a_long_row_fits_the_stack() -> None:
     torch.testing.assert_close(scores[0, 1], expected)
     assert scores[0, 0, -1] == 0
     torch.testing.assert_close(scores[0, 0].sum(), torch.tensor(1.0))
+
+
+def test_partial_outputs_take_memory_by_the_tokens_of_the_batch() -> None:
+    """One long request must not make each short one take as many partitions."""
+    kernels, heads, dim, size, longest = library.load(torch.float32), 8, 16, 16, 2**16
+    k_pages, v_pages = torch.zeros(2, longest // size, heads, size, dim)
+    table, q = torch.arange(longest // size, dtype=torch.int32)[None], torch.randn(1024, heads, dim)
+    seq_lens = torch.ones(1024, dtype=torch.int32)
+    rows, out = torch.zeros_like(seq_lens), torch.empty_like(q)
+    grown: list[int] = []
+
+    def decode(num_requests: int) -> None:
+        kernels.decode(
+            out.data_ptr(), q.data_ptr(), q.stride(0), k_pages.data_ptr(), v_pages.data_ptr(), table.data_ptr(),
+            table.stride(0), rows.data_ptr(), seq_lens.data_ptr(), num_requests, heads, 1, dim, size, 1.0, 0, 0.0, None,
+        )  # fmt: skip
+
+    def run() -> None:  # in a thread of its own, which has no memory of earlier calls
+        decode(1)
+        before = virtual_bytes()
+        seq_lens[0] = longest
+        decode(1024)
+        grown.append(virtual_bytes() - before)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert grown[0] < 2**26  # 600 MB if every request had the partitions of the longest
+
+
+def virtual_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE

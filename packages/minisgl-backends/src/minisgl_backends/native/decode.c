@@ -32,7 +32,7 @@ INLINE Floats load(const float *from) {
 
 INLINE void save(float *to, Floats values) { memcpy(to, &values, sizeof values); }
 
-/* rows[i] = sums of pairs of lanes of rows i and i + step, for all i below `step`. It must be a literal, since gcc 12 compiles a
+/* rows[i] = sums of pairs of lanes of rows i and i + step, for all i below `step`, which must be a literal: gcc 12 compiles a
    shuffle whose mask is not constant to scalar code. */
 #define ADD_PAIRS(rows, step) \
     UNROLL for (int i = 0; i < (step); i++) { \
@@ -136,25 +136,39 @@ static void *scratch(size_t bytes) {
     return memory;
 }
 
+/* Request of a partition, by the cumulative numbers of partitions [requests + 1]. */
+INLINE int64_t request_of(const int64_t *first_partitions, int64_t requests, int64_t partition) {
+    int64_t low = 0, high = requests;
+    while (high - low > 1) {
+        int64_t middle = (low + high) / 2;
+        if (first_partitions[middle] <= partition) low = middle;
+        else high = middle;
+    }
+    return low;
+}
+
 /* out [N, Hq, D]. Partial outputs of partitions are merged at the end. `cap` and `sinks`: see causal_softmax in ops.c.
    `table_stride`: columns of the page table. `window`: keys that a query attends to, its own included, or 0 for all. */
 void decode(T *out, const T *q, int64_t q_stride, const T *k_pages, const T *v_pages, const int32_t *table,
             int64_t table_stride, const int32_t *rows, const int32_t *seq_lens, int64_t requests, int64_t heads, int64_t group,
             int64_t dim, int64_t page_size, float scale, int64_t window, float cap, const float *sinks) {
     const int64_t width = (dim + LANES - 1) / LANES * LANES, partial_size = group * (width + 2);
-    int64_t partitions = 1;
+    int64_t first_partitions[requests + 1]; /* cumulative numbers of partitions of the requests */
+    first_partitions[0] = 0;
     for (int64_t n = 0; n < requests; n++) {
         int64_t num_visible = window && seq_lens[n] > window ? window : seq_lens[n];
-        if (num_visible > partitions * PARTITION) partitions = (num_visible + PARTITION - 1) / PARTITION;
+        first_partitions[n + 1] = first_partitions[n] + (num_visible + PARTITION - 1) / PARTITION;
     }
-    float *partials = scratch(requests * heads * partitions * partial_size * sizeof(float));
+    const int64_t num_items = first_partitions[requests] * heads;
+    float *partials = scratch(num_items * partial_size * sizeof(float)); /* of each request, [heads][partitions] */
 #pragma omp parallel
     {
 #pragma omp for schedule(dynamic)
-        for (int64_t item = 0; item < requests * heads * partitions; item++) {
-            int64_t n = item / (heads * partitions), head = item / partitions % heads, stop = seq_lens[n];
-            int64_t begin = window && stop > window ? stop - window : 0, start = begin + item % partitions * PARTITION;
-            if (start >= stop) continue;
+        for (int64_t item = 0; item < num_items; item++) {
+            int64_t n = request_of(first_partitions, requests, item / heads);
+            int64_t count = first_partitions[n + 1] - first_partitions[n], index = item - first_partitions[n] * heads;
+            int64_t head = index / count, stop = seq_lens[n];
+            int64_t begin = window && stop > window ? stop - window : 0, start = begin + index % count * PARTITION;
             if (stop > start + PARTITION) stop = start + PARTITION;
             float scaled[group * width];
             const T *from = q + n * q_stride + head * group * dim;
@@ -171,9 +185,8 @@ void decode(T *out, const T *q, int64_t q_stride, const T *k_pages, const T *v_p
         }
 #pragma omp for
         for (int64_t item = 0; item < requests * heads; item++) {
-            int64_t n = item / heads, num_visible = window && seq_lens[n] > window ? window : seq_lens[n];
-            int64_t count = (num_visible + PARTITION - 1) / PARTITION;
-            const float *first = partials + item * partitions * partial_size;
+            int64_t n = item / heads, count = first_partitions[n + 1] - first_partitions[n];
+            const float *first = partials + (first_partitions[n] * heads + item % heads * count) * partial_size;
             for (int64_t g = 0; g < group; g++) {
                 float row_max = sinks ? sinks[item % heads * group + g] : -INFINITY, sink = row_max, total[dim];
                 for (int64_t c = 0; c < count; c++) row_max = fmaxf(row_max, first[c * partial_size + group * width + g]);
