@@ -197,6 +197,16 @@ def test_biases_of_zeros_that_autogptq_stores() -> None:
     check(operation(named(tensors), FORMATS["gptq-v2"], [Shard.whole(16)], Shard.whole(64))(x), x, known)
 
 
+def test_a_bias_that_the_config_lacks_is_refused_by_the_rank_that_would_add_it() -> None:
+    """The other ranks of a row-parallel layer have no bias in any case."""
+    tensors, known = FORMATS["gptq-v2"].pack(torch.randn(16, 64))
+    stored = named(tensors | {"bias": torch.ones(16)})
+    with pytest.raises(ModelFormatError, match="l has a bias"):
+        operation(stored, FORMATS["gptq-v2"], [Shard.whole(16)], Shard(0, 32, 32, 64))
+    x = torch.randn(2, 32)
+    check(operation(stored, FORMATS["gptq-v2"], [Shard.whole(16)], Shard(32, 64, 32, 64))(x), x, known[:, 32:])
+
+
 def test_parts_that_are_quantized_in_different_ways_are_refused() -> None:
     config = {**FORMATS["awq"].config, "modules_to_not_convert": ["k"]}
     spec = QuantizationSpec(torch.float32, CPU, 0, CheckpointQuantization(config))

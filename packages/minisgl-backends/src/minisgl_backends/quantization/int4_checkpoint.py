@@ -252,7 +252,7 @@ class CheckpointInt4Linear(LinearMethod):
         self._parts = [CheckpointPart(part, spec, checkpoint_format) for part in spec.parts]
         self._bias = spec.empty(spec.out_features) if spec.bias else None
         # AutoGPTQ stores biases of zeros for layers without a bias.
-        self._no_bias = (
+        self._zero_biases = (
             [torch.zeros(p.rows.num_real, dtype=spec.dtype) for p in spec.parts]
             if checkpoint_format.layout == "gptq"
             else []
@@ -265,13 +265,14 @@ class CheckpointInt4Linear(LinearMethod):
         if self._bias is not None:
             yield from self.spec.row_targets("bias", self._bias)
         else:
-            for each, held in zip(self.spec.parts, self._no_bias, strict=False):
+            for each, held in zip(self.spec.parts, self._zero_biases, strict=False):
                 target = WeightTarget(held, (each.rows.index,), optional=True, shape=(each.rows.total,))
                 yield f"{each.name}.bias", target
 
     def prepare(self) -> LinearOp:
         """Repack. Parts whose inputs have different orders become weights of their own."""
-        if self.spec.columns.num_real == self.spec.columns.total and any(each.any() for each in self._no_bias):
+        # Of a row-parallel layer, only the first rank has the bias. The others load one that they do not add.
+        if self.spec.columns.start == 0 and any(each.any() for each in self._zero_biases):
             raise ModelFormatError(f"the checkpoint does not fit its config: {self.spec.name} has a bias")
         orders = [part.columns() for part in self._parts]
         if all(each.equals(orders[0]) for each in orders):
