@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import pytest
+import torch
+from torch import nn
 from transformers import AutoConfig
 
 from minisgl_core.errors import InvalidValueError
@@ -12,6 +14,7 @@ from minisgl_core.testing.model_kit import ModelTests
 from minisgl_core.testing.rank_threads import run_ranks
 from minisgl_core.testing.references import random_reference
 from minisgl_models.transformers_backend.model import TransformersModel
+from minisgl_models.transformers_backend.weights import stored_tensors
 
 SMALL = {
     "vocab_size": 101,
@@ -136,3 +139,11 @@ class TestGptOss(Generic):
         "sliding_window": 9,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     }
+
+
+def test_checkpoints_lack_the_non_persistent_buffers_of_every_module() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False))
+    for module in (model, model[0]):
+        module.register_buffer("table", torch.zeros(1), persistent=False)
+        module.register_buffer("kept", torch.zeros(1))
+    assert [name for name, _ in stored_tensors(model)] == ["0.weight", "kept", "0.kept"]

@@ -52,7 +52,9 @@ def stored_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the parameters, and the buffers that checkpoints have; tied ones once."""
     yield from model.named_parameters()
     transient = {
-        f"{path}.{name}" for path, module in model.named_modules() for name in module._non_persistent_buffers_set
+        f"{path}.{name}".removeprefix(".")  # the root's path is empty
+        for path, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
     }
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name not in transient)
 
