@@ -40,7 +40,7 @@ def gpu_missing(device: torch.device, min_capability: tuple[int, int] = (8, 0)) 
 
 
 def capability_missing(device: torch.device, min_capability: tuple[int, int], subject: str = "it") -> list[str]:
-    """Return that `subject` needs a later compute capability; nothing without a GPU, about which other checks complain."""
+    """Return why `subject` cannot run on the GPU's compute capability. A missing GPU is not reported here; see `gpu_missing`."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return []
     capability = torch.cuda.get_device_capability(device)
@@ -50,8 +50,8 @@ def capability_missing(device: torch.device, min_capability: tuple[int, int], su
     return [f"{subject} needs compute capability {wanted} or later, and this GPU has {found}"]
 
 
-def other_weights(checkpoint: CheckpointQuantization | None, weights: str, supported: str) -> str:
-    """Return that a checkpoint does not have the weights that a quantization provider loads, and what to do.
+def wrong_weights_message(checkpoint: CheckpointQuantization | None, weights: str, supported: str) -> str:
+    """Return the message that a checkpoint has other weights than a quantization provider loads, with the remedy.
 
     Args:
         checkpoint: quantization of the checkpoint; None for 16-bit weights.

@@ -290,7 +290,7 @@ class Gemma3ForConditionalGeneration(Model):
         return *super().ignored_weights(), *own, "vision_tower.*", "multi_modal_projector.*"
 
     def weights_elsewhere(self) -> tuple[str, ...]:
-        """Return those of the text model under their names in this checkpoint."""
+        """Return the text model's patterns, with the prefix that its tensors have in this checkpoint."""
         return tuple(f"language_model.{name}" for name in super().weights_elsewhere())
 
 

@@ -45,7 +45,7 @@ class BatchPageTablePlan:
 
 
 class BatchPageTableAttention(FusedStoreAttention):
-    """Attention by library kernels that read a page table of the batch, which `plan` gathers from the rows of the engine's.
+    """Attention by library kernels whose page table has the rows of the batch. `plan` gathers these from the engine's page table.
 
     `forward` stores K and V, and calls the kernel once for decodes and once for prefills. The calls are separate because the
     libraries select a kernel by the largest number of queries.

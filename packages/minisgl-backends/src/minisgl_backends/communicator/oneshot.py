@@ -139,7 +139,7 @@ class OneShotCommunicator(NcclCommunicator):
         super().abort()
 
     def close(self) -> None:
-        """Leave the group after this rank's work is done. Wait up to a second for the other ranks, unless it was aborted."""
+        """Leave the group after this rank's work is done. Wait up to a second for each other rank, unless it was aborted."""
         is_connected = self._comm is not None
         super().close()
         if self._memory is not None:

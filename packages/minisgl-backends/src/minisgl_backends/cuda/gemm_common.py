@@ -49,8 +49,8 @@ def load_kernel(variant: GemmVariant, name: str, device: torch.device) -> tuple[
 def wgmma_source(rows: int, *, from_registers: bool = False, columns: bool = False) -> str:
     """Return the source that gemm_common.cuh includes as WGMMA: a wgmma of 64 rows of a, `rows` of b and 16 inputs.
 
-    With `from_registers`, the rows of a are in registers, ``const u32 (&a)[4]`` instead of a descriptor. With `columns` besides,
-    b is stored by inputs: 16 rows with `rows` contiguous values each.
+    With `from_registers`, the rows of a are in registers, ``const u32 (&a)[4]`` instead of a descriptor. With
+    `columns` as well, b is MN-major (transposed): for each input, the values of the `rows` rows are contiguous.
     """
     count = rows // 2
     sums = ", ".join(f"%{i}" for i in range(count))

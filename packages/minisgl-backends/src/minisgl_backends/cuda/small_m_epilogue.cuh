@@ -74,9 +74,9 @@ template <int OCTETS_AT_ONCE> __device__ __forceinline__ void store_sums(float (
     }
 }
 
-// First octet of rows that the thread block with part `split` of the inputs reduces, and the largest number of them.
+// First octet (8 rows) that thread block `split` of the cluster reduces.
 __device__ __forceinline__ int first_octet(int split) { return ROW_OCTETS * split / SPLITS; }
-constexpr int MAX_ROW_OCTETS = (ROW_OCTETS + SPLITS - 1) / SPLITS;
+constexpr int MAX_ROW_OCTETS = (ROW_OCTETS + SPLITS - 1) / SPLITS;  // largest number of octets that one thread block reduces
 
 // Reduce the sums of the SPLITS thread blocks that have the same rows and other inputs; each reduces and stores a part of the rows.
 __device__ __forceinline__ void reduce_and_store(float (&sums)[SUMS], u32 ring, u32 reduce_barrier, bf16* out, const bf16* bias, int first_row,

@@ -38,10 +38,10 @@ class LlguidanceState(GrammarState):
 
     def fill_mask(self, mask: Masks) -> None:
         """See `GrammarState.fill_mask`."""
-        if width := self._grammar.own_width:
-            own = np.zeros(width, np.int32)
-            self._matcher.unsafe_compute_mask_ptr(own.ctypes.data, own.nbytes)
-            mask[:] = own[: len(mask)]
+        if width := self._grammar.matcher_width:
+            wide = np.zeros(width, np.int32)
+            self._matcher.unsafe_compute_mask_ptr(wide.ctypes.data, wide.nbytes)
+            mask[:] = wide[: len(mask)]
             clear_tokens(mask, range(self._grammar.vocab_size, 32 * len(mask)))
         else:
             self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
@@ -85,11 +85,11 @@ class LlguidanceGrammar(GrammarBackend):
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self.vocab_size, self.eos_token_ids = vocab_size, frozenset(eos_token_ids)
-        num_own = max(vocab_size, len(tokenizer))
-        self.own_width = 0 if num_own == vocab_size else mask_width(num_own)
+        num_matcher_tokens = max(vocab_size, len(tokenizer))
+        self.matcher_width = 0 if num_matcher_tokens == vocab_size else mask_width(num_matcher_tokens)
         """Words of a matcher's mask if the tokenizer has more tokens than the model, else 0."""
         try:
-            self._tokenizer = read_tokenizer(tokenizer, num_own, eos_token_ids)
+            self._tokenizer = read_tokenizer(tokenizer, num_matcher_tokens, eos_token_ids)
         except Exception as error:  # its exceptions have no common base class
             raise ModelFormatError(
                 f"llguidance cannot read the model's tokenizer: {_first_line(str(error))}"
@@ -116,7 +116,7 @@ class LlguidanceGrammar(GrammarBackend):
 
     def fill_masks(self, states: Sequence[GrammarState], masks: Masks) -> None:
         """See `GrammarBackend.fill_masks`."""
-        if self.own_width or len(states) < 2:
+        if self.matcher_width or len(states) < 2:
             super().fill_masks(states, masks)
             return
         self._executor = self._executor or llguidance.LLExecutor()

@@ -57,7 +57,7 @@ def _packed_gemm(
     `total` has the sums of the outputs, or of the gate if GATED; `up` those of up. A chunk has PARTS parts of SUB inputs.
     """
     CHUNK: tl.constexpr = PARTS * SUB
-    PER_CODE: tl.constexpr = 16 // LOW  # parts that an element of the first plane has
+    PER_CODE: tl.constexpr = 16 // LOW  # parts per int16 element of the first plane
     SAME: tl.constexpr = min(WORD // SUB, PARTS)  # parts of a chunk that share a word
     dtype: tl.constexpr = out.dtype.element_ty
     block, split, row_block = tl.program_id(0), tl.program_id(1), tl.program_id(2)

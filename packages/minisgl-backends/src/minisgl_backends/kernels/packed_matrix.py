@@ -26,16 +26,16 @@ class Packing:
     A weight is ``(code - zero) * scale``, or ``code * scale + offset``, in float32.
 
     Attributes:
-        kind: contents of a word of scales, each field with `block` inputs:
+        kind: contents of a word of scales, whose fields are for `block` inputs each:
             ``int4``: a scale and ``-(M + zero)`` in the model's dtype, see `minisgl_backends.kernels.int4_gemm.scale_words`;
             ``scale``: two float16 scales;
             ``pair``: a float16 scale and a float16 offset;
             ``bytes``: four int8, times the superblock's scale;
             ``byte_pairs``: two pairs of uint8, times the superblock's scale and offset;
-            ``nibbles``: four bytes, whose halves are multiplied in the same way.
+            ``nibbles``: four bytes, the low 4 bits times the superblock's scale, the high 4 bits times its offset.
         low: bits per code in the first plane.
         high: bits per code in the second plane; 0 without one.
-        sub: inputs that an element's codes are apart.
+        sub: stride in inputs between consecutive codes of an element.
         block: inputs per scale, a multiple of `sub`; see `is_aligned`.
         zero: zero point of kinds without offsets; ``int4`` has it in its words.
     """

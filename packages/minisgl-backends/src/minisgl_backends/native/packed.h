@@ -6,9 +6,9 @@
    A weight is scale * (code - zero), or scale * code + minimum. (ggml subtracts the minima of K-quants; here they are negated.)
 
    Planes are ordered from the highest bits to the lowest: 3 bits are 1 + 2, 5 are 1 + 4, and 6 are 2 + 4. So a block is read in
-   ascending order, which hardware prefetchers follow. A plane is an array of 32-bit words [..][16 rows]. Byte j of a word has
-   the codes of columns 4k + j of its row, for 8 / bits values of k. From the lowest bits up, these values are consecutive, except
-   in a plane of 4 bits, where they are k and k + 4. So a SIMD register of words, one per row, is multiplied by word k of x, which
+   ascending order, which hardware prefetchers follow. A plane is an array of 32-bit words [..][16 rows]. A byte has 8 / bits
+   codes, the first in its lowest bits. Byte j of word i has those of columns 4k + j of its row, for consecutive k from
+   i * 8 / bits on. A plane of 4 bits differs: there, k is i and i + 4. So a SIMD register of words, one per row, is multiplied by word k of x, which
    is broadcast to all lanes (VNNI's vpdpbusd). */
 #pragma once
 #include "common.h"

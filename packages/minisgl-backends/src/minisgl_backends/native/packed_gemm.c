@@ -181,8 +181,9 @@ INLINE void multiply_block(Floats (*dots)[WIDTH], Floats (*minima)[WIDTH], const
         }
 }
 
-/* sums[r] = row r of x @ tile.T, for `count` rows of x, which are `blocks` apart. One row is limited by the memory, and hardware
-   prefetchers do better than prefetches (docs/quantization.md). With more rows, the computation is as long. */
+/* sums[r] = row r of x @ tile.T, for `count` rows of x, which are `blocks` apart. With one row, reading the weights takes longest,
+   and hardware prefetchers are faster than prefetch instructions (docs/quantization.md). With more rows, computing takes as long as
+   reading, and the instructions help. */
 INLINE void multiply_rows(float (*sums)[TILE], const uint8_t *tile, const XBlock *x, int64_t blocks, const int count,
                           const int type) {
     const int64_t prefetched = count > 1 ? unit_bytes(type) / FORMATS[type].unit : 0;
@@ -205,8 +206,8 @@ INLINE void multiply_rows(float (*sums)[TILE], const uint8_t *tile, const XBlock
     UNROLL for (int r = 0; r < count; r++) memcpy(sums[r], total[r], sizeof total[r]);
 }
 
-/* One specialization per type and number of rows, so that the accumulators stay in registers. 8 % (MAX_ROWS + 1) is 8, or else a
-   number of rows that keeps the unreachable call within the arrays. */
+/* One specialization per type and number of rows, so that the accumulators stay in registers. 8 % (MAX_ROWS + 1) is 8 if
+   MAX_ROWS is. Otherwise the call is unreachable, but compiled, and a literal 8 would be past the end of its arrays. */
 #define X(name) \
     static void multiply_##name(float (*sums)[TILE], const uint8_t *tile, const XBlock *x, int64_t blocks, int count) { \
         if (count == 8 && MAX_ROWS == 8) multiply_rows(sums, tile, x, blocks, 8 % (MAX_ROWS + 1), name); \

@@ -22,8 +22,8 @@ class TritonLinear(TritonProvider, LinearOps):
 
     def prepare_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
         """See `LinearOps.prepare_gated`."""
-        # Not the prepare_linear of a subclass: HopperOps would compile kernels for prepare_linear that are never called, since
-        # its kernels for prepare_gated take their inputs.
+        # Not the prepare_linear of a subclass: HopperOps would also compile ungated small-M kernels, which would never run, since
+        # its gated ones cover the same numbers of rows.
         gate_up, silu_and_mul = TritonLinear.prepare_linear(self, weight, bias), self.silu_and_mul
         return _flatten_batch_dims(self._with_small_m(lambda x: silu_and_mul(gate_up(x)), weight, bias, gated=True))
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 
 from minisgl_backends.quantization.fp8_checkpoint import CheckpointFp8Experts, CheckpointFp8Linear
-from minisgl_backends.requirements import capability_missing, other_weights
+from minisgl_backends.requirements import capability_missing, wrong_weights_message
 from minisgl_core.contracts.checkpoint_quantization import block_shape
 from minisgl_core.contracts.layer_methods import (
     ExpertsMethod,
@@ -48,7 +48,7 @@ class Fp8(Quantization):
         # The weights of a GGUF file are dequantized while loading, and quantized like 16-bit ones.
         if spec.checkpoint is not None and not (spec.checkpoint.is_float8 or spec.checkpoint.is_gguf):
             supported = "quant_method 'fp8', 'compressed-tensors' of type 'float' with num_bits 8, 16-bit weights, and GGUF files"
-            reasons.append(other_weights(spec.checkpoint, "float8", supported))
+            reasons.append(wrong_weights_message(spec.checkpoint, "float8", supported))
         if spec.device.type == "cuda" and torch.cuda.is_available():
             reasons += capability_missing(spec.device, (8, 9), "a float8 matmul")
             if spec.dtype != torch.bfloat16:

@@ -13,7 +13,7 @@ from minisgl_backends.native import library
 from minisgl_backends.quantization.gguf_cpu import CpuLinearMethod
 from minisgl_backends.quantization.gguf_experts import CpuExperts
 from minisgl_backends.quantization.gguf_types import TYPES, GgmlType
-from minisgl_backends.requirements import other_weights
+from minisgl_backends.requirements import wrong_weights_message
 from minisgl_core.contracts.layer_methods import EmbeddingMethod, ExpertsMethod, ExpertsSpec, LinearMethod, LinearSpec
 from minisgl_core.contracts.moe import MoeKernel
 from minisgl_core.contracts.ops import Ops
@@ -33,7 +33,7 @@ class Gguf(Quantization):
     def unsupported(cls, spec: QuantizationSpec) -> list[str]:
         """Refuse other checkpoints, and machines on which the kernels do not run."""
         if spec.checkpoint is None or spec.checkpoint.method != "gguf":
-            return [other_weights(spec.checkpoint, "those of a GGUF file", "GGUF files with quantized weights")]
+            return [wrong_weights_message(spec.checkpoint, "those of a GGUF file", "GGUF files with quantized weights")]
         if spec.device.type == "cuda":
             return packed_gemm_unsupported(spec.device, spec.dtype)
         return library.unsupported(spec.device, spec.dtype)

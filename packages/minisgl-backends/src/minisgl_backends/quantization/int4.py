@@ -9,7 +9,7 @@ from minisgl_backends.kernels.int4_weight import Int4Weight, quantize_groups, to
 from minisgl_backends.kernels.packed_matrix import TILE
 from minisgl_backends.quantization.int4_checkpoint import CheckpointInt4Linear, Prepare
 from minisgl_backends.quantization.int4_experts import CheckpointInt4Experts, Int4Experts
-from minisgl_backends.requirements import other_weights
+from minisgl_backends.requirements import wrong_weights_message
 from minisgl_core.contracts.checkpoint_quantization import CheckpointQuantization, Int4Format, int4_format
 from minisgl_core.contracts.layer_methods import (
     ExpertsMethod,
@@ -151,5 +151,5 @@ def _formats(checkpoint: CheckpointQuantization) -> list[Int4Format]:
     if not found or len(found) < len(formats):
         supported = "quant_method 'awq', 'gptq', 'compressed-tensors' of type 'int' with num_bits 4"
         supported += ", 16-bit weights, and GGUF files"
-        raise ModelFormatError(other_weights(checkpoint, "4-bit integers", supported))
+        raise ModelFormatError(wrong_weights_message(checkpoint, "4-bit integers", supported))
     return found

@@ -8,7 +8,7 @@ from minisgl_backends.native import library
 from minisgl_backends.quantization.fp8_checkpoint import CheckpointMatrix
 from minisgl_backends.quantization.gguf_cpu import CpuLinearMethod
 from minisgl_backends.quantization.gguf_types import TYPES
-from minisgl_backends.requirements import capability_missing, other_weights, triton_missing
+from minisgl_backends.requirements import capability_missing, triton_missing, wrong_weights_message
 from minisgl_core.contracts.checkpoint_quantization import is_int8
 from minisgl_core.contracts.layer import Targets
 from minisgl_core.contracts.layer_methods import LinearMethod, LinearPart, LinearSpec, PlainLinear
@@ -43,7 +43,7 @@ class Int8(Quantization):
                 groups = spec.checkpoint.groups
                 if not groups or not all(is_int8(spec.checkpoint, each) for each in groups):
                     supported = "quant_method 'compressed-tensors' of type 'int' with num_bits 8, 16-bit weights, and GGUF files"
-                    reasons.append(other_weights(spec.checkpoint, "8-bit integers", supported))
+                    reasons.append(wrong_weights_message(spec.checkpoint, "8-bit integers", supported))
             except ModelFormatError as error:
                 reasons.append(str(error))
         if spec.num_experts:

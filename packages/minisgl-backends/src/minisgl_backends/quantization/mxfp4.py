@@ -6,7 +6,7 @@ import torch
 
 from minisgl_backends.moe.packed_weights import BLOCK
 from minisgl_backends.quantization.packed_experts import PackedExperts
-from minisgl_backends.requirements import other_weights
+from minisgl_backends.requirements import wrong_weights_message
 from minisgl_core.contracts.layer import Targets
 from minisgl_core.contracts.layer_methods import ExpertsMethod, ExpertsOp, ExpertsSpec
 from minisgl_core.contracts.moe import MXFP4, MoeKernel
@@ -22,7 +22,7 @@ class Mxfp4(Quantization):
     def unsupported(cls, spec: QuantizationSpec) -> list[str]:
         """Refuse other checkpoints."""
         if spec.checkpoint is None or spec.checkpoint.method != "mxfp4":
-            return [other_weights(spec.checkpoint, "in MXFP4", "quant_method 'mxfp4'")]
+            return [wrong_weights_message(spec.checkpoint, "in MXFP4", "quant_method 'mxfp4'")]
         return []
 
     def experts(self, spec: ExpertsSpec, kernel: type[MoeKernel]) -> ExpertsMethod:
