@@ -1,6 +1,7 @@
 """Conformance kit of communicators."""
 
 import inspect
+import os
 import subprocess
 import sys
 import tempfile
@@ -45,6 +46,8 @@ class CommunicatorTests:
         """Run the checks with one process per rank, and return the output of those that failed."""
         name, file = self.provider.__qualname__, inspect.getfile(self.provider)
         sizes, with_faults = ",".join(map(str, self.sizes)), str(int(self.raises_on_timeout))
+        # The provider's file may import modules that only pytest's settings make importable.
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
         with tempfile.TemporaryDirectory() as folder:
             ranks = []
             for rank in range(max(self.sizes)):
@@ -52,7 +55,7 @@ class CommunicatorTests:
                 log = Path(folder, f"rank {rank}")
                 with log.open("wb") as output:
                     command = [sys.executable, "-m", communicator_checks.__name__, *arguments]
-                    ranks.append((subprocess.Popen(command, stdout=output, stderr=output), log))
+                    ranks.append((subprocess.Popen(command, stdout=output, stderr=output, env=environment), log))
             deadline = time.monotonic() + self.limit_s
             try:
                 failed = [log for process, log in ranks if _status(process, deadline) != 0]
