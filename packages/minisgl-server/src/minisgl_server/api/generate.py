@@ -28,8 +28,8 @@ router = APIRouter()
 GENERATE_MAX_TOKENS = 128
 """SGLang's default of max_new_tokens."""
 _VALUES_PER_NEW_TOKEN = 1024
-"""The next event waits for one new token per this many tokens and log-probabilities that the output already has. As each event
-has the whole output, an event per token would take time and bytes that grow with the square of the output's length."""
+"""An output with k times this many tokens and log-probabilities has an event per k new tokens. Each event contains the whole
+output. With an event per token, time and bytes would grow with the square of the output's length."""
 
 
 class GenerateSamplingParams(SamplingFields):

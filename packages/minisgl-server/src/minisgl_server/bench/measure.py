@@ -77,7 +77,7 @@ def measure(
                 prefills[engine.name].append(engine.run(make(repeats + repeat).capped(1)))
     results = []
     for engine in engines:
-        alone = prefills[engine.name] or runs[engine.name]
-        prefill_s = median(run.seconds for run in alone) if with_prefill else None
+        prefill_runs = prefills[engine.name] or runs[engine.name]  # with one output token, a run is a prefill
+        prefill_s = median(run.seconds for run in prefill_runs) if with_prefill else None
         results.append(Result(engine.name, first, runs[engine.name], prefill_s))
     return results

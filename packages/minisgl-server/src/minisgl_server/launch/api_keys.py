@@ -1,4 +1,7 @@
-"""Reads API keys from flags, the environment and files, and hashes them."""
+"""Collects the API keys of ``--api-key`` and ``--api-key-file``, and hashes them.
+
+`API_KEY_VARIABLE` is the environment variable of ``--api-key``, so its keys are in `ServerOptions.api_key`.
+"""
 
 import hashlib
 import os

@@ -19,8 +19,8 @@ MAX_DELAY_S = 60.0
 SERVED_S = 60.0
 """Time that a process must have served for its earlier failures to be forgotten."""
 MAX_FAILURES = 3
-"""Failures in a row after which a process counts as one that cannot start. Requests are refused before, once all replicas have
-failed twice in a row; see `Replicas.handle_failure`."""
+"""Failures in a row after which a process counts as one that cannot start. Requests are refused earlier: as soon as each replica
+has failed twice in a row; see `Replicas.handle_failure`."""
 
 
 @dataclass(slots=True)

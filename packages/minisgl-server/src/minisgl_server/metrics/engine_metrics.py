@@ -95,7 +95,7 @@ class EngineMetrics:
     def batch_finished(self, plan: BatchPlan, state: EngineState) -> None:
         """Count a step. The latency of a decode is the time since the last step of its row.
 
-        All decodes of a step have the same, except with pipeline parallelism.
+        All decodes of a step have the same latency, except with pipeline parallelism.
         """
         metrics, now_s = self._metrics, time.monotonic()
         if metrics is None:

@@ -60,7 +60,7 @@ class EngineFeed:
         state: EngineSnapshot = await asyncio.wait_for(
             self._client.state(last, self._with_text, self._replica), TIMEOUT_S
         )
-        if state.replica != self._shown or state.step < last:  # the steps are those of an engine that has ended
+        if state.replica != self._shown or state.step < last:  # the cached steps are those of another engine
             self._shown = state.replica
             self._steps.clear()
         steps: list[StepSnapshot] = state.steps

@@ -138,7 +138,8 @@ class API:
                 answer: tuple[str, Families] = await self._engines.metrics.remote(replica_id=replica_id)
             return answer
 
-        # Calls with the context of one HTTP request would have one id, by which Serve finds the call to route.
+        # Serve finds the call to route by the request id in its context. With the context of this HTTP request, all calls would
+        # have the same id.
         asked = [asyncio.create_task(ask(each), context=Context()) for each in request_router.replica_ids]
         answers = await asyncio.gather(*asked, return_exceptions=True)
         return merge(sorted({each[0]: each[1] for each in answers if not isinstance(each, BaseException)}.items()))

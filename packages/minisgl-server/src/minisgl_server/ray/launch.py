@@ -41,7 +41,7 @@ HEAD_S = 15.0
 
 
 class _StoppedError(BaseException):
-    """A signal asked the launch to end. Like KeyboardInterrupt, it passes code that handles the errors of a call."""
+    """A signal asked the launch to end. Like KeyboardInterrupt, it is no `Exception`, so handlers of errors do not catch it."""
 
 
 def serve_on_ray(config: EngineConfig, options: ServerOptions, registry: Registry) -> None:

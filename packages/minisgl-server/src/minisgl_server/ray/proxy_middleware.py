@@ -1,6 +1,6 @@
 """ASGI middleware of Serve's proxies: it receives event streams, and ends responses with an error.
 
-A proxy is a process on each node, between the clients and the deployment API. Events of streams arrive past Serve's calls, see
+A proxy is a process on each node, between the clients and the deployment API. Events of streams bypass Serve's calls; see
 `direct_streams`. Serve's proxy closes the connection if the replica of the API is lost. If the head of the cluster is lost, Ray
 ends the processes of all other nodes about a minute later. In both cases, the middleware first sends an error.
 

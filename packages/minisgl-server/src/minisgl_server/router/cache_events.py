@@ -74,7 +74,7 @@ class CacheChanges:
 
 
 class CacheEventHooks(CacheChanges):
-    """Hooks of one engine. The changes begin with the engine."""
+    """Hooks of one engine. The attributes of `CacheChanges` are set when the engine starts, as they depend on its page size."""
 
     def __init__(self, address: str) -> None:
         self._address = address

@@ -254,6 +254,7 @@ class RouterWorker:
         for each in self._ready():
             assert each.send is not None
             query = self._last_count * len(self.replicas) + each.replica
+            # The answer comes to this router, which `IpcAddresses.scheduler_out` lists after the tokenizer workers.
             each.send(Count(worker=len(self._to_workers), query=query))
         if not counting.waiting:
             self._answered(self._last_count, -1)

@@ -11,8 +11,8 @@ from minisgl_core.text.tokens import TokenBytes
 from minisgl_server.parsing.chat_format import ChatOutputParser
 
 MAX_TEXT_TOKENS = 1024
-"""Number of tokens after which output that is held back continues in another `Text`. The API server encodes each `Text` at
-once, and serves no other client meanwhile."""
+"""Number of tokens after which output that is held back continues in another `Text`. The API server serves no other client while
+it encodes a `Text`."""
 
 
 @dataclass(slots=True)

@@ -23,7 +23,8 @@ MAX_HEADER_BYTES = 64 * 2**10
 MAX_PIPELINED = 16
 """Maximum number of requests per connection that wait for the response to an earlier one."""
 _SLICE_BYTES = 16 * 2**10
-"""Bytes parsed at a time; no more than this of a second request's headers stays uncounted."""
+"""Bytes parsed at a time. The count of unfinished bytes restarts when a request's headers or body end. So it misses the start of
+the next request in the same slice, but no more than this."""
 _LINGER_S, _LINGER_BYTES = 1.0, 2**20
 """Limits of the input that is dropped after a refusal. Closing at once would reset the connection and lose the response."""
 

@@ -22,7 +22,8 @@ from minisgl_server.api.openai.schemas import GenerationRequest
 _MAX_COPIED_BYTES = 32 * 2**20
 """Maximum bytes of the fields that every output of a request has its own copy of, over all outputs."""
 _MAX_INLINE_TOKENS = 64
-"""Tokens after which `Choices.collect` lets the event loop run. An output with more was held back, and others may follow it."""
+"""`Choices.collect` lets the event loop run after an output with more tokens than this. A tokenizer worker has held such an
+output back, and its further parts may have arrived together with it."""
 _MAX_SESSION_CHARS = 1024
 """Maximum length of the header X-Session-Id, of which every output has a copy, too."""
 _MAX_LOGPROBS_HELD = 2**20

@@ -22,7 +22,7 @@ COLUMNS = (
     ("input tok/s", "{input_tokens_per_s:,.1f}"),
     ("output tok/s", "{output_tokens_per_s:,.1f}"),
     ("hit rate", "{hit_rate:.1%}"),
-    ("at once", "{peak_concurrency}"),
+    ("peak concurrency", "{peak_concurrency}"),
 )
 PERCENTILE_TITLES = ("run", "ms", "mean", "p50", "p90", "p99", "max")
 BUSY_FRACTION = 0.8

@@ -4,7 +4,7 @@ import { byId, canvasContext, count, cssColor, requestColor } from "./dom.js";
 
 const HEIGHT = 150;
 const COLUMN = 7;
-const MOST_CELL = 7;
+const MAX_CELL_HEIGHT = 7;
 const PAUSE_S = 0.7;
 let hovered = null;
 
@@ -17,7 +17,7 @@ export function showSteps({ steps }) {
   const mostDecodes = Math.max(8, ...shown.map((step) => step.num_decodes));
   const middle = Math.round(HEIGHT * 0.5);
   const scale = (middle - 14) / Math.sqrt(mostPrefill);
-  const cell = Math.min(MOST_CELL, (HEIGHT - middle - 4) / mostDecodes);
+  const cell = Math.min(MAX_CELL_HEIGHT, (HEIGHT - middle - 4) / mostDecodes);
   context.fillStyle = cssColor("--quiet");
   context.font = "10px system-ui, sans-serif";
   if (parts.some(({ prefill }) => prefill)) context.fillText(`${mostPrefill} tokens`, 0, 9);
