@@ -26,6 +26,7 @@ from minisgl_server.api import app  # imports every module with requests
 from minisgl_server.api.errors import ApiError, invalid_body
 from minisgl_server.api.http.json_size import JsonSizeCounter
 from minisgl_server.api.limits import MIB, Bound, RequestLimits
+from minisgl_server.api.openai.chat import chat_prompt
 from minisgl_server.api.openai.choices import Choices, make_tokenize
 from minisgl_server.api.openai.sampling import RequestSampling, request_sampling
 from minisgl_server.api.openai.schemas import ChatMessage, ChatRequest, CompletionRequest
@@ -33,6 +34,7 @@ from minisgl_server.api.openai.segments import Segments
 from minisgl_server.api.openai_responses import routes as response_routes
 from minisgl_server.api.openai_responses.schemas import ResponsesRequest
 from minisgl_server.api.strict_model import StrictModel
+from minisgl_server.options import ServerOptions
 
 SMALL = RequestLimits(dict.fromkeys(Bound, 3), text=10, values=100, body_bytes=1000)
 
@@ -164,6 +166,21 @@ def test_conversations_are_bounded_as_a_whole() -> None:
     with pytest.raises(ApiError, match=r"maximum context length is 8192 tokens\. However, the messages") as caught:
         limits.check_conversation(msgspec.structs.replace(prompt, messages=messages * 5))
     assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
+
+
+def test_the_conversation_of_a_chat_is_bounded_by_the_largest_body() -> None:
+    """For token counts too, which have no `Choices`."""
+    options = ServerOptions(max_body_size=4 * RequestLimits.of(engine(max_token_bytes=0)).body_bytes)
+    client = types.SimpleNamespace(ready_info=lambda: engine(max_token_bytes=0))
+    app = types.SimpleNamespace(state=types.SimpleNamespace(client=client, options=options))
+    request: Any = types.SimpleNamespace(app=app)
+    chat = ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}] * 3})
+    assert options.max_body_size is not None
+    chat.messages[0].content = "x" * options.max_body_size
+    assert chat_prompt(request, chat).num_chars > options.max_body_size
+    chat.messages[1].content = chat.messages[0].content
+    with pytest.raises(ApiError, match=f"no more than {options.max_body_size} fit"):
+        chat_prompt(request, chat)
 
 
 def test_many_copies_of_large_sampling_parameters_are_refused() -> None:

@@ -8,8 +8,15 @@ from pydantic import Field
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.protocol.messages import Detokenize, Tokenize, ToolUse
 from minisgl_core.sampling_params import SamplingParams
-from minisgl_server.api.limits import Bound, RequestLimits
-from minisgl_server.api.openai.requests import json_response, new_query_id, parse_request, run_sized, served_model
+from minisgl_server.api.limits import Bound
+from minisgl_server.api.openai.requests import (
+    json_response,
+    new_query_id,
+    parse_request,
+    request_limits,
+    run_sized,
+    served_model,
+)
 from minisgl_server.api.openai.schemas import ChatMessage, Tool
 from minisgl_server.api.openai.tools import tool_dicts
 from minisgl_server.api.openapi import route_docs
@@ -59,7 +66,7 @@ async def tokenize(request: Request) -> Response:
         if body.messages is None and getattr(body, name) is not None:
             raise InvalidValueError(name, "given", "left out unless messages are given")
     message = await run_sized(request, _query, body)
-    RequestLimits.of(info).check_conversation(message)
+    request_limits(request.app).check_conversation(message)
     tokens = await request.app.state.client.query(message, request.receive)
     return json_response(
         {

@@ -9,7 +9,14 @@ from minisgl_core.protocol.messages import Text, Tokenize, ToolCallDelta
 from minisgl_server.api.openai.choices import Choices, make_tokenize
 from minisgl_server.api.openai.event_stream import ChoiceEvents, EventStreamResponse
 from minisgl_server.api.openai.logprobs import chat_logprobs, prompt_fields
-from minisgl_server.api.openai.requests import json_response, new_query_id, parse_request, run_sized, served_model
+from minisgl_server.api.openai.requests import (
+    json_response,
+    new_query_id,
+    parse_request,
+    request_limits,
+    run_sized,
+    served_model,
+)
 from minisgl_server.api.openai.sampling import request_sampling
 from minisgl_server.api.openai.schemas import ChatRequest
 from minisgl_server.api.openai.template_fields import template_fields
@@ -21,12 +28,16 @@ router = APIRouter()
 
 
 def chat_prompt(request: Request, chat: ChatRequest, template_hints: dict[str, Any] | None = None) -> Tokenize:
-    """Return the message to a tokenizer worker for a chat, without id; for `template_hints` see `Tokenize`."""
+    """Return the message to a tokenizer worker for a chat, without id; for `template_hints` see `Tokenize`.
+
+    Raises:
+        ApiError: 400, the messages and tools together are too long.
+    """
     info, _ = served_model(request.app)
     fields = template_fields(chat, request.app.state.options.trust_request_chat_template)
     if template_hints:
         fields["template_hints"] = template_hints
-    return make_tokenize(
+    prompt = make_tokenize(
         chat,
         request_sampling(chat, info),
         messages=[message.model_dump(exclude_none=True) for message in chat.messages],
@@ -34,6 +45,8 @@ def chat_prompt(request: Request, chat: ChatRequest, template_hints: dict[str, A
         tools=tool_use(chat),
         **fields,
     )
+    request_limits(request.app).check_conversation(prompt)
+    return prompt
 
 
 async def start_chat(

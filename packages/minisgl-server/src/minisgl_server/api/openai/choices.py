@@ -14,7 +14,6 @@ from minisgl_core.utils.logs import REQUEST_ID
 from minisgl_server.api.engine_client import EngineClient, Generation
 from minisgl_server.api.errors import ApiError
 from minisgl_server.api.http.request_log import access_record
-from minisgl_server.api.limits import RequestLimits
 from minisgl_server.api.openai.requests import next_number
 from minisgl_server.api.openai.sampling import RequestSampling
 from minisgl_server.api.openai.schemas import GenerationRequest
@@ -45,7 +44,7 @@ class Choices:
         is_held: all outputs are held in memory until the last one is complete; by default if they are not streamed.
 
     Raises:
-        ApiError: 400, there are more outputs than the engine holds at a time, or the messages are too long.
+        ApiError: 400, there are more outputs than the engine holds at a time, or too many copies of large parameters.
     """
 
     generation: Generation
@@ -66,7 +65,6 @@ class Choices:
                 "(--max-running-requests and --max-queued-requests); send fewer at once.",
                 "n" if n > 1 else prompts[0].field_names.get("prompt", "prompt"),
             )
-        RequestLimits.of(info).check_conversation(prompts[0])
         _check_copies(prompts[0], count)
         self.output_ids = [f"{self.id}-{index}" for index in range(count)]
         self._requests = [

@@ -43,8 +43,8 @@ async def parse_request(model: type[R], request: Request) -> R:
         ApiError: 400, the body is invalid; 404, its model is not served; 413, 415 and 429, see `read_body`; 503, the engine is
             not ready.
     """
-    info, served = served_model(request.app)
-    limits = RequestLimits.of(info, request.app.state.options.max_body_size)
+    _, served = served_model(request.app)
+    limits = request_limits(request.app)
     memory: BodyMemory = request.app.state.body_memory
     with memory.reserve(limits) as add_bytes:
         data = await read_body(request, limits, add_bytes)
@@ -88,6 +88,15 @@ def served_model(app: FastAPI) -> tuple[EngineInfo, str]:
     """
     info = app.state.client.ready_info()
     return info, app.state.options.served_model_name or info.model
+
+
+def request_limits(app: FastAPI) -> RequestLimits:
+    """Return the size limits of requests.
+
+    Raises:
+        ApiError: 503, the engine is not ready.
+    """
+    return RequestLimits.of(served_model(app)[0], app.state.options.max_body_size)
 
 
 def json_response(body: dict[str, Any] | list[dict[str, Any]]) -> Response:
