@@ -26,7 +26,7 @@ from minisgl_core.protocol.messages import (
 )
 from minisgl_core.runtime.ipc import IpcAddresses, Receiver, Sender
 from minisgl_core.sampling_params import SamplingParams
-from minisgl_server.api import engine_client
+from minisgl_server.api import engine_client, waiting_prompts
 from minisgl_server.api.engine_client import MAX_UNSENT_BYTES, MAX_UNSENT_BYTES_PER_OUTPUT, EngineClient, Generation
 from minisgl_server.api.errors import ApiError, ClientGoneError
 from minisgl_server.api.openai.event_stream import EventStreamResponse, StreamEvents, event
@@ -218,6 +218,70 @@ def test_a_request_that_cannot_be_encoded_leaves_no_state() -> None:
             with pytest.raises(ApiError) as caught:
                 client.start([good, bad], connected)
             assert caught.value.status == 400
+
+    run(test)
+
+
+@pytest.mark.parametrize("end", ["output", "rejection", "close", "failure"])
+def test_large_prompts_are_refused_while_too_many_bytes_wait(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting_prompts, "MAX_WAITING_BYTES", 3000)
+    monkeypatch.setattr(waiting_prompts, "GUARANTEED_BYTES", 2000)
+
+    def prompt(name: str, num_chars: int, **fields: Any) -> Tokenize:
+        return Tokenize(request_id=name, text="x" * num_chars, sampling=SamplingParams(), **fields)
+
+    async def test(client: EngineClient, engine: Engine) -> None:
+        both = client.start([prompt("short", 10), prompt("long", 4000, sibling_ids=["long-1"])], connected)
+        with pytest.raises(ApiError) as caught:
+            client.start([prompt("a", 1000), prompt("b", 1000)], connected)
+        assert (caught.value.status, caught.value.code) == (429, "too_many_requests")
+        assert client.num_requests == 3, "what was refused leaves no state"
+        client.start([prompt("small", 1000)], connected).close()
+        engine.text("short", "x")
+        await both.next()
+        with pytest.raises(ApiError):
+            client.start([prompt("a", 2000)], connected)
+        if end == "output":
+            engine.text("long", "x")
+            await both.next()
+        elif end == "rejection":
+            engine.send(Rejected(request_id="long", kind="invalid", message="no"))
+            with pytest.raises(ApiError, match="no"):
+                await both.next()
+        elif end == "failure":
+            both.fail(ClientGoneError())
+        else:
+            both.close()
+        client.start([prompt("a", 2000)], connected).close()
+        both.close()
+
+    run(test)
+
+
+def test_the_bytes_of_a_query_wait_until_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting_prompts, "MAX_WAITING_BYTES", 3000)
+    monkeypatch.setattr(waiting_prompts, "GUARANTEED_BYTES", 2000)
+
+    async def test(client: EngineClient, engine: Engine) -> None:
+        def ask(name: str) -> asyncio.Task[Tokens]:
+            query = Tokenize(request_id=name, text="x" * 4000, sampling=SamplingParams(), only_tokens=True)
+            return asyncio.create_task(client.query(query, connected))
+
+        first = ask("a")
+        await engine.received(1)
+        with pytest.raises(ApiError, match="bytes wait"):
+            await ask("b")
+        engine.send(Tokens(request_id="a", token_ids=[1], token_names=["x"], text=""))
+        await first
+        second = ask("c")
+        await engine.received(1)
+        second.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await second
+        third = ask("d")
+        await engine.received(1)
+        engine.send(Tokens(request_id="d", token_ids=[1], token_names=["x"], text=""))
+        await third
 
     run(test)
 

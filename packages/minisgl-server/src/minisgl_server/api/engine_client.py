@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
+import msgspec
+
 from minisgl_core.protocol.engine_snapshot import EngineSnapshot, SnapshotRequest
 from minisgl_core.protocol.messages import (
     Abort,
@@ -21,6 +23,7 @@ from minisgl_core.protocol.messages import (
     TextBatch,
     Tokenize,
     Tokens,
+    encode,
 )
 from minisgl_core.runtime.ipc import AsyncReceiver, IpcAddresses, Sender
 from minisgl_core.sampling_params import MAX_LOGPROBS
@@ -33,6 +36,7 @@ from minisgl_server.api.errors import (
     shutting_down,
     slow_client,
 )
+from minisgl_server.api.waiting_prompts import WaitingPrompts
 
 logger = logging.getLogger(__name__)
 
@@ -148,6 +152,13 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
+def _encode(message: msgspec.Struct) -> bytes:
+    try:
+        return encode(message)
+    except (OverflowError, RecursionError, UnicodeError):
+        raise not_encodable() from None
+
+
 def num_logprobs(text: Text) -> int:
     """Return the number of log-probabilities of output tokens and their alternatives."""
     return sum([1 + len(each.top) for each in text.logprobs or ()])
@@ -191,6 +202,7 @@ class EngineClient:
         self._workers = {index: Sender(address) for index, address in addresses.own_tokenizer_in.items()}
         self._next_worker = itertools.cycle(self._workers)
         self._routes: dict[str, tuple[Generation, int]] = {}
+        self._waiting_prompts = WaitingPrompts()
         self._pending_queries: dict[str | int, asyncio.Future[Any]] = {}
         """Queries that wait for an answer, by id of the message to a tokenizer worker, or number of the query to a replica."""
         self._query_numbers = itertools.count(1)
@@ -231,20 +243,19 @@ class EngineClient:
             receive: ASGI channel of the HTTP request, to detect that the client disconnected.
 
         Raises:
-            ApiError: 400, a value of a free-form field cannot be encoded; 503, the server shuts down.
+            ApiError: 400, a value of a free-form field cannot be encoded; 429, see `WaitingPrompts`; 503, the server shuts down.
         """
         if self.is_draining:
             raise shutting_down()
+        for request in requests:
+            request.api_worker_id = self._api_worker_id
+        messages = [_encode(request) for request in requests]
+        self._waiting_prompts.add({each.request_id: len(data) for each, data in zip(requests, messages, strict=True)})
         generation = Generation(self, [output_id for request in requests for output_id in request.output_ids])
-        try:
-            for request in requests:
-                worker = next(self._next_worker)
-                request.api_worker_id = self._api_worker_id
-                self._routes |= dict.fromkeys(request.output_ids, (generation, worker))
-                self._workers[worker].send(request)
-        except (OverflowError, RecursionError, UnicodeError):
-            generation.close()
-            raise not_encodable() from None
+        for request, message in zip(requests, messages, strict=True):
+            worker = next(self._next_worker)
+            self._routes |= dict.fromkeys(request.output_ids, (generation, worker))
+            self._workers[worker].socket.send(message)
         generation.abort_on_disconnect(receive)
         return generation
 
@@ -256,7 +267,7 @@ class EngineClient:
             receive: ASGI channel of the HTTP request. If its client disconnects, a text that still waits is not tokenized.
 
         Raises:
-            ApiError: 400, the message was rejected or cannot be encoded; 500, the engine has stopped.
+            ApiError: 400, the message was rejected or cannot be encoded; 429, see `WaitingPrompts`; 500, the engine has stopped.
             ClientGoneError: the client disconnected.
         """
         worker = next(self._next_worker)
@@ -285,6 +296,7 @@ class EngineClient:
         """Tell the engine to end a request."""
         route = self._routes.pop(request_id, None)
         if route is not None:
+            self._waiting_prompts.remove(request_id)
             self._workers[route[1]].send(Abort(request_id))
 
     async def count(self) -> dict[str, int]:
@@ -313,14 +325,15 @@ class EngineClient:
 
     async def _ask(self, worker: int, message: Tokenize | Detokenize | SnapshotRequest, key: str | int) -> Any:
         """Send a message to a tokenizer worker, and return the answer with this key."""
+        data = _encode(message)
+        self._waiting_prompts.add({str(key): len(data)})
         answer = self._pending_queries[key] = asyncio.get_running_loop().create_future()
         try:
-            self._workers[worker].send(message)
+            self._workers[worker].socket.send(data)
             return await answer
-        except (OverflowError, RecursionError, UnicodeError):
-            raise not_encodable() from None
         finally:
             del self._pending_queries[key]
+            self._waiting_prompts.remove(str(key))
 
     def _resolve(self, key: str | int, result: Any) -> None:
         """Have `_ask` return or raise a result, unless it has ended."""
@@ -357,6 +370,7 @@ class EngineClient:
                     self._resolve(tokens.request_id, tokens)
                 case Rejected() as message:
                     self._resolve(message.request_id, rejected(message))
+                    self._waiting_prompts.remove(message.request_id)
                     if route := self._routes.pop(message.request_id, None):
                         route[0].reject(message)
                 case Count(worker=worker, counts=counts, api_worker_id=asker) if asker == self._api_worker_id:
@@ -385,6 +399,7 @@ class EngineClient:
         route = self._routes.get(text.request_id)
         if route is None:
             return  # the request was aborted, and its output crossed our Abort
+        self._waiting_prompts.remove(text.request_id)
         if text.finish_reason is not None:
             del self._routes[text.request_id]
         route[0].deliver(text)
