@@ -149,9 +149,9 @@ def engine_step() -> str:
         _box(300, 36, 120, 56, "BatchPlan", "NumPy arrays"),
         _box(640, 36, 150, 56, "Scheduler.process", "append, finish"),
         _box(90, 118, 150, 44, "page manager", "prefix cache"),
-        _box(300, 196, 120, 56, "Engine.begin", "step inputs"),
+        _box(290, 196, 140, 56, "ModelRunner.begin", "step inputs"),
         _box(470, 196, 120, 56, "model", "logits"),
-        _box(640, 196, 150, 56, "Engine.finish", "mask, sample"),
+        _box(640, 196, 150, 56, "ModelRunner.finish", "mask, sample"),
         _box(470, 286, 120, 44, "paged KV pool"),
     ]
     arrows = [
@@ -159,7 +159,7 @@ def engine_step() -> str:
         _arrow(165, 118, 165, 92),
         _arrow(360, 92, 360, 196),
         _text(368, 150, "one upload", size=11),
-        _arrow(420, 224, 470, 224),
+        _arrow(430, 224, 470, 224),
         _arrow(590, 224, 640, 224),
         _arrow(715, 196, 715, 92),
         _text(707, 150, "tokens", size=11, anchor="end"),

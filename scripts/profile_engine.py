@@ -209,7 +209,7 @@ def main(model: str, options: tuple[str, ...], dummy_weight: bool, trace_w: bool
             ends = [end for name, _, end in kernels if re.search(PREFILL, name)]
             if ends:
                 print(f"  until the last kernel of a prompt: {(ends[-1] - kernels[0][1]) / 1e9:.3f} s")
-            pool = llm._loop.engine.attention.pool.spec
+            pool = llm._loop.model_runner.attention.pool.spec
             token_bytes = 2 * pool.num_kv_heads * pool.head_dim * pool.dtype.itemsize
             report_layers(kernels, plans, pool.num_layers, token_bytes)
     if path:

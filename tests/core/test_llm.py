@@ -265,7 +265,7 @@ def test_an_interrupt_anywhere_in_a_step_costs_only_what_ran(overlap: bool, monk
     with new_llm(disable_overlap=not overlap) as llm:
         stream = llm.stream(PROMPTS[1], greedy(30))
         next(stream)
-        begin, calls = llm._loop.engine.begin, 0
+        begin, calls = llm._loop.model_runner.begin, 0
 
         def interrupted(plan: Any) -> Any:
             nonlocal calls
@@ -274,7 +274,7 @@ def test_an_interrupt_anywhere_in_a_step_costs_only_what_ran(overlap: bool, monk
                 raise KeyboardInterrupt
             return begin(plan)
 
-        monkeypatch.setattr(llm._loop.engine, "begin", interrupted)
+        monkeypatch.setattr(llm._loop.model_runner, "begin", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(PROMPTS, greedy(30))
         assert_nothing_in_use(llm)
@@ -492,7 +492,7 @@ def test_close_frees_the_model_and_may_come_twice() -> None:
     stream = llm.stream(PROMPTS[0], greedy(20))
     unread = llm.stream(PROMPTS[1], greedy(20))
     next(stream)
-    engine = llm._loop.engine
+    engine = llm._loop.model_runner
     freed = [weakref.ref(engine.model), weakref.ref(engine.attention.pool)]
     del engine
     llm.close()

@@ -76,14 +76,14 @@ def test_a_killed_rank_is_an_error_and_leaves_nothing_running(
     stream = llm.stream(PROMPTS[0], GREEDY)
     next(stream)
     [follower] = children()
-    begin = llm._loop.engine.begin
+    begin = llm._loop.model_runner.begin
 
     def kill_and_begin(plan: Any) -> Any:
         follower.kill()
         return begin(plan)
 
     if in_a_step:  # rank 0 then waits in a collective for a rank that is gone
-        monkeypatch.setattr(llm._loop.engine, "begin", kill_and_begin)
+        monkeypatch.setattr(llm._loop.model_runner, "begin", kill_and_begin)
     else:
         follower.kill()
     started = time.monotonic()

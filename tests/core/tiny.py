@@ -15,7 +15,7 @@ import torch
 from minisgl_backends.prefix_cache.radix import RadixPrefixCache
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.contracts.prefix_cache import CacheNamespace, PageIds, PrefixInsert, TokenIds
-from minisgl_core.engine.build import BuiltEngine, build_engine
+from minisgl_core.engine.build import BuiltModelRunner, build_model_runner
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.protocol.messages import Submit, TokenOut
@@ -76,10 +76,10 @@ def greedy(prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
 
 
 @lru_cache
-def built(**options: Any) -> BuiltEngine:
+def built(**options: Any) -> BuiltModelRunner:
     fixed = {"model": str(checkpoint()), "max_seq_len_override": MAX_SEQ_LEN, "platform": "cpu", "ops": "torch"}
     config = EngineConfig.from_flat(dtype="float32", **(fixed | options))
-    return build_engine(config, registry(), Hooks(), progress=False)
+    return build_model_runner(config, registry(), Hooks(), progress=False)
 
 
 def new_loop(**options: Any) -> EngineLoop:

@@ -17,7 +17,7 @@ from minisgl_core.config.options import EngineConfig
 from minisgl_core.contracts.communicator import Communicator, CommunicatorSpec, SingleRank
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.model_config import ModelConfig
-from minisgl_core.engine.build import build_engine, resolve_options
+from minisgl_core.engine.build import build_model_runner, resolve_options
 from minisgl_core.engine.checkpoint import model_provider, open_checkpoint
 from minisgl_core.errors import (
     InvalidValueError,
@@ -91,7 +91,7 @@ def test_a_model_translates_the_keys_of_its_config(tmp_path: Path) -> None:
 )
 def test_what_the_layers_cannot_do_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ModelFormatError, match=message):
-        build_engine(with_config(tmp_path, **changes), tiny.registry(), Hooks(), progress=False)
+        build_model_runner(with_config(tmp_path, **changes), tiny.registry(), Hooks(), progress=False)
 
 
 @pytest.mark.parametrize(("context", "factors"), [(16, "short_factor"), (17, "long_factor")])
@@ -101,7 +101,7 @@ def test_longrope_is_for_the_context_that_is_served(context: int, factors: str, 
     rope = {"short_factor": [1.0] * pairs, "long_factor": [3.0] * pairs, "original_max_position_embeddings": 16}
     config = with_config(tmp_path, rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, "factor": 1.0, **rope})
     served = config.with_flat(num_pages=50, max_seq_len_override=context)
-    cos = build_engine(served, tiny.registry(), Hooks(), progress=False).engine.model.model.rotary_emb.cos
+    cos = build_model_runner(served, tiny.registry(), Hooks(), progress=False).model_runner.model.model.rotary_emb.cos
     frequencies = 1.0 / (torch.tensor(rope[factors]) * 1e4 ** (torch.arange(pairs) / pairs))
     assert torch.allclose(cos, torch.outer(torch.arange(context), frequencies).cos(), atol=1e-5)
 
@@ -120,11 +120,13 @@ def test_a_soft_cap_reaches_a_backend_that_has_it(tmp_path: Path) -> None:
     shipped = tiny.registry()
     entries = [entry for kind in KINDS for entry in shipped.entries(kind)]
     registry = Registry([*entries, Entry("models", "Capped", f"{__name__}:CappedLlama", "own", "1")])
-    built = build_engine(config.with_flat(num_pages=50, max_seq_len_override=48), registry, Hooks(), progress=False)
-    assert built.engine.attention.capabilities.soft_cap
+    built = build_model_runner(
+        config.with_flat(num_pages=50, max_seq_len_override=48), registry, Hooks(), progress=False
+    )
+    assert built.model_runner.attention.capabilities.soft_cap
     loop, prompt = make_loop(built, registry, Hooks(), []), (5, 9, 3, 7, 11)
     tiny.submit(loop, "r", prompt, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
-    ids, model = list(prompt), built.engine.model
+    ids, model = list(prompt), built.model_runner.model
     with torch.inference_mode():
         for _ in range(8):
             hidden = model.forward(torch.tensor(ids), torch.arange(len(ids)), DenseAttention())
@@ -150,7 +152,7 @@ def test_values_of_another_head_dimension_are_refused(tmp_path: Path) -> None:
     entries.append(Entry("attention", "wider", f"{__name__}:ClaimsWiderValues", "own", "1"))
     registry = Registry([*entries, Entry("models", "Wider", f"{__name__}:HasWiderValues", "own", "1")])
     with pytest.raises(ModelFormatError, match="stores keys and values of one head dimension"):
-        build_engine(config, registry, Hooks(), progress=False)
+        build_model_runner(config, registry, Hooks(), progress=False)
 
 
 class LaidOutTheOtherWay(TorchAttention):
@@ -169,7 +171,7 @@ def test_two_layouts_are_refused_with_backends_that_meet() -> None:
         r".* own can be combined with .*triton.* torch can be combined with native\."
     )
     with pytest.raises(InvalidValueError, match=message):
-        build_engine(config, registry, Hooks(), progress=False)
+        build_model_runner(config, registry, Hooks(), progress=False)
 
 
 class FirstOfTwo(SingleRank):
@@ -231,7 +233,7 @@ def test_a_start_that_fails_closes_what_it_joined(
     config, registry = of_two(provider)
     monkeypatch.setattr("minisgl_core.engine.build.load_weights", fail)
     with pytest.raises(PluginError, match=error):
-        build_engine(config, registry, Hooks(), progress=False, joined=joined.append)
+        build_model_runner(config, registry, Hooks(), progress=False, joined=joined.append)
     [communicator] = joined
     assert communicator.calls == ["abort", "close"]
 
@@ -254,9 +256,9 @@ def test_another_lm_head_beside_tied_embeddings_is_used(is_equal: bool, tmp_path
     files = dict.fromkeys(weights, "model-2.safetensors") | {"model.embed_tokens.weight": "model-1.safetensors"}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
     config = EngineConfig.from_flat(model=str(tmp_path), platform="cpu", ops="torch", dtype="float32")
-    built = build_engine(config, tiny.registry(), Hooks(), progress=False)
+    built = build_model_runner(config, tiny.registry(), Hooks(), progress=False)
     assert built.checkpoint.config.tie_embeddings == is_equal
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     hidden = torch.randn(3, 24)
-    logits = built.engine.model.compute_logits(hidden)
+    logits = built.model_runner.model.compute_logits(hidden)
     assert torch.allclose(logits, loaded.lm_head(hidden), atol=1e-5)

@@ -26,7 +26,7 @@ from minisgl_core.contracts.model import Model
 from minisgl_core.contracts.ops import Ops, VocabShard
 from minisgl_core.engine import decode_graphs as graphs
 from minisgl_core.engine.decode_graphs import DecodeGraphs
-from minisgl_core.engine.engine import Engine
+from minisgl_core.engine.model_runner import ModelRunner
 from minisgl_core.engine.step import BegunStep
 from minisgl_core.kv.pool import KVPool
 from minisgl_core.platforms.cpu import CpuPlatform
@@ -117,15 +117,15 @@ def options(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module", params=[OverAllPages, OverGatheredPages])
-def engine(options: dict[str, Any], request: pytest.FixtureRequest) -> Iterator[Engine]:
-    engine = tiny.built(**options).engine
-    engine.free_graphs()
-    was = engine.platform, engine.attention, engine._ops
-    pool = KVPool(replace(engine.attention.pool.spec, layout="NHD"))
-    engine.platform, engine._ops = CpuPlatform(), Ops.of(torch.device("cpu"), torch.float32)
-    engine.attention = request.param(engine.attention.spec, pool, engine._table.data)
-    yield engine
-    engine.platform, engine.attention, engine._ops = was
+def model_runner(options: dict[str, Any], request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
+    model_runner = tiny.built(**options).model_runner
+    model_runner.free_graphs()
+    was = model_runner.platform, model_runner.attention, model_runner._ops
+    pool = KVPool(replace(model_runner.attention.pool.spec, layout="NHD"))
+    model_runner.platform, model_runner._ops = CpuPlatform(), Ops.of(torch.device("cpu"), torch.float32)
+    model_runner.attention = request.param(model_runner.attention.spec, pool, model_runner._table.data)
+    yield model_runner
+    model_runner.platform, model_runner.attention, model_runner._ops = was
 
 
 def outputs(
@@ -149,17 +149,17 @@ def outputs(
 
 
 @contextmanager
-def recorded(engine: Engine, sizes: Sequence[int] = SIZES) -> Iterator[None]:
+def recorded(model_runner: ModelRunner, sizes: Sequence[int] = SIZES) -> Iterator[None]:
     """Decodes of these sizes are replayed meanwhile."""
-    engine.capture_decode_graphs(sizes, progress=False)
-    assert engine._graphs is not None
+    model_runner.capture_decode_graphs(sizes, progress=False)
+    assert model_runner._graphs is not None
     try:
         yield
-        assert engine._graphs is not None
-        assert engine._graphs._captured
-        assert engine._graphs._sizes.tolist() == list(sizes), "a replay computed other logits"
+        assert model_runner._graphs is not None
+        assert model_runner._graphs._captured
+        assert model_runner._graphs._sizes.tolist() == list(sizes), "a replay computed other logits"
     finally:
-        engine.free_graphs()
+        model_runner.free_graphs()
 
 
 @pytest.mark.parametrize(
@@ -175,10 +175,10 @@ def recorded(engine: Engine, sizes: Sequence[int] = SIZES) -> Iterator[None]:
     "kinds", [*((kind,) * 6 for kind in SAMPLINGS), tuple(SAMPLINGS) * 2], ids=lambda kinds: " ".join(kinds[:2])
 )
 def test_tokens_are_those_of_steps_that_are_not_captured(
-    engine: Engine, options: dict[str, Any], kinds: tuple[str, ...], cache: str, overlap: bool
+    model_runner: ModelRunner, options: dict[str, Any], kinds: tuple[str, ...], cache: str, overlap: bool
 ) -> None:
     wanted = outputs(kinds, options, cache=cache, overlap=False)
-    with recorded(engine):
+    with recorded(model_runner):
         for _ in range(2):
             tokens, logprobs = outputs(kinds, options, cache=cache, overlap=overlap)
             assert tokens == wanted[0]
@@ -186,27 +186,27 @@ def test_tokens_are_those_of_steps_that_are_not_captured(
 
 
 def with_masks(step: Callable[..., Any]) -> Callable[..., Any]:
-    """`Engine.begin`, of decodes of which every second one is masked."""
+    """`ModelRunner.begin`, of decodes of which every second one is masked."""
 
-    def begin(engine: Engine, plan: BatchPlan) -> Any:
+    def begin(model_runner: ModelRunner, plan: BatchPlan) -> Any:
         if plan.num_decodes == plan.num_tokens:
             masked = np.arange(0, plan.num_tokens, 2, dtype=np.int32)
             plan = msgspec.structs.replace(plan, sample=msgspec.structs.replace(plan.sample, masked=masked))
-        return step(engine, plan)
+        return step(model_runner, plan)
 
     return begin
 
 
 def masking(step: Callable[..., Any]) -> Callable[..., Any]:
-    """`Engine.finish`, with masks that depend on a request's row and place alone and allow five tokens."""
+    """`ModelRunner.finish`, with masks that depend on a request's row and place alone and allow five tokens."""
 
-    def finish(engine: Engine, begun: BegunStep, masks: TokenMasks | None = None) -> Any:
+    def finish(model_runner: ModelRunner, begun: BegunStep, masks: TokenMasks | None = None) -> Any:
         plan = begun.plan
         bits = np.zeros((len(plan.sample.masked), 64), np.uint8)
         for allowed, place in zip(bits, plan.sample.masked, strict=True):
             allowed[random.Random(f"{plan.rows[place]} {plan.starts[place]}").sample(range(tiny.VOCAB_SIZE), 5)] = 1
         words = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
-        return step(engine, begun, TokenMasks(words=words.ravel()) if len(bits) else None)
+        return step(model_runner, begun, TokenMasks(words=words.ravel()) if len(bits) else None)
 
     return finish
 
@@ -214,12 +214,16 @@ def masking(step: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize("kinds", [("greedy",) * 6, tuple(SAMPLINGS)], ids=["greedy", "all"])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_masks_hold_in_captured_decodes(
-    engine: Engine, options: dict[str, Any], kinds: tuple[str, ...], overlap: bool, monkeypatch: pytest.MonkeyPatch
+    model_runner: ModelRunner,
+    options: dict[str, Any],
+    kinds: tuple[str, ...],
+    overlap: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Engine, "begin", with_masks(Engine.begin))
-    monkeypatch.setattr(Engine, "finish", masking(Engine.finish))
+    monkeypatch.setattr(ModelRunner, "begin", with_masks(ModelRunner.begin))
+    monkeypatch.setattr(ModelRunner, "finish", masking(ModelRunner.finish))
     wanted = outputs(kinds, options, cache="naive", overlap=overlap)
-    with recorded(engine):
+    with recorded(model_runner):
         tokens, logprobs = outputs(kinds, options, cache="naive", overlap=overlap)
     assert tokens == wanted[0]
     assert logprobs == pytest.approx(wanted[1], abs=1e-4)
@@ -246,14 +250,14 @@ class OtherHalf(SingleRank):
 
 @pytest.mark.parametrize("kinds", [("random",) * 6, tuple(SAMPLINGS)], ids=["random", "all"])
 def test_logits_of_all_ranks_are_gathered_where_they_are_wanted(
-    engine: Engine, options: dict[str, Any], kinds: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    model_runner: ModelRunner, options: dict[str, Any], kinds: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = outputs(kinds, options, cache="naive", overlap=False)
-    group = OtherHalf(engine.model)
-    monkeypatch.setattr(engine.model, "vocab_shard", VocabShard(group, tiny.VOCAB_SIZE))
-    monkeypatch.setattr(engine.model, "compute_logits", group.compute_logits)
-    monkeypatch.setattr(engine, "_logits", group.whole)  # of prompts
-    with recorded(engine, SIZES[-1:]):
+    group = OtherHalf(model_runner.model)
+    monkeypatch.setattr(model_runner.model, "vocab_shard", VocabShard(group, tiny.VOCAB_SIZE))
+    monkeypatch.setattr(model_runner.model, "compute_logits", group.compute_logits)
+    monkeypatch.setattr(model_runner, "_logits", group.whole)  # of prompts
+    with recorded(model_runner, SIZES[-1:]):
         outputs(kinds, options, cache="naive", overlap=False)  # captures
         num_before = group.num_gathered
         tokens, logprobs = outputs(kinds, options, cache="naive", overlap=False)
@@ -263,7 +267,7 @@ def test_logits_of_all_ranks_are_gathered_where_they_are_wanted(
 
 
 def test_every_size_runs_with_new_pages_and_without(
-    engine: Engine, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    model_runner: ModelRunner, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes, has_pages = set(), set()
     run = DecodeGraphs.run
@@ -274,17 +278,17 @@ def test_every_size_runs_with_new_pages_and_without(
         return run(recorded, plan)
 
     monkeypatch.setattr(DecodeGraphs, "run", noted)
-    with recorded(engine):
+    with recorded(model_runner):
         outputs(("greedy",) * 6, options, cache="radix", overlap=False)
     assert sizes == {1, 2, 3, 4}
     assert has_pages == ({True} if options["page_size"] == 1 else {True, False})
 
 
 def test_pages_of_other_tokens_are_written_before(
-    engine: Engine, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    model_runner: ModelRunner, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A decoding request may have been moved to pages of the cache."""
-    if not engine.attention.capabilities.graph_reads_page_table:
+    if not model_runner.attention.capabilities.graph_reads_page_table:
         pytest.skip("all pages are written before")
     wanted = outputs(("greedy",) * 6, options, overlap=False)
     decode_new_pages, size = graphs.decode_new_pages, options["page_size"]
@@ -298,7 +302,7 @@ def test_pages_of_other_tokens_are_written_before(
             assert decode_new_pages(msgspec.structs.replace(plan, page_table_writes=again.ravel()), page_size) is None
         return None
 
-    table = engine._table.data.numpy()
+    table = model_runner._table.data.numpy()
     monkeypatch.setattr(graphs, "decode_new_pages", with_others)
-    with recorded(engine):
+    with recorded(model_runner):
         assert outputs(("greedy",) * 6, options, overlap=False) == wanted

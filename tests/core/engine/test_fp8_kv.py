@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from minisgl_core import LLM, SamplingParams
 from minisgl_core.config.options import EngineConfig
-from minisgl_core.engine.build import BuiltEngine, build_engine
+from minisgl_core.engine.build import BuiltModelRunner, build_model_runner
 from minisgl_core.errors import ModelFormatError, ProviderUnsupportedError
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Registry
@@ -36,9 +36,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def built(folder: Path, **options: Any) -> BuiltEngine:
+def built(folder: Path, **options: Any) -> BuiltModelRunner:
     fixed = {"model": str(folder), "dtype": "float32", "platform": "cpu", "ops": "torch", "num_pages": 24}
-    return build_engine(
+    return build_model_runner(
         EngineConfig.from_flat(**(fixed | options)), Registry.from_environment(), Hooks(), progress=False
     )
 
@@ -56,7 +56,9 @@ def logprobs(folder: Path, **options: Any) -> torch.Tensor:
 def test_numbers_are_nearly_the_same_and_the_pool_a_quarter(folder: Path) -> None:
     exact, ours = logprobs(folder), logprobs(folder, kv_dtype="fp8")
     assert 1e-4 < (exact - ours).abs().max() < 0.25
-    pools = [built(folder, kv_dtype=name).engine.attention.pool.spec for name in ("auto", "fp8", "fp8_e4m3", "float32")]
+    pools = [
+        built(folder, kv_dtype=name).model_runner.attention.pool.spec for name in ("auto", "fp8", "fp8_e4m3", "float32")
+    ]
     assert [pool.dtype for pool in pools] == [torch.float32, FP8, FP8, torch.float32]
     assert pools[0].bytes_per_page == 4 * pools[1].bytes_per_page
 
@@ -82,9 +84,9 @@ def test_scales_of_the_checkpoint(names: str, folder: Path, tmp_path: Path) -> N
         f"model.layers.1.self_attn.{names.format('v', 'v')}": torch.tensor([0.125]),
     }
     scaled = with_scales(folder, tmp_path, scales)
-    layers = built(scaled, kv_dtype="fp8").engine.model.attention_layers()
+    layers = built(scaled, kv_dtype="fp8").model_runner.model.attention_layers()
     assert [layer.kv_scales for layer in layers] == [(1.0, 1.0), (0.03125, 0.125)]
-    assert built(scaled).engine.model.attention_layers()[1].kv_scales == (1.0, 1.0), "for fp8 alone"
+    assert built(scaled).model_runner.model.attention_layers()[1].kv_scales == (1.0, 1.0), "for fp8 alone"
     # Powers of two, and nothing is near the largest or the smallest number: as without scales, but for those.
     assert (logprobs(scaled, kv_dtype="fp8") - logprobs(folder, kv_dtype="fp8")).abs().max() < 0.05
 

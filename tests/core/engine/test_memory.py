@@ -12,7 +12,7 @@ import pytest
 import tiny
 
 from minisgl_core.config.options import EngineConfig
-from minisgl_core.engine.build import BuiltEngine, build_engine
+from minisgl_core.engine.build import BuiltModelRunner, build_model_runner
 from minisgl_core.errors import OutOfMemoryError
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Registry
@@ -42,13 +42,13 @@ PAGE_BYTES = 2 * 2 * 16 * 2 * 8 * 4
 """K and V of 2 layers, 16 tokens, 2 heads of 8 float32."""
 
 
-def build(site: Any, **options: Any) -> BuiltEngine:
+def build(site: Any, **options: Any) -> BuiltModelRunner:
     site.install("minisgl-meter", {"platform": {"meter": "meter:Meter"}}, meter=METER)
     fixed = {"platform": "meter", "ops": "torch", "dtype": "float32", "max_running_requests": 8, "page_size": 16}
     fixed["max_seq_len_override"] = 256
     fixed["model"] = str(tiny.checkpoint())
     config = EngineConfig.from_flat(**(fixed | options))
-    return build_engine(config, Registry.from_environment(), Hooks(), progress=False)
+    return build_model_runner(config, Registry.from_environment(), Hooks(), progress=False)
 
 
 @pytest.mark.parametrize("max_prefill_length", [16, 100, 1000, 10_000])
@@ -57,7 +57,7 @@ def test_the_pool_gets_what_the_rest_leaves(site: Any, max_prefill_length: int) 
     built = build(site, memory_ratio=0.6, max_prefill_length=max_prefill_length)
     assert built.num_pages == 15 * UNIT // PAGE_BYTES
     assert __import__("meter").steps == ["run"]
-    built.engine.close()
+    built.model_runner.close()
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_ended_requests_have_room_for_their_prefixes(site: Any, platform: str, n
     """More than two requests of two pages can fill: all that the ratio allows, or 64 further sequences on a CPU."""
     built = build(site, platform=platform, memory_ratio=0.9, max_running_requests=2, max_seq_len_override=32)
     assert built.num_pages == num_pages
-    built.engine.close()
+    built.model_runner.close()
 
 
 def test_what_does_not_fit_is_an_error_with_a_remedy(site: Any) -> None:

@@ -13,7 +13,7 @@ from minisgl_backends.ops.native import NativeOps
 from minisgl_backends.ops.onednn import OneDnnOps
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.contracts.ops import NormOps, Ops, OpsProvider, TorchOps
-from minisgl_core.engine.build import BuiltEngine, build_engine
+from minisgl_core.engine.build import BuiltModelRunner, build_model_runner
 from minisgl_core.errors import InvalidValueError, ProviderLoadError, ProviderNotFoundError, ProviderUnsupportedError
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.kinds import KINDS
@@ -64,19 +64,19 @@ def registry() -> Registry:
     return Registry([*(entry for kind in KINDS for entry in shipped.entries(kind)), *own])
 
 
-def build(ops: str, hooks: Hooks | None = None) -> BuiltEngine:
+def build(ops: str, hooks: Hooks | None = None) -> BuiltModelRunner:
     config = EngineConfig.from_flat(
         model=str(tiny.checkpoint()), platform="cpu", dtype="float32", ops=ops, num_pages=50, max_seq_len_override=48
     )
-    return build_engine(config, registry(), hooks or Hooks(), progress=False)
+    return build_model_runner(config, registry(), hooks or Hooks(), progress=False)
 
 
-def ops_of(built: BuiltEngine) -> dict[str, type]:
-    roles: Any = built.engine._ops
+def ops_of(built: BuiltModelRunner) -> dict[str, type]:
+    roles: Any = built.model_runner._ops
     return {name: type(getattr(roles, name)) for name in ("linear", "norm", "rotary", "sampling", "step", "routing")}
 
 
-def tokens(built: BuiltEngine) -> tuple[int, ...]:
+def tokens(built: BuiltModelRunner) -> tuple[int, ...]:
     loop = make_loop(built, registry(), Hooks(), [])
     tiny.submit(loop, "r", PROMPT, SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True))
     return tuple(tiny.run(loop)["r"].tokens)

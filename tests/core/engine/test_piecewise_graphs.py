@@ -17,7 +17,7 @@ from transformers import Qwen3MoeConfig
 from minisgl_core.contracts.attention import AttentionBackend, AttentionBatch, AttentionCapabilities, AttentionLayer
 from minisgl_core.contracts.model import Attend
 from minisgl_core.contracts.ops import Ops, RotaryOps
-from minisgl_core.engine.engine import Engine
+from minisgl_core.engine.model_runner import ModelRunner
 from minisgl_core.engine.piecewise_graphs import PiecewiseGraphs, piecewise_sizes
 from minisgl_core.errors import InvalidValueError, MinisglError
 from minisgl_core.kv.pool import KVPool
@@ -63,20 +63,20 @@ class Apart(AttentionBackend):
 
 
 @pytest.fixture(params=["storing", "stored apart"])
-def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    engine = tiny.new_loop(**OPTIONS).engine
-    was = engine.platform, engine.attention, engine._ops
-    engine.platform = CpuPlatform()
+def model_runner(request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
+    model_runner = tiny.new_loop(**OPTIONS).model_runner
+    was = model_runner.platform, model_runner.attention, model_runner._ops
+    model_runner.platform = CpuPlatform()
     if request.param == "stored apart":
-        pool = KVPool(replace(engine.attention.pool.spec, layout="NHD"))
-        engine.attention, engine._ops = (
-            Apart(engine.attention.spec, pool, engine._table.data),
+        pool = KVPool(replace(model_runner.attention.pool.spec, layout="NHD"))
+        model_runner.attention, model_runner._ops = (
+            Apart(model_runner.attention.spec, pool, model_runner._table.data),
             Ops.of(*OF_TINY, FusesStore),
         )
-    engine.capture_piecewise_graphs(SIZES, progress=False)
-    yield engine
-    engine.free_graphs()
-    engine.platform, engine.attention, engine._ops = was
+    model_runner.capture_piecewise_graphs(SIZES, progress=False)
+    yield model_runner
+    model_runner.free_graphs()
+    model_runner.platform, model_runner.attention, model_runner._ops = was
 
 
 def generate(loop: EngineLoop, seed: int) -> None:
@@ -93,7 +93,7 @@ def generate(loop: EngineLoop, seed: int) -> None:
 @pytest.mark.parametrize("cache", ["radix", "naive"])
 @pytest.mark.parametrize("max_prefill_length", [3, 7, 16, 40])
 def test_tokens_are_those_of_transformers(
-    engine: Engine, cache: str, max_prefill_length: int, monkeypatch: pytest.MonkeyPatch
+    model_runner: ModelRunner, cache: str, max_prefill_length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = []
     run = PiecewiseGraphs.run
@@ -101,7 +101,7 @@ def test_tokens_are_those_of_transformers(
         PiecewiseGraphs, "run", lambda self, inputs: (sizes.append(len(inputs.input_ids)), run(self, inputs))[1]
     )
     loop = tiny.new_loop(cache=cache, max_prefill_length=max_prefill_length, **OPTIONS)
-    assert loop.engine is engine
+    assert loop.model_runner is model_runner
     for seed in range(3):
         generate(loop, seed)
     assert {size > SIZES[0] for size in sizes} == {True, False}  # more than one of them was needed
@@ -109,10 +109,10 @@ def test_tokens_are_those_of_transformers(
 
 
 def test_a_layer_may_hold_one_output_while_it_asks_for_the_next(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    model_runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Differential attention subtracts two outputs."""
-    forward = engine.model.forward
+    forward = model_runner.model.forward
 
     def with_another(ids: torch.Tensor, positions: torch.Tensor, attend: Attend, index: None) -> torch.Tensor:
         def both(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -121,13 +121,13 @@ def test_a_layer_may_hold_one_output_while_it_asks_for_the_next(
 
         return forward(ids, positions, both)
 
-    monkeypatch.setattr(engine.model, "forward", with_another)
-    monkeypatch.setattr(engine, "_uses_logits_index", False)
-    engine.capture_piecewise_graphs(SIZES, progress=False)
+    monkeypatch.setattr(model_runner.model, "forward", with_another)
+    monkeypatch.setattr(model_runner, "_uses_logits_index", False)
+    model_runner.capture_piecewise_graphs(SIZES, progress=False)
     generate(tiny.new_loop(max_prefill_length=7, **OPTIONS), seed=5)
 
 
-def test_prompts_of_whose_tokens_all_are_wanted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_of_whose_tokens_all_are_wanted(model_runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """They use piecewise CUDA graphs if these compute all tokens, and run eagerly otherwise."""
     sizes: set[int] = set()
     run = PiecewiseGraphs.run
@@ -149,7 +149,7 @@ def test_prompts_of_whose_tokens_all_are_wanted(engine: Engine, monkeypatch: pyt
     assert sizes == {2, 4}
 
 
-def test_padding_is_made_of_numbers(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_is_made_of_numbers(model_runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever lay where attention is to write; a router would choose experts that there are not."""
     run, filled = PiecewiseGraphs.run, set()
 
@@ -175,10 +175,10 @@ class FailsInTheMiddle(CpuPlatform):
         raise RuntimeError("operation not permitted")
 
 
-def test_a_failed_capture_names_a_remedy(engine: Engine) -> None:
-    engine.platform = FailsInTheMiddle()
+def test_a_failed_capture_names_a_remedy(model_runner: ModelRunner) -> None:
+    model_runner.platform = FailsInTheMiddle()
     with pytest.raises(MinisglError) as caught:
-        engine.capture_piecewise_graphs(SIZES, progress=False)
+        model_runner.capture_piecewise_graphs(SIZES, progress=False)
     assert str(caught.value) == (
         "piecewise CUDA graphs cannot be captured: RuntimeError: operation not permitted"
         " (--piecewise-cuda-graph-max-tokens 0 captures none)"

@@ -13,8 +13,8 @@ import tiny
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.contracts.communicator import SingleRank
 from minisgl_core.contracts.executor import RankPlacement
-from minisgl_core.engine.build import BuiltEngine, build_engine
-from minisgl_core.engine.engine import Engine
+from minisgl_core.engine.build import BuiltModelRunner, build_model_runner
+from minisgl_core.engine.model_runner import ModelRunner
 from minisgl_core.engine.profile_batch import profile_batch
 from minisgl_core.engine.step import PendingStep
 from minisgl_core.plugins.hooks import Hooks
@@ -32,8 +32,8 @@ CONFIG = EngineConfig.from_flat(
 def ends(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Calls at the end of the process, in order."""
     done: list[str] = []
-    close, abort, send_all = Engine.close, SingleRank.abort, worker.send_all
-    monkeypatch.setattr(Engine, "close", lambda self: (done.append("close"), close(self))[1])
+    close, abort, send_all = ModelRunner.close, SingleRank.abort, worker.send_all
+    monkeypatch.setattr(ModelRunner, "close", lambda self: (done.append("close"), close(self))[1])
     monkeypatch.setattr(SingleRank, "abort", lambda self: (done.append("abort"), abort(self))[1])
     monkeypatch.setattr(worker, "send_all", lambda *message: (done.append("stop the others"), send_all(*message))[1])
     return done
@@ -66,12 +66,12 @@ def test_a_rank_that_fails_waits_for_nobody(ends: list[str], monkeypatch: pytest
 
 
 @contextmanager
-def stage() -> Iterator[tuple[BuiltEngine, Receiver[Any], Sender, str, str]]:
+def stage() -> Iterator[tuple[BuiltModelRunner, Receiver[Any], Sender, str, str]]:
     """An engine as the last pipeline stage has it: its queue, a sender to that, and the addresses of it and of rank 0."""
     with IpcAddresses.create() as endpoints:
         own, rank0 = (f"ipc://{endpoints.directory}/rank-{rank}" for rank in (1, 0))
         with Receiver[Any](own, worker.FromRank0) as inbox, Sender(own) as sender:
-            yield build_engine(CONFIG, tiny.registry(), Hooks(), progress=False), inbox, sender, own, rank0
+            yield build_model_runner(CONFIG, tiny.registry(), Hooks(), progress=False), inbox, sender, own, rank0
 
 
 def test_the_last_stage_sends_each_result_to_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -192,7 +192,7 @@ def test_the_next_step_is_scheduled_shortly_before_the_end(monkeypatch: pytest.M
 def test_a_step_that_is_launched_slowly_is_scheduled_earlier(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = tiny.new_loop(page_size=4, num_pages=100, disable_overlap=False)
     loop.scheduler.step_times = Constant(max_step_s=0.0)
-    now, begin = time.monotonic(), loop.engine.begin
+    now, begin = time.monotonic(), loop.model_runner.begin
 
     def slow_begin(plan: BatchPlan) -> BegunStep:
         nonlocal now
@@ -201,7 +201,7 @@ def test_a_step_that_is_launched_slowly_is_scheduled_earlier(monkeypatch: pytest
 
     monkeypatch.setattr(time, "monotonic", lambda: now)
     monkeypatch.setattr(PendingStep, "is_done", lambda self: False)
-    monkeypatch.setattr(loop.engine, "begin", slow_begin)
+    monkeypatch.setattr(loop.model_runner, "begin", slow_begin)
     tiny.submit(loop, "a", prompt(1, 5), greedy(20))
     loop.step()
     loop.step()  # its decode runs for 8 ms from now

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from minisgl_core.config.hf import model_config
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.contracts.weights import LazyTensor
-from minisgl_core.engine.build import build_engine
+from minisgl_core.engine.build import build_model_runner
 from minisgl_core.errors import ModelFormatError
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Registry
@@ -118,8 +118,8 @@ def test_a_model_starts_from_it(kind: str, plain: Path, tmp_path: Path) -> None:
         config = EngineConfig.from_flat(
             model=str(folder), dtype="float32", platform="cpu", ops="torch", num_pages=8, **options
         )
-        built = build_engine(config, Registry.from_environment(), Hooks(), progress=False)
-        layer = built.engine.model.model.layers[0]
+        built = build_model_runner(config, Registry.from_environment(), Hooks(), progress=False)
+        layer = built.model_runner.model.model.layers[0]
         x = torch.randn(3, 48, generator=torch.Generator().manual_seed(0))
         return built.config.backends.quantization, layer.mlp.forward(x)
 
@@ -143,7 +143,9 @@ def test_other_methods_are_refused(plain: Path, tmp_path: Path) -> None:
     assert "quant_method 'hqq'" in reason
     assert "only fp8 and compressed-tensors are supported" in reason
     with pytest.raises(ModelFormatError, match=r"hqq.*--quantization NAME"):
-        build_engine(EngineConfig.from_flat(model=str(folder)), Registry.from_environment(), Hooks(), progress=False)
+        build_model_runner(
+            EngineConfig.from_flat(model=str(folder)), Registry.from_environment(), Hooks(), progress=False
+        )
     group = {"weights": {"type": "int", "num_bits": 8}}
     write(plain, tmp_path, {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}, tensors)
     assert (
@@ -200,7 +202,7 @@ def test_layers_that_the_checkpoint_leaves(kind: str, plain: Path, tmp_path: Pat
     config = EngineConfig.from_flat(
         model=str(tmp_path), dtype="float32", platform="cpu", ops="torch", num_pages=8, quantization="fp8"
     )
-    model = build_engine(config, Registry.from_environment(), Hooks(), progress=False).engine.model
+    model = build_model_runner(config, Registry.from_environment(), Hooks(), progress=False).model_runner.model
     x = torch.randn(3, 80, generator=torch.Generator().manual_seed(0))
     found = model.model.layers[0].mlp.down_proj.forward(x)
     torch.testing.assert_close(found, x @ known[f"{left}.weight"].T)
@@ -234,7 +236,7 @@ def test_experts_are_quantised() -> None:
     config = EngineConfig.from_flat(
         model=tiny_folder.qwen3_moe(), dtype="float32", platform="cpu", num_pages=8, quantization="fp8"
     )
-    model = build_engine(config, Registry.from_environment(), Hooks(), progress=False).engine.model
+    model = build_model_runner(config, Registry.from_environment(), Hooks(), progress=False).model_runner.model
     prompt = torch.arange(1, 20)
     with torch.inference_mode():
         logits = model.compute_logits(model.forward(prompt, torch.arange(19), DenseAttention()))

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from minisgl_core.config.options import AUTO, EngineConfig
 from minisgl_core.contracts.weights import WeightSource
-from minisgl_core.engine.build import build_engine
+from minisgl_core.engine.build import build_model_runner
 from minisgl_core.errors import InvalidValueError, MinisglError, QueueFullError, TokenizerNotFoundError
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Registry
@@ -161,14 +161,14 @@ class LLM:
         self._others: OtherRanks | None = None
         with ExitStack() as stack:
             if config.parallel.size == 1:
-                built = build_engine(config, registry, hooks)
+                built = build_model_runner(config, registry, hooks)
             else:
                 others = self._others = OtherRanks(config, registry)
                 stack.callback(others.close)
-                built = others.join(partial(build_engine, config, registry, hooks))
+                built = others.join(partial(build_model_runner, config, registry, hooks))
             if hooks.engine_stopped is not None:
                 stack.callback(hooks.engine_stopped)
-            stack.callback(built.engine.close)
+            stack.callback(built.model_runner.close)
             if self._others is not None:
                 stack.callback(self._others.stop)
             self.info, self._tokenizer = built.info, _tokenizer(built.checkpoint.source, template)

@@ -45,8 +45,8 @@ class Choice:
 class Resolved:
     """Config with resolved options, and the choices that were made.
 
-    The sizes of CUDA graphs stay ``auto`` until `EngineFactory` resolves them. So does an option that the engine does not need:
-    `moe` of a dense model, `communicator` of one rank.
+    The sizes of CUDA graphs stay ``auto`` until `ModelRunnerFactory` resolves them. So does an option that the engine does not
+    need: `moe` of a dense model, `communicator` of one rank.
     """
 
     config: EngineConfig

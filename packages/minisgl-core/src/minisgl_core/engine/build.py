@@ -1,7 +1,7 @@
 """Construction of a rank's model runner from options.
 
 options --locate, open--> checkpoint --normalise--> ModelConfig --resolve--> options without auto
-    --> groups of ranks --> model --> weights --> KV pool in the remaining memory --> attention backend --> Engine --> graphs
+    --> groups of ranks --> model --> weights --> KV pool in the remaining memory --> attention backend --> ModelRunner --> graphs
 """
 
 import logging
@@ -29,9 +29,9 @@ from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.ops import Ops, roles_of
 from minisgl_core.contracts.platform import Hardware, Platform
 from minisgl_core.engine.checkpoint import TRANSFORMERS, Checkpoint, default_sampling, open_checkpoint
-from minisgl_core.engine.engine import Engine
-from minisgl_core.engine.engine_factory import EngineFactory
 from minisgl_core.engine.memory import size_pool, weights_must_fit
+from minisgl_core.engine.model_runner import ModelRunner
+from minisgl_core.engine.model_runner_factory import ModelRunnerFactory
 from minisgl_core.engine.rank_groups import RankGroups, join_groups
 from minisgl_core.engine.startup_timer import StartupTimer
 from minisgl_core.errors import PluginError
@@ -45,11 +45,11 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class BuiltEngine:
+class BuiltModelRunner:
     """Model runner that is ready to run.
 
     Attributes:
-        engine: model runner of this rank.
+        model_runner: model runner of this rank.
         config: resolved options.
         checkpoint: checkpoint of the model, whose tokenizer is loaded on demand.
         num_pages: pages of the KV pool, equal on all ranks.
@@ -57,7 +57,7 @@ class BuiltEngine:
         info: description of the engine, for reports.
     """
 
-    engine: Engine
+    model_runner: ModelRunner
     config: EngineConfig
     checkpoint: Checkpoint
     num_pages: int
@@ -65,14 +65,14 @@ class BuiltEngine:
     info: EngineInfo
 
 
-def build_engine(
+def build_model_runner(
     config: EngineConfig,
     registry: Registry,
     hooks: Hooks,
     placement: RankPlacement = RankPlacement(),  # noqa: B008  # frozen
     progress: bool = True,
     joined: Callable[[Communicator], None] = lambda communicator: None,
-) -> BuiltEngine:
+) -> BuiltModelRunner:
     """Build one rank's model runner. Every rank calls this with the same options.
 
     The function is long because it lists all steps of a start, in order.
@@ -98,7 +98,7 @@ def build_engine(
     phases.done("opened the checkpoint")
     with platform.stream():
         groups = join_groups(config, registry, placement, platform.device, joined)
-        engine: Engine | None = None
+        model_runner: ModelRunner | None = None
         try:
             if config.parallel.size > 1:
                 config = config.with_flat(attn=_attention_of_rank0(config.backends.attn, registry, groups))
@@ -119,32 +119,32 @@ def build_engine(
                 load_weights(model, checkpoint.source, progress and rank == 0)
             platform.synchronize()
             phases.done("loaded the weights")
-            factory = EngineFactory(config, checkpoint.config, platform, groups, model, ops, registry)
+            factory = ModelRunnerFactory(config, checkpoint.config, platform, groups, model, ops, registry)
             graphs = factory.graph_sizes()
             piecewise = factory.piecewise_sizes(bool(graphs))
             num_captures = 0 if platform.has_host_graphs else len(graphs) + len(piecewise)
             pool = size_pool(factory.smallest_pool, config, platform, groups, factory.run_profile_batch, num_captures)
             max_seq_len = min(factory.longest, (pool.num_pages - 1) * pool.page_size)
             phases.done("sized the memory")
-            engine = factory.engine(pool, max_seq_len)
+            model_runner = factory.model_runner(pool, max_seq_len)
             if graphs:
-                engine.capture_decode_graphs(graphs, progress and rank == 0)
+                model_runner.capture_decode_graphs(graphs, progress and rank == 0)
             if piecewise:
-                engine.capture_piecewise_graphs(piecewise, progress and rank == 0)
+                model_runner.capture_piecewise_graphs(piecewise, progress and rank == 0)
             platform.synchronize()
             phases.done(
                 f"captured {num_captures and len(graphs)} decode graphs and {len(piecewise)} sizes of piecewise graphs"
             )
         except BaseException:
-            if engine is not None:
-                engine.free_graphs()
+            if model_runner is not None:
+                model_runner.free_graphs()
             # Without the abort, kernels that wait for other ranks would occupy the device forever.
             for leave in (groups.abort, groups.close):
                 with suppress(Exception):  # the original error is the one to report
                     leave()
             raise
     info = _info(checkpoint, resolved, sampling, pool.num_pages, max_seq_len, resolution.hardware, phases)
-    return BuiltEngine(engine, config, checkpoint, pool.num_pages, max_seq_len, info)
+    return BuiltModelRunner(model_runner, config, checkpoint, pool.num_pages, max_seq_len, info)
 
 
 @dataclass(frozen=True, slots=True)

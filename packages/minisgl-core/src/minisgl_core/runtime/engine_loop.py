@@ -30,7 +30,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from minisgl_core.engine.engine import Engine
+from minisgl_core.engine.model_runner import ModelRunner
 from minisgl_core.engine.step import BegunStep, PendingStep
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.protocol.batch_plan import BatchPlan, StepResult, TokenMasks
@@ -77,7 +77,7 @@ class EngineLoop:
     def __init__(
         self,
         scheduler: Scheduler,
-        engine: Engine,
+        model_runner: ModelRunner,
         hooks: Hooks,
         *,
         overlap: bool,
@@ -89,14 +89,14 @@ class EngineLoop:
 
         Args:
             scheduler: plans the steps.
-            engine: model runner of rank 0.
+            model_runner: model runner of rank 0.
             hooks: called for each step.
             overlap: True if one more step may be in flight than there are stages.
             num_stages: pipeline stages.
             send_plan: sends each plan and its token masks to the other ranks before this rank uses them.
             receive_result: waits for the next step's result from the last pipeline stage, if that is another rank.
         """
-        self.scheduler, self.engine, self.hooks, self.overlap = scheduler, engine, hooks, overlap
+        self.scheduler, self.model_runner, self.hooks, self.overlap = scheduler, model_runner, hooks, overlap
         self._is_pipeline = num_stages > 1
         self._max_in_flight = num_stages - 1 + overlap
         """Most steps in flight when `step` returns."""
@@ -160,13 +160,13 @@ class EngineLoop:
             self.hooks.batch_scheduled(plan=plan, num_waiting=scheduler.num_waiting, num_running=scheduler.num_running)
         if self._send_plan is not None:
             self._send_plan(plan)
-        return self.engine.begin(plan)
+        return self.model_runner.begin(plan)
 
     def _finish(self, plan: BatchPlan, begun: BegunStep) -> PendingStep:
         masks = self.scheduler.token_masks(plan)
         if masks is not None and self._send_plan is not None:
             self._send_plan(masks)
-        return self.engine.finish(begun, masks)
+        return self.model_runner.finish(begun, masks)
 
     def _process(self, oldest: _InFlight) -> Outputs:
         plan, result = oldest.plan, oldest.pending.result()

@@ -12,7 +12,7 @@ from typing import Protocol
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.contracts.communicator import Communicator
 from minisgl_core.contracts.executor import RankPlacement
-from minisgl_core.engine.build import BuiltEngine
+from minisgl_core.engine.build import BuiltModelRunner
 from minisgl_core.errors import WorkerDiedError
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.protocol.messages import Stop
@@ -25,8 +25,8 @@ from minisgl_core.runtime.worker import FromLastStage, run_worker
 class Build(Protocol):
     """Function that builds rank 0's model runner, with all other arguments bound."""
 
-    def __call__(self, *, placement: RankPlacement, joined: Callable[[Communicator], None]) -> BuiltEngine:
-        """Build the model runner; see `build_engine`."""
+    def __call__(self, *, placement: RankPlacement, joined: Callable[[Communicator], None]) -> BuiltModelRunner:
+        """Build the model runner; see `build_model_runner`."""
 
 
 class OtherRanks:
@@ -60,7 +60,7 @@ class OtherRanks:
             self.plan_senders = [stack.enter_context(Sender(each.address)) for each in placements[1:]]
             self._stack = stack.pop_all()
 
-    def join(self, build: Build) -> BuiltEngine:
+    def join(self, build: Build) -> BuiltModelRunner:
         """Build rank 0's model runner while the others build theirs, wait for all ranks, and watch them afterwards.
 
         `build` runs in a thread, because it waits for the other ranks and would wait forever for one that has ended.
@@ -69,7 +69,7 @@ class OtherRanks:
             MinisglError: `build` raised it.
             WorkerDiedError: another rank failed.
         """
-        built: Future[BuiltEngine] = Future()
+        built: Future[BuiltModelRunner] = Future()
         reader, writer = os.pipe()
 
         def run() -> None:
@@ -96,7 +96,7 @@ class OtherRanks:
             self._supervisor.terminate()
             thread.join(GRACE_S)
             if built.done() and built.exception() is None:
-                built.result().engine.close()
+                built.result().model_runner.close()
             raise
         finally:
             os.close(reader)

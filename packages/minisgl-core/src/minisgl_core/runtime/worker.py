@@ -10,8 +10,8 @@ import msgspec
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.contracts.executor import RankPlacement
 from minisgl_core.contracts.grammar import GrammarBackend
-from minisgl_core.engine.build import BuiltEngine, build_engine
-from minisgl_core.engine.engine import Engine
+from minisgl_core.engine.build import BuiltModelRunner, build_model_runner
+from minisgl_core.engine.model_runner import ModelRunner
 from minisgl_core.engine.startup_timer import StartupTimer, process_age_s
 from minisgl_core.engine.step import PendingStep
 from minisgl_core.errors import InvalidValueError, QueueFullError
@@ -63,7 +63,7 @@ def run_worker(
         return
     placement = placements[rank]
     with Receiver[FromRank0](placement.address, FromRank0) as from_rank0:
-        built = build_engine(config, registry, hooks, placement)
+        built = build_model_runner(config, registry, hooks, placement)
         report(Ready(process=f"scheduler rank {rank}"))
         if config.parallel.pp == 1:
             follow(built, from_rank0)
@@ -86,7 +86,7 @@ def _run_rank0(
         results = None
         if config.parallel.pp > 1:
             results = stack.enter_context(Receiver[FromLastStage](placement.address, FromLastStage))
-        built = build_engine(config, registry, hooks, placement)
+        built = build_model_runner(config, registry, hooks, placement)
         phases = StartupTimer()
         plan_senders = [Sender(each.address) for each in placements[1:]]
         info = msgspec.structs.replace(built.info, engine_id=addresses.engine_id, replica=addresses.replica)
@@ -100,7 +100,7 @@ def _run_rank0(
         phases.done("made the scheduler")
         report(Ready(process="scheduler rank 0", engine_info=info))
         workers = [Sender(address) for address in addresses.scheduler_out]
-        with closing(built.engine):
+        with closing(built.model_runner):
             try:
                 _serve(loop, requests, workers, addresses.engine_id, addresses.replica)
             finally:
@@ -112,20 +112,20 @@ def _run_rank0(
 
 
 @contextmanager
-def closing(engine: Engine) -> Iterator[None]:
+def closing(model_runner: ModelRunner) -> Iterator[None]:
     """Close the model runner at the end. After an error, abort its communicators instead of waiting for the other ranks."""
     try:
         yield
     except BaseException:
-        for clean_up in (engine.free_graphs, engine.groups.abort):
+        for clean_up in (model_runner.free_graphs, model_runner.groups.abort):
             with suppress(Exception):  # the original error is the one to report
                 clean_up()
         raise
-    engine.close()
+    model_runner.close()
 
 
 def make_loop(
-    built: BuiltEngine,
+    built: BuiltModelRunner,
     registry: Registry,
     hooks: Hooks,
     plan_senders: list[Sender],
@@ -158,7 +158,7 @@ def make_loop(
     scheduler = Scheduler(limits, cache, policy, hooks, grammars)
     return EngineLoop(
         scheduler,
-        built.engine,
+        built.model_runner,
         hooks,
         overlap=overlap,
         num_stages=num_stages,
@@ -174,7 +174,7 @@ def _next_result(results: Receiver[FromLastStage]) -> StepResult:
     return result
 
 
-def load_grammar_backend(built: BuiltEngine, registry: Registry) -> GrammarBackend:
+def load_grammar_backend(built: BuiltModelRunner, registry: Registry) -> GrammarBackend:
     """Return the grammar backend for the engine's model.
 
     Raises:
@@ -185,26 +185,28 @@ def load_grammar_backend(built: BuiltEngine, registry: Registry) -> GrammarBacke
     return provider(checkpoint.source.tokenizer(), checkpoint.config.vocab_size, checkpoint.config.eos_token_ids)
 
 
-def follow(built: BuiltEngine, from_rank0: Receiver[FromRank0]) -> None:
+def follow(built: BuiltModelRunner, from_rank0: Receiver[FromRank0]) -> None:
     """Run the plans of rank 0 in order, until it stops.
 
     Step n + 2 is launched after step n is done, so that a rank is at most two steps ahead.
     """
     pending = None
-    with closing(built.engine):
-        while (launched := _launch_next(built.engine, from_rank0)) is not None:
+    with closing(built.model_runner):
+        while (launched := _launch_next(built.model_runner, from_rank0)) is not None:
             if pending is not None:
                 pending.result()
             pending = launched
 
 
-def follow_stage(built: BuiltEngine, from_rank0: Receiver[FromRank0], own_address: str, rank0_address: str) -> None:
+def follow_stage(
+    built: BuiltModelRunner, from_rank0: Receiver[FromRank0], own_address: str, rank0_address: str
+) -> None:
     """Run the plans of rank 0 on a rank of a pipeline, until rank 0 stops.
 
     A thread waits for each result, so that the next step is launched meanwhile. The first rank of the last stage sends the
     results to rank 0. If a step fails, the thread wakes this function by a `Stop` at the rank's own address.
     """
-    groups = built.engine.groups
+    groups = built.model_runner.groups
     sends_results = groups.is_last_stage and groups.tensor.rank == 0
     with Sender(rank0_address) as results, Sender(own_address) as wake, ThreadPoolExecutor(1) as waiter:
 
@@ -218,8 +220,8 @@ def follow_stage(built: BuiltEngine, from_rank0: Receiver[FromRank0], own_addres
                 raise
 
         waiting: Future[None] | None = None
-        with closing(built.engine):
-            while (launched := _launch_next(built.engine, from_rank0)) is not None:
+        with closing(built.model_runner):
+            while (launched := _launch_next(built.model_runner, from_rank0)) is not None:
                 before, waiting = waiting, waiter.submit(wait, launched)
                 if before is not None:
                     before.result()
@@ -227,14 +229,14 @@ def follow_stage(built: BuiltEngine, from_rank0: Receiver[FromRank0], own_addres
                 waiting.result()
 
 
-def _launch_next(engine: Engine, from_rank0: Receiver[FromRank0]) -> PendingStep | None:
+def _launch_next(model_runner: ModelRunner, from_rank0: Receiver[FromRank0]) -> PendingStep | None:
     """Launch the next step of rank 0; return None if it stops."""
     plan = from_rank0.receive()
     if not isinstance(plan, BatchPlan):
         return None
-    begun = engine.begin(plan)
+    begun = model_runner.begin(plan)
     masks = from_rank0.receive() if len(plan.sample.masked) else None
-    return engine.finish(begun, masks) if isinstance(masks, TokenMasks | None) else None
+    return model_runner.finish(begun, masks) if isinstance(masks, TokenMasks | None) else None
 
 
 def _serve(

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from minisgl_core.config.options import AUTO, EngineConfig
-from minisgl_core.engine.build import BuiltEngine, build_engine
+from minisgl_core.engine.build import BuiltModelRunner, build_model_runner
 from minisgl_core.errors import InvalidValueError, ProviderUnsupportedError
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Registry
@@ -54,7 +54,9 @@ def run_accuracy(
             bar.update(task, description=f"KV {kv_dtype}, weights {quantization}")
             fixed = {"kv_dtype": kv_dtype, "quantization": quantization, "max_running_requests": 1}
             try:
-                built = build_engine(_with_room(config.with_flat(**fixed), window), registry, hooks, progress=False)
+                built = build_model_runner(
+                    _with_room(config.with_flat(**fixed), window), registry, hooks, progress=False
+                )
             except ProviderUnsupportedError as error:
                 if error.kind != "quantization" or quantization == "none":
                     raise
@@ -67,10 +69,10 @@ def run_accuracy(
             hidden = [hidden_states(built, ids) for ids in windows]
             baseline = baseline or hidden
             with torch.inference_mode():
-                difference = compare(baseline, hidden, windows, built.engine.model.compute_logits)
+                difference = compare(baseline, hidden, windows, built.model_runner.model.compute_logits)
             kv, weights = (dtype if each in (AUTO, "none") else each for each in (kv_dtype, quantization))
             rows.append({"kv": kv, "weights": weights, **asdict(difference)})
-            built.engine.close()
+            built.model_runner.close()
             bar.advance(task)
     num_tokens = sum(map(len, windows))
     click.echo(f"{model} on {device}: {num_tokens:,} tokens in windows of {window}\n")
@@ -93,7 +95,7 @@ def _with_room(config: EngineConfig, window: int) -> EngineConfig:
     return config if config.cache.num_pages is not None else config.with_flat(num_pages=window + 1)
 
 
-def _windows(built: BuiltEngine, text: str, window: int, max_tokens: int) -> list[torch.Tensor]:
+def _windows(built: BuiltModelRunner, text: str, window: int, max_tokens: int) -> list[torch.Tensor]:
     """Return consecutive windows of the text's token ids, int64."""
     if window > built.max_seq_len:
         raise InvalidValueError("--window", window, f"at most {built.max_seq_len}, the longest sequence here")
@@ -104,7 +106,7 @@ def _windows(built: BuiltEngine, text: str, window: int, max_tokens: int) -> lis
     return [part for part in parts if len(part) > 1]
 
 
-def hidden_states(built: BuiltEngine, ids: torch.Tensor) -> torch.Tensor:
+def hidden_states(built: BuiltModelRunner, ids: torch.Tensor) -> torch.Tensor:
     """Return the hidden states of a prompt, [n, H], computed with an empty KV pool."""
     size, num = int(built.config.cache.page_size), len(ids)
     pages = np.arange(1, -(-num // size) + 1, dtype=np.int32)
@@ -125,6 +127,6 @@ def hidden_states(built: BuiltEngine, ids: torch.Tensor) -> torch.Tensor:
         num_prompt_logprobs=ints,
         prompt_targets=ints,
     )
-    hidden = built.engine.begin(plan).hidden
-    built.engine.platform.synchronize()
+    hidden = built.model_runner.begin(plan).hidden
+    built.model_runner.platform.synchronize()
     return hidden

@@ -36,7 +36,7 @@ _LOGITS_ROWS = 256
 """Rows of prompt logits computed at once: [256, V] in float32 is 150 MB for a vocabulary of 150,000."""
 
 
-class Engine:
+class ModelRunner:
     """Model runner: model, attention backend with its KV pool, and sampler of one rank. `minisgl_core.engine.build` builds it."""
 
     def __init__(

@@ -12,7 +12,7 @@ from minisgl_core.contracts.ops import Ops
 from minisgl_core.contracts.platform import Platform
 from minisgl_core.engine.combined_attention import CombinedAttention
 from minisgl_core.engine.decode_graphs import graph_sizes
-from minisgl_core.engine.engine import Engine
+from minisgl_core.engine.model_runner import ModelRunner
 from minisgl_core.engine.piecewise_graphs import piecewise_sizes
 from minisgl_core.engine.profile_batch import profile_batch
 from minisgl_core.engine.rank_groups import RankGroups
@@ -42,7 +42,7 @@ def launch_bound_tokens(model_config: ModelConfig, tp: int) -> int:
     return int(_LAUNCHES_S * _FLOPS / per_token)
 
 
-class EngineFactory:
+class ModelRunnerFactory:
     """Factory of the model runner for a KV pool of any size.
 
     Attributes:
@@ -78,7 +78,7 @@ class EngineFactory:
             KVCacheSpec((group,)).only_group, 2, spec.kv_dtype, platform.device, layout
         )
 
-    def engine(self, pool: KVPoolSpec, max_seq_len: int) -> Engine:
+    def model_runner(self, pool: KVPoolSpec, max_seq_len: int) -> ModelRunner:
         """Allocate the pool and return a model runner with it."""
         num_rows = self._config.scheduler.max_running_requests
         table = PageTable(num_rows, max_seq_len, pool.page_size, pool.device)
@@ -86,14 +86,14 @@ class EngineFactory:
             self._config, self._model_config, max_seq_len, pool.page_size, self._ops.dtype, pool.device
         )
         attention = _attention(self.attention, spec, KVPool(pool), table)
-        return Engine(self._platform, self._groups, self._model, attention, table, self._ops, num_rows)
+        return ModelRunner(self._platform, self._groups, self._model, attention, table, self._ops, num_rows)
 
     def run_profile_batch(self) -> None:
         """Run the step that needs the most memory on a model runner with the smallest pool."""
         limits = self._config.scheduler
         prefill, vocab = int(limits.max_prefill_length), self._model_config.vocab_size
         plan = profile_batch(limits.max_running_requests, prefill, self.longest, vocab)
-        self.engine(self.smallest_pool, self.longest).launch(plan).result()
+        self.model_runner(self.smallest_pool, self.longest).launch(plan).result()
 
     def _reasons_against_graphs(self) -> list[str]:
         """Return why no CUDA graph can be captured; empty if they can."""
