@@ -60,8 +60,8 @@ struct alignas(16) Tile {
     int row;              // of the page table
 };
 
-// Load the tiles of keys of a tile of queries, the last one first, by one warp, one box per lane. The tile with the last key has small
-// boxes around it. Keys after it are read as zeros for V, and not written for K, whose scores are masked.
+// Load the tiles of keys of a tile of queries, the last one first, by one warp, one box per lane. In the first one, boxes are small
+// where the last key is. Keys after it are read as zeros for V, and not written for K, whose scores are masked.
 template <bool IS_V> __device__ __forceinline__
 void load_tiles(const TensorMap* map, const TensorMap* small_map, const int* table, const Tile& tile, int num_slots, u32 ring, u32 full,
                 u32 empty, int& stage, int& parity) {
