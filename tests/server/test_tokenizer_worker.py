@@ -5,6 +5,7 @@ import json
 import logging
 import threading
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -354,6 +355,24 @@ def test_waiting_prompts_are_measured_once(rig: Rig, monkeypatch: pytest.MonkeyP
         queue.add(Detokenize(request_id=f"text {number}", token_ids=[5]))
         queue.run_next()
     assert measured == names
+    may_end.set()
+
+
+def test_aborted_prompts_hold_no_memory_while_they_wait(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_end, size = threading.Event(), 4_000_000
+    monkeypatch.setattr(TokenizerWorker, "encode", lambda self, message: may_end.wait(20))
+    queue, sampling = TokenizerQueue(rig.worker), SamplingParams(n=2)
+    queue.add(Tokenize(request_id="runs", text="x " * 30_000, sampling=SamplingParams()))
+    queue.run_next()
+    tracemalloc.start()
+    for number in range(5):
+        queue.add(Tokenize(request_id=f"{number}", text="x" * size, sampling=sampling, sibling_ids=[f"{number}'s"]))
+        queue.add(Abort(f"{number}"))
+    assert tracemalloc.get_traced_memory()[0] > 5 * size, "the siblings still wait"
+    for number in range(5):
+        queue.add(Abort(f"{number}'s"))
+    assert tracemalloc.get_traced_memory()[0] < size
+    tracemalloc.stop()
     may_end.set()
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from concurrent.futures import Future
+from itertools import chain, count, islice
 from typing import TYPE_CHECKING, Any
 
 from minisgl_core.protocol.messages import Abort, Count, Detokenize, Stop, Tokenize
@@ -29,15 +29,18 @@ class TokenizerQueue:
 
     Tokenizing a long prompt takes seconds, and other requests must not wait for it. Long prompts are therefore tokenized on a
     thread, one at a time, and short ones pass them meanwhile. Prompts wait until no other message is there, or `_MAX_SKIPS`
-    messages have passed them. A prompt that is aborted while it waits is dropped without being tokenized.
+    messages have passed them. A prompt that is aborted while it waits is dropped at once, without being tokenized.
     """
 
     def __init__(self, worker: TokenizerWorker) -> None:
         self._worker = worker
-        self._waiting: deque[tuple[Tokenize | Detokenize | Count, bool]] = deque()
-        """Waiting messages, and True for each that is slow; see `_is_slow`, which takes long for many messages of a chat."""
-        self._waiting_ids: set[str] = set()
-        """Request ids of the waiting prompts and of the prompt on the thread."""
+        self._quick: dict[int, Tokenize | Detokenize | Count] = {}
+        """Waiting messages that are handled in this thread, by number, oldest first."""
+        self._slow: dict[int, Tokenize] = {}
+        """Waiting prompts that are tokenized on the other thread, by number, oldest first."""
+        self._numbers = count()
+        self._waiting_ids: dict[str, int] = {}
+        """Request ids of the waiting prompts and of the prompt on the thread, with the number of each."""
         self._aborted_ids: set[str] = set()
         """Those of `_waiting_ids` that were aborted."""
         self._num_skips = 0
@@ -59,13 +62,17 @@ class TokenizerQueue:
         """Handle a message at once, or queue it. A `Count` is queued, as it must follow everything sent before it."""
         match message:
             case Tokenize() | Detokenize() | Count():
-                self._waiting.append((message, _is_slow(message)))
+                number = next(self._numbers)
                 if isinstance(message, Tokenize):
-                    self._waiting_ids.update(message.output_ids)
+                    self._waiting_ids |= dict.fromkeys(message.output_ids, number)
+                if isinstance(message, Tokenize) and _is_slow(message):
+                    self._slow[number] = message
+                else:
+                    self._quick[number] = message
             case Abort(request_id) if request_id in self._waiting_ids:
-                self._aborted_ids.add(request_id)
+                self._abort(request_id)
             case _:
-                self._num_skips += bool(self._waiting)
+                self._num_skips += bool(self._quick or self._slow)
                 self._worker.handle(message)
 
     def run_next(self) -> None:
@@ -74,36 +81,46 @@ class TokenizerQueue:
         if self._in_background is not None and self._in_background[1].done():
             (message, encoded), self._in_background = self._in_background, None
             self._handle_prompt(message, encoded)
-        elif (index := self._next()) is not None:
-            waiting, is_slow = self._waiting[index]
-            del self._waiting[index]
-            if not isinstance(waiting, Tokenize):
-                self._worker.handle(waiting)
-            elif is_slow and not self._aborted_ids.issuperset(waiting.output_ids):
-                self._in_background = waiting, self._encode_in_background(waiting)
+        elif (number := self._next()) is not None:
+            if number in self._slow:
+                prompt = self._slow.pop(number)
+                self._in_background = prompt, self._encode_in_background(prompt)
+            elif isinstance(quick := self._quick.pop(number), Tokenize):
+                self._handle_prompt(quick, None)
             else:
-                self._handle_prompt(waiting, None)
+                self._worker.handle(quick)
 
     def _next(self) -> int | None:
-        """Return the index of the next message to handle: while the thread is busy, the first that need not wait for it."""
+        """Return the number of the next message to handle: while the thread is busy, the first that need not wait for it."""
         if self._in_background is None:
-            return 0 if self._waiting else None
-        indices = (
-            index
-            for index, (message, is_slow) in enumerate(self._waiting)
-            if not is_slow and not isinstance(message, Count)
-        )
-        return next(indices, None)
+            return min(chain(islice(self._quick, 1), islice(self._slow, 1)), default=None)
+        return next((number for number, message in self._quick.items() if not isinstance(message, Count)), None)
+
+    def _abort(self, request_id: str) -> None:
+        """Abort a waiting prompt; drop its message when all of its outputs are aborted, unless the thread tokenizes it."""
+        self._aborted_ids.add(request_id)
+        number = self._waiting_ids[request_id]
+        waiting = self._slow.get(number) or self._quick.get(number)
+        if isinstance(waiting, Tokenize) and self._aborted_ids.issuperset(waiting.output_ids):
+            self._slow.pop(number, None)
+            self._quick.pop(number, None)
+            self._forget(waiting)
 
     def _handle_prompt(self, message: Tokenize, encoded: Future[EncodedPrompt] | None) -> None:
         ids = set(message.output_ids)
-        aborted = ids & self._aborted_ids
-        self._waiting_ids -= ids
-        self._aborted_ids -= ids
+        aborted = self._forget(message)
         if aborted < ids:
             self._worker.handle(message, encoded)
             for request_id in aborted:
                 self._worker.handle(Abort(request_id))
+
+    def _forget(self, message: Tokenize) -> set[str]:
+        """Forget the ids of a prompt that waits no longer, and return those that were aborted."""
+        aborted = self._aborted_ids.intersection(message.output_ids)
+        self._aborted_ids -= aborted
+        for request_id in message.output_ids:
+            self._waiting_ids.pop(request_id, None)
+        return aborted
 
     def _encode_in_background(self, message: Tokenize) -> Future[EncodedPrompt]:
         """Tokenize a prompt on a daemon thread; tokenizers release the GIL."""
@@ -119,9 +136,7 @@ class TokenizerQueue:
         return encoded
 
 
-def _is_slow(message: Tokenize | Detokenize | Count) -> bool:
+def _is_slow(message: Tokenize) -> bool:
     """Return True if a prompt is long, or has a chat template of its own, which is rendered in another process."""
-    if not isinstance(message, Tokenize):
-        return False
     num_chars = message.num_chars + _CHARS_PER_MESSAGE * len(message.messages or ())
     return num_chars > _BACKGROUND_CHARS or message.chat_template is not None
