@@ -29,7 +29,7 @@ KINDS = {
     "all-reduce": r"nccl|all_?reduce|one_shot|two_shot",
     "experts": r"_gate_up_|_weighted_down",
     "routing": r"^_route|^_sort|_sum_choices",
-    "attention": r"flash|_decode\b|_merge\b|_prefill\b|^decode|Decode|Prefill|[aA]ttention|[cC]ombine|prepare_varlen|fmha",
+    "attention": r"flash|_decode\b|_merge\b|_prefill\b|^decode|^prefill|Decode|Prefill|[aA]ttention|[cC]ombine|varlen|fmha",
     "GEMM": r"gemm|cutlass|nvjet|cublas|sm90_xmma|splitK|wgmma",
     "norm": r"rms_norm",
     "RoPE, store": r"qk_norm_rope|store_kv",
@@ -37,7 +37,7 @@ KINDS = {
     "sampling": r"^_reduce|^_find|argmax|softmax|log_softmax",
     "copies": r"Memcpy|Memset|memcpy|memset",
 }
-PREFILL = r"flash|Flash|_prefill\b|Prefill"
+PREFILL = r"flash|Flash|_prefill\b|^prefill|Prefill"
 """Attention of prompts, where decodes have another kernel (``attn=fa,triton``)."""
 LAST_OF_STEP = r"^_find|argmax"
 CAPTURED = "_decode_inputs", "_decode_outputs"
