@@ -1,7 +1,6 @@
 """Model architectures for minisgl, and the GGUF checkpoint format.
 
-An architecture is one file that can be read, copied and changed alone. So it has an attention, an MLP and a decoder layer of its
-own, even if another architecture has the same. Exceptions extend another model and import its parts: glm4_moe, gpt_oss, mistral,
-mixtral, olmo3, qwen2, qwen2_moe and qwen3_moe. The LM head and the methods that the engine calls are those of
-`minisgl_core.layers.CausalLM`.
+An architecture is one file, which has what differs from the architecture that it extends. Llama, Gemma 2, GLM-4, Granite and
+OLMo 2 extend none, so their files can be read, copied and changed alone. The LM head and the methods that the engine calls are
+those of `minisgl_core.layers.CausalLM`.
 """

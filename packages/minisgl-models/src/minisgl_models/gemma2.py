@@ -43,6 +43,11 @@ _DEFAULTS: Mapping[str, Any] = {
 }
 
 
+def gemma_norm(size: int, config: ModelConfig, build: BuildContext) -> RMSNorm:
+    """Return a norm that multiplies by ``1 + weight``."""
+    return RMSNorm(size, config.rms_norm_eps, build, weight_offset=1.0)
+
+
 class Gemma2Attention(Layer):
     """Grouped-query attention with rotary embedding; `query_pre_attn_scalar` scales the scores, which may be soft-capped."""
 
@@ -87,15 +92,21 @@ class Gemma2MLP(Layer):
 
 
 class Gemma2DecoderLayer(Layer):
-    """Attention and MLP with residual connections, and a norm before and after each."""
+    """Attention and MLP with residual connections, and a norm before and after each.
+
+    Attributes:
+        attention: class of the attention, which Gemma 3 replaces.
+    """
+
+    attention: ClassVar[type[Any]] = Gemma2Attention
 
     def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
-        self.input_layernorm = _norm(config, build)
-        self.self_attn = Gemma2Attention(config, index, build)
-        self.post_attention_layernorm = _norm(config, build)
-        self.pre_feedforward_layernorm = _norm(config, build)
+        self.input_layernorm = gemma_norm(config.hidden_size, config, build)
+        self.self_attn = self.attention(config, index, build)
+        self.post_attention_layernorm = gemma_norm(config.hidden_size, config, build)
+        self.pre_feedforward_layernorm = gemma_norm(config.hidden_size, config, build)
         self.mlp = Gemma2MLP(config, build)
-        self.post_feedforward_layernorm = _norm(config, build)
+        self.post_feedforward_layernorm = gemma_norm(config.hidden_size, config, build)
 
     def forward(
         self,
@@ -126,7 +137,7 @@ class Gemma2Model(Layer):
         self.rotary_emb = RotaryEmbedding(config.rope, config.max_position, build)
         self.layers = {index: Gemma2DecoderLayer(config, index, build) for index in stage.layers}
         if stage.has_lm_head:
-            self.norm = _norm(config, build)
+            self.norm = gemma_norm(config.hidden_size, config, build)
         # transformers rounds the factor to the model's dtype, and the model was trained with the rounded one.
         self._embedding_scale = float(torch.tensor(config.hidden_size**0.5, dtype=build.dtype))
 
@@ -176,7 +187,7 @@ class Gemma2ForCausalLM(CausalLM):
 
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:
-        """Refuse other activations, attention to later tokens, biases of the MLP, and experts."""
+        """Refuse other activations, bidirectional attention, biases of the MLP, and experts."""
         return unsupported_keys(
             config,
             hidden_activation=_DEFAULTS["hidden_activation"],
@@ -193,8 +204,3 @@ class Gemma2ForCausalLM(CausalLM):
         """See `Model.compute_logits`."""
         logits = super().compute_logits(hidden_states)
         return logits if self._soft_cap is None else (logits / self._soft_cap).tanh() * self._soft_cap
-
-
-def _norm(config: ModelConfig, build: BuildContext) -> RMSNorm:
-    """Return a norm that multiplies by ``1 + weight``."""
-    return RMSNorm(config.hidden_size, config.rms_norm_eps, build, weight_offset=1.0)

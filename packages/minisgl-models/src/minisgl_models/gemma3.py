@@ -3,7 +3,7 @@
 Layers with a window have a rotary embedding of their own. The text model of multimodal checkpoints runs; the rest is left out.
 
 Shape legend: T tokens of the step, N tokens whose hidden states are returned, H hidden size.
-`docs/plugins/model.md` walks through granite.py, a file like this one.
+The MLP and the decoder layer are Gemma 2's.
 """
 
 from collections.abc import Mapping
@@ -20,9 +20,7 @@ from minisgl_core.layers import (
     Attention,
     CausalLM,
     Layer,
-    MergedColumnParallelLinear,
     QKVParallelLinear,
-    RMSNorm,
     RotaryEmbedding,
     RowParallelLinear,
     VocabParallelEmbedding,
@@ -33,6 +31,7 @@ from minisgl_models.config_keys import (
     whole_number,
     with_defaults,
 )
+from minisgl_models.gemma2 import Gemma2DecoderLayer, gemma_norm
 
 _DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 262208,
@@ -77,7 +76,7 @@ class Gemma3Attention(Layer):
         self.qkv_proj = QKVParallelLinear(hidden, dim, num_q, num_kv, build, bias=config.qkv_bias)
         # It all-reduces, since post_attention_layernorm needs the whole output.
         self.o_proj = RowParallelLinear(num_q * dim, hidden, build, bias=config.o_bias)
-        self.q_norm, self.k_norm = _norm(dim, config, build), _norm(dim, config, build)
+        self.q_norm, self.k_norm = gemma_norm(dim, config, build), gemma_norm(dim, config, build)
         scale = config.raw["query_pre_attn_scalar"] ** -0.5
         self.attn = Attention(index, scale, config.sliding_windows[index], build)
 
@@ -99,50 +98,18 @@ class Gemma3Attention(Layer):
         return self.o_proj.forward(attn_output.flatten(1))
 
 
-class Gemma3MLP(Layer):
-    """``down(gelu(gate(x)) * up(x))`` (arXiv 2002.05202), with the tanh approximation of GELU."""
+class Gemma3DecoderLayer(Gemma2DecoderLayer):
+    """`Gemma2DecoderLayer` with QK norms.
 
-    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        hidden, inner = config.hidden_size, config.intermediate_size
-        self.gate_up_proj = MergedColumnParallelLinear(hidden, [inner, inner], build)
-        self._gelu_tanh_and_mul = build.ops.norm.gelu_tanh_and_mul
-        # It all-reduces, since post_feedforward_layernorm needs the whole output.
-        self.down_proj = RowParallelLinear(inner, hidden, build)
+    Attributes:
+        is_sliding: the attention has a sliding window.
+    """
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map [T, H] to [T, H]."""
-        return self.down_proj.forward(self._gelu_tanh_and_mul(self.gate_up_proj.forward(x)))
-
-
-class Gemma3DecoderLayer(Layer):
-    """Attention and MLP with residual connections, and a norm before and after each."""
+    attention: ClassVar = Gemma3Attention
 
     def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
+        super().__init__(config, index, build)
         self.is_sliding = config.sliding_windows[index] is not None
-        self.input_layernorm = _norm(config.hidden_size, config, build)
-        self.self_attn = Gemma3Attention(config, index, build)
-        self.post_attention_layernorm = _norm(config.hidden_size, config, build)
-        self.pre_feedforward_layernorm = _norm(config.hidden_size, config, build)
-        self.mlp = Gemma3MLP(config, build)
-        self.post_feedforward_layernorm = _norm(config.hidden_size, config, build)
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        residual: torch.Tensor | None,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        attend: Attend,
-        logits_index: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the MLP's normalized output, which the next norm adds to the residual, and the residual."""
-        hidden_states, residual = self.input_layernorm.add(hidden_states, residual)
-        hidden_states = self.self_attn.forward(hidden_states, cos, sin, attend, logits_index)
-        hidden_states = self.post_attention_layernorm.forward(hidden_states)
-        if logits_index is not None:
-            residual = residual.index_select(0, logits_index)
-        hidden_states, residual = self.pre_feedforward_layernorm.add(hidden_states, residual)
-        return self.post_feedforward_layernorm.forward(self.mlp.forward(hidden_states)), residual
 
 
 class Gemma3Model(Layer):
@@ -157,7 +124,7 @@ class Gemma3Model(Layer):
         self.rotary_emb_local = RotaryEmbedding(config.sliding_rope, config.max_position, build)
         self.layers = {index: Gemma3DecoderLayer(config, index, build) for index in stage.layers}
         if stage.has_lm_head:
-            self.norm = _norm(config.hidden_size, config, build)
+            self.norm = gemma_norm(config.hidden_size, config, build)
         # transformers rounds the factor to the model's dtype, and the model was trained with the rounded one.
         self._embedding_scale = float(torch.tensor(config.hidden_size**0.5, dtype=build.dtype))
 
@@ -214,7 +181,7 @@ class Gemma3ForCausalLM(CausalLM):
 
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:
-        """Refuse other activations, attention to later tokens, a soft cap of scores, biases of the MLP, and experts."""
+        """Refuse other activations, bidirectional attention, a soft cap of scores, biases of the MLP, and experts."""
         return unsupported_keys(
             config,
             hidden_activation=_DEFAULTS["hidden_activation"],
@@ -235,7 +202,7 @@ class Gemma3ForCausalLM(CausalLM):
 
 
 class Gemma3ForConditionalGeneration(Model):
-    """The text model of a checkpoint that also takes images, which the engine does not."""
+    """Text model of a multimodal checkpoint. Images are not supported."""
 
     fused_projections: ClassVar = Gemma3ForCausalLM.fused_projections
 
@@ -292,8 +259,3 @@ class Gemma3ForConditionalGeneration(Model):
     def weights_elsewhere(self) -> tuple[str, ...]:
         """Return the text model's patterns, with the prefix that its tensors have in this checkpoint."""
         return tuple(f"language_model.{name}" for name in super().weights_elsewhere())
-
-
-def _norm(size: int, config: ModelConfig, build: BuildContext) -> RMSNorm:
-    """Return a norm that multiplies by ``1 + weight``."""
-    return RMSNorm(size, config.rms_norm_eps, build, weight_offset=1.0)

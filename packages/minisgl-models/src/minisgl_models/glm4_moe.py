@@ -1,7 +1,7 @@
 """GLM-4.5 and later GLM with experts (arXiv 2508.06471): sigmoid routing with a correction bias, and shared experts.
 
 Shape legend: T tokens of the step, N tokens whose hidden states are returned, H hidden size, E experts.
-The dense MLP is Llama's.
+The decoder layer and the dense MLP are Llama's.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ from minisgl_core.layers import (
     check_activation,
 )
 from minisgl_models.config_keys import unsupported_keys, whole_number, with_defaults
-from minisgl_models.llama import LlamaMLP, LlamaModel
+from minisgl_models.llama import LlamaDecoderLayer, LlamaMLP, LlamaModel
 
 _DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 151552,
@@ -132,37 +132,17 @@ class Glm4MoeMoE(Layer):
         return self.experts.forward(x, self.gate.forward(x), self.shared_experts.forward(x))
 
 
-class Glm4MoeDecoderLayer(Layer):
-    """Pre-norm attention and MLP, or experts, with residual connections."""
+class Glm4MoeDecoderLayer(LlamaDecoderLayer):
+    """`LlamaDecoderLayer` with the attention of GLM-4-MoE, and experts in the sparse layers."""
 
-    def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
-        hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(hidden, eps, build, all_reduce=True)
-        self.self_attn = Glm4MoeAttention(config, index, build)
-        self.post_attention_layernorm = RMSNorm(hidden, eps, build, all_reduce=True)
+    attention: ClassVar = Glm4MoeAttention
+
+    def build_mlp(self, config: ModelConfig, index: int, build: BuildContext) -> LlamaMLP | Glm4MoeMoE:
+        """Return the experts, or the MLP of a dense layer."""
         moe = config.moe
-        self.mlp: LlamaMLP | Glm4MoeMoE
         if moe is None or index in moe.dense_layers:
-            self.mlp = LlamaMLP(config, build)
-        else:
-            self.mlp = Glm4MoeMoE(config, moe, build)
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        residual: torch.Tensor | None,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        attend: Attend,
-        logits_index: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the MLP's output, which the next norm adds to the residual, and the residual."""
-        hidden_states, residual = self.input_layernorm.add(hidden_states, residual)
-        hidden_states = self.self_attn.forward(hidden_states, cos, sin, attend, logits_index)
-        if logits_index is not None:
-            residual = residual.index_select(0, logits_index)
-        hidden_states, residual = self.post_attention_layernorm.add(hidden_states, residual)
-        return self.mlp.forward(hidden_states), residual
+            return LlamaMLP(config, build)
+        return Glm4MoeMoE(config, moe, build)
 
 
 class Glm4MoeModel(LlamaModel):

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from minisgl_core.contracts.model import Attend, BuildContext
+from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.moe import RoutingSpec
 from minisgl_core.layers import (
@@ -18,10 +18,9 @@ from minisgl_core.layers import (
     FusedMoE,
     Layer,
     ReplicatedLinear,
-    RMSNorm,
 )
 from minisgl_models.config_keys import unsupported_keys, whole_number, with_defaults
-from minisgl_models.llama import LlamaAttention, LlamaModel
+from minisgl_models.llama import LlamaAttention, LlamaDecoderLayer, LlamaModel
 
 _DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 201088,
@@ -90,32 +89,14 @@ class GptOssMLP(Layer):
         return self.experts.forward(x, self.router.forward(x))
 
 
-class GptOssDecoderLayer(Layer):
-    """Pre-norm attention and experts with residual connections."""
+class GptOssDecoderLayer(LlamaDecoderLayer):
+    """`LlamaDecoderLayer` with attention sinks and experts."""
 
-    def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
-        hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(hidden, eps, build, all_reduce=True)
-        self.self_attn = GptOssAttention(config, index, build)
-        self.post_attention_layernorm = RMSNorm(hidden, eps, build, all_reduce=True)
-        self.mlp = GptOssMLP(config, build)
+    attention: ClassVar = GptOssAttention
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        residual: torch.Tensor | None,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        attend: Attend,
-        logits_index: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the experts' output, which the next norm adds to the residual, and the residual."""
-        hidden_states, residual = self.input_layernorm.add(hidden_states, residual)
-        hidden_states = self.self_attn.forward(hidden_states, cos, sin, attend, logits_index)
-        if logits_index is not None:
-            residual = residual.index_select(0, logits_index)
-        hidden_states, residual = self.post_attention_layernorm.add(hidden_states, residual)
-        return self.mlp.forward(hidden_states), residual
+    def build_mlp(self, config: ModelConfig, index: int, build: BuildContext) -> GptOssMLP:
+        """Return the experts, which every layer has."""
+        return GptOssMLP(config, build)
 
 
 class GptOssModel(LlamaModel):

@@ -71,14 +71,24 @@ class LlamaMLP(Layer):
 
 
 class LlamaDecoderLayer(Layer):
-    """Pre-norm attention and MLP with residual connections."""
+    """Pre-norm attention and MLP with residual connections. Other architectures replace `attention` and `build_mlp`.
+
+    Attributes:
+        attention: class of the attention.
+    """
+
+    attention: ClassVar[type[Any]] = LlamaAttention
 
     def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(hidden, eps, build, all_reduce=True)
-        self.self_attn = LlamaAttention(config, index, build)
+        self.self_attn = self.attention(config, index, build)
         self.post_attention_layernorm = RMSNorm(hidden, eps, build, all_reduce=True)
-        self.mlp = LlamaMLP(config, build)
+        self.mlp = self.build_mlp(config, index, build)
+
+    def build_mlp(self, config: ModelConfig, index: int, build: BuildContext) -> Any:
+        """Return the layer's MLP, which maps [T, H] to [T, H]. Its all-reduce is fused into the next norm."""
+        return LlamaMLP(config, build)
 
     def forward(
         self,
@@ -102,7 +112,7 @@ class LlamaModel(Layer):
     """Embedding, decoder layers and the final norm.
 
     Attributes:
-        decoder_layer: class of the decoder layers, which a model with experts replaces.
+        decoder_layer: class of the decoder layers, which other architectures replace.
     """
 
     decoder_layer: ClassVar[type[Any]] = LlamaDecoderLayer

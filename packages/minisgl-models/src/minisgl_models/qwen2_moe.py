@@ -1,7 +1,7 @@
 """Qwen2 with experts (Qwen1.5-MoE, Qwen2-57B-A14B; arXiv 2407.10671): Qwen2 with routed experts and a shared expert.
 
 Shape legend: T tokens of the step, N tokens whose hidden states are returned, H hidden size.
-Attention, with q, k and v biases, and the dense MLP are Llama's.
+All but the experts is Llama's, with q, k and v biases.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from minisgl_core.config.keys import Keys
-from minisgl_core.contracts.model import Attend, BuildContext
+from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.model_config import ModelConfig, MoeConfig
 from minisgl_core.contracts.moe import RoutingSpec
 from minisgl_core.layers import (
@@ -19,11 +19,10 @@ from minisgl_core.layers import (
     FusedMoE,
     Layer,
     ReplicatedLinear,
-    RMSNorm,
     check_activation,
 )
 from minisgl_models.config_keys import unsupported_keys, whole_number, with_defaults
-from minisgl_models.llama import LlamaAttention, LlamaMLP, LlamaModel
+from minisgl_models.llama import LlamaDecoderLayer, LlamaMLP, LlamaModel
 
 _DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 151936,
@@ -70,37 +69,15 @@ class Qwen2MoeSparseMoeBlock(Layer):
         return self.experts.forward(x, self.gate.forward(x), shared)
 
 
-class Qwen2MoeDecoderLayer(Layer):
-    """Pre-norm attention and MLP, or experts, with residual connections."""
+class Qwen2MoeDecoderLayer(LlamaDecoderLayer):
+    """`LlamaDecoderLayer` with experts in the sparse layers."""
 
-    def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
-        hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(hidden, eps, build, all_reduce=True)
-        self.self_attn = LlamaAttention(config, index, build)
-        self.post_attention_layernorm = RMSNorm(hidden, eps, build, all_reduce=True)
+    def build_mlp(self, config: ModelConfig, index: int, build: BuildContext) -> LlamaMLP | Qwen2MoeSparseMoeBlock:
+        """Return the experts, or the MLP of a dense layer."""
         moe = config.moe
-        self.mlp: LlamaMLP | Qwen2MoeSparseMoeBlock
         if moe is None or index in moe.dense_layers:
-            self.mlp = LlamaMLP(config, build)
-        else:
-            self.mlp = Qwen2MoeSparseMoeBlock(config, moe, build)
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        residual: torch.Tensor | None,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        attend: Attend,
-        logits_index: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the MLP's output, which the next norm adds to the residual, and the residual."""
-        hidden_states, residual = self.input_layernorm.add(hidden_states, residual)
-        hidden_states = self.self_attn.forward(hidden_states, cos, sin, attend, logits_index)
-        if logits_index is not None:
-            residual = residual.index_select(0, logits_index)
-        hidden_states, residual = self.post_attention_layernorm.add(hidden_states, residual)
-        return self.mlp.forward(hidden_states), residual
+            return LlamaMLP(config, build)
+        return Qwen2MoeSparseMoeBlock(config, moe, build)
 
 
 class Qwen2MoeModel(LlamaModel):

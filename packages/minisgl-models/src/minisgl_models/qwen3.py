@@ -1,7 +1,7 @@
 """Qwen3, dense (arXiv 2505.09388): Llama with RMSNorm of each query and key head (QK norm).
 
 Shape legend: T tokens of the step, N tokens whose hidden states are returned, H hidden size.
-`docs/plugins/model.md` walks through granite.py, a file like this one.
+All but the attention is Llama's.
 """
 
 from typing import ClassVar
@@ -11,19 +11,9 @@ import torch
 from minisgl_core.contracts.model import Attend, BuildContext
 from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.ops import Rope
-from minisgl_core.layers import (
-    Attention,
-    CausalLM,
-    Layer,
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    RMSNorm,
-    RotaryEmbedding,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    check_activation,
-)
+from minisgl_core.layers import Attention, CausalLM, Layer, QKVParallelLinear, RMSNorm, RowParallelLinear
 from minisgl_models.config_keys import unsupported_keys
+from minisgl_models.llama import LlamaDecoderLayer, LlamaModel
 
 
 class Qwen3Attention(Layer):
@@ -57,87 +47,16 @@ class Qwen3Attention(Layer):
         return self.o_proj.forward(attn_output.flatten(1))
 
 
-class Qwen3MLP(Layer):
-    """``down(silu(gate(x)) * up(x))`` (arXiv 2002.05202)."""
+class Qwen3DecoderLayer(LlamaDecoderLayer):
+    """`LlamaDecoderLayer` with QK norms."""
 
-    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        check_activation(config)
-        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        # One GEMM. Some kernels apply the activation in its epilogue.
-        self.gate_up_proj = MergedColumnParallelLinear(hidden, [inner, inner], build, bias=bias, silu_and_mul=True)
-        # Its all-reduce is fused into the next layer's input_layernorm, or the final norm.
-        self.down_proj = RowParallelLinear(inner, hidden, build, bias=bias, reduce=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map [T, H] to [T, H]."""
-        return self.down_proj.forward(self.gate_up_proj.forward(x))
+    attention: ClassVar = Qwen3Attention
 
 
-class Qwen3DecoderLayer(Layer):
-    """Pre-norm attention and MLP with residual connections."""
+class Qwen3Model(LlamaModel):
+    """`LlamaModel` with QK norms."""
 
-    def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
-        hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(hidden, eps, build, all_reduce=True)
-        self.self_attn = Qwen3Attention(config, index, build)
-        self.post_attention_layernorm = RMSNorm(hidden, eps, build, all_reduce=True)
-        self.mlp = Qwen3MLP(config, build)
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        residual: torch.Tensor | None,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        attend: Attend,
-        logits_index: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the MLP's output, which the next norm adds to the residual, and the residual."""
-        hidden_states, residual = self.input_layernorm.add(hidden_states, residual)
-        hidden_states = self.self_attn.forward(hidden_states, cos, sin, attend, logits_index)
-        if logits_index is not None:
-            residual = residual.index_select(0, logits_index)
-        hidden_states, residual = self.post_attention_layernorm.add(hidden_states, residual)
-        return self.mlp.forward(hidden_states), residual
-
-
-class Qwen3Model(Layer):
-    """Embedding, decoder layers and the final norm."""
-
-    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        self._stage = stage = build.stage(config)
-        if stage.has_embedding:
-            self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, build)
-        self.rotary_emb = RotaryEmbedding(config.rope, config.max_position, build)
-        self.layers = {index: Qwen3DecoderLayer(config, index, build) for index in stage.layers}
-        if stage.has_lm_head:
-            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build, all_reduce=True)
-
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        attend: Attend,
-        logits_index: torch.Tensor | None,
-        intermediate: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Return hidden states, [T, H], or [N, H] for the tokens at `logits_index`.
-
-        Between pipeline stages, `intermediate` and the result are hidden states and residual, [2, T, H].
-        """
-        cos, sin = self.rotary_emb.forward(positions)
-        if intermediate is None:
-            hidden_states, residual = self.embed_tokens.forward(input_ids), None
-        else:
-            hidden_states, residual = intermediate.unbind(0)
-        *layers, last = self.layers.values()
-        for layer in layers:
-            hidden_states, residual = layer.forward(hidden_states, residual, cos, sin, attend)
-        # After the last attention, only the tokens whose logits are computed are needed.
-        hidden_states, residual = last.forward(hidden_states, residual, cos, sin, attend, logits_index)
-        if not self._stage.has_lm_head:
-            return torch.stack((hidden_states, residual))
-        return self.norm.add(hidden_states, residual)[0]
+    decoder_layer: ClassVar = Qwen3DecoderLayer
 
 
 class Qwen3ForCausalLM(CausalLM):

@@ -1,7 +1,7 @@
 """Qwen3 with experts (arXiv 2505.09388): Qwen3 whose sparse layers have routed experts instead of an MLP.
 
 Shape legend: T tokens of the step, N tokens whose hidden states are returned, H hidden size.
-Attention and the dense MLP are Qwen3's.
+All but the experts is Qwen3's.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from minisgl_core.contracts.model import Attend, BuildContext
+from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.model_config import ModelConfig, MoeConfig
 from minisgl_core.contracts.moe import RoutingSpec
 from minisgl_core.layers import (
@@ -17,12 +17,11 @@ from minisgl_core.layers import (
     FusedMoE,
     Layer,
     ReplicatedLinear,
-    RMSNorm,
     check_activation,
 )
 from minisgl_models.config_keys import unsupported_keys
-from minisgl_models.llama import LlamaModel
-from minisgl_models.qwen3 import Qwen3Attention, Qwen3MLP
+from minisgl_models.llama import LlamaMLP, LlamaModel
+from minisgl_models.qwen3 import Qwen3DecoderLayer
 
 _OTHER_EXPERT_KEYS: Mapping[str, Any] = {
     "n_group": 1,
@@ -57,37 +56,15 @@ class Qwen3MoeSparseMoeBlock(Layer):
         return self.experts.forward(x, self.gate.forward(x))
 
 
-class Qwen3MoeDecoderLayer(Layer):
-    """Pre-norm attention and MLP, or experts, with residual connections."""
+class Qwen3MoeDecoderLayer(Qwen3DecoderLayer):
+    """`Qwen3DecoderLayer` with experts in the sparse layers."""
 
-    def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
-        hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(hidden, eps, build, all_reduce=True)
-        self.self_attn = Qwen3Attention(config, index, build)
-        self.post_attention_layernorm = RMSNorm(hidden, eps, build, all_reduce=True)
+    def build_mlp(self, config: ModelConfig, index: int, build: BuildContext) -> LlamaMLP | Qwen3MoeSparseMoeBlock:
+        """Return the experts, or the MLP of a dense layer."""
         moe = config.moe
-        self.mlp: Qwen3MLP | Qwen3MoeSparseMoeBlock
         if moe is None or index in moe.dense_layers:
-            self.mlp = Qwen3MLP(config, build)
-        else:
-            self.mlp = Qwen3MoeSparseMoeBlock(config, moe, build)
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        residual: torch.Tensor | None,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        attend: Attend,
-        logits_index: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the MLP's output, which the next norm adds to the residual, and the residual."""
-        hidden_states, residual = self.input_layernorm.add(hidden_states, residual)
-        hidden_states = self.self_attn.forward(hidden_states, cos, sin, attend, logits_index)
-        if logits_index is not None:
-            residual = residual.index_select(0, logits_index)
-        hidden_states, residual = self.post_attention_layernorm.add(hidden_states, residual)
-        return self.mlp.forward(hidden_states), residual
+            return LlamaMLP(config, build)
+        return Qwen3MoeSparseMoeBlock(config, moe, build)
 
 
 class Qwen3MoeModel(LlamaModel):
