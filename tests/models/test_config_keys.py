@@ -252,9 +252,9 @@ def test_other_values_are_refused(decoder: type[Model], changes: dict[str, Any])
 
 
 @pytest.mark.parametrize("decoder", [Gemma3ForCausalLM, Olmo3ForCausalLM])
-def test_a_rope_that_names_no_kind_of_layer_is_refused(decoder: type[Model]) -> None:
+def test_a_rope_that_names_no_layer_type_is_refused(decoder: type[Model]) -> None:
     """transformers ignores such a rope_parameters."""
-    with pytest.raises(ModelFormatError, match=r"rope_parameters=.* must have one entry per kind of layer"):
+    with pytest.raises(ModelFormatError, match=r"rope_parameters=.* must have one entry per layer type"):
         read(decoder, rope_parameters={"rope_theta": 1e5})
 
 
@@ -268,7 +268,7 @@ def test_ropes_of_older_gemma_3_checkpoints() -> None:
 
 
 def test_a_theta_that_transformers_4_and_5_read_apart() -> None:
-    with pytest.raises(ModelFormatError, match=r"rope_theta=10000\.0 means other layers in transformers 4"):
+    with pytest.raises(ModelFormatError, match=r"rope_theta=10000\.0 applies to different layers in transformers 4"):
         read(Olmo3ForCausalLM, rope_theta=10000.0)
     assert (
         read(Olmo3ForCausalLM, rope_theta=500000.0, rope_scaling={"rope_type": "yarn", "factor": 4.0}).rope.theta

@@ -127,7 +127,7 @@ def test_a_tied_matrix_that_differs_is_used(gpt2: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model_type", "changes", "reason"),
     [
-        ("bloom", {}, "does not go through transformers' AttentionInterface"),
+        ("bloom", {}, "call transformers' AttentionInterface 0 times, not once each"),
         ("falcon", {"alibi": True}, "ALiBi"),
         ("mamba", {}, "state per request"),
         ("jamba", {}, "state per request"),

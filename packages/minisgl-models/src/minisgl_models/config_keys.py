@@ -1,4 +1,4 @@
-"""Keys of a ``config.json``: which of them an architecture refuses, and the rotary embeddings of each kind of layer."""
+"""Keys of a ``config.json``: those that an architecture refuses, defaults, and RoPE parameters per layer type."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,14 +7,14 @@ from minisgl_core.config.keys import MAX_LAYERS, Keys
 from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.errors import ModelFormatError
 
-_KINDS = ("full_attention", "sliding_attention")
-_NULL_IS_NONE = frozenset(
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+_NULLABLE = frozenset(
     {
         "attn_logit_softcapping", "final_logit_softcapping", "head_dim", "hidden_activation", "num_key_value_heads", "rope_theta",
         "sliding_window",
     }
 )  # fmt: skip
-"""Keys in which a null is no mistake: there is no such cap or window, or it follows from other keys."""
+"""Keys that may be null: there is no such cap or window, or the value follows from other keys."""
 
 
 def unsupported_keys(
@@ -27,8 +27,8 @@ def unsupported_keys(
     Args:
         config: the model's config.
         partial_rotary: the architecture may rotate a part of each head.
-        experts: the architecture has experts; a config without them is refused, otherwise one with them.
-        supported: keys and the only value that each may have, if it is set at all.
+        experts: True to refuse configs without experts, False to refuse those with experts.
+        supported: the only value that a key may have, by key. A missing or null key is always accepted.
     """
     supported = {"attention_sinks": False, "v_head_dim": None, **supported}
     reasons = [
@@ -49,17 +49,17 @@ def unsupported_keys(
 def with_defaults(defaults: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config with the defaults of missing keys.
 
-    A key whose default is a float takes numbers above 0; one whose default is an int takes whole numbers of at least 0. The
-    others take flags and strings, as their defaults. `_NULL_IS_NONE` may be null.
+    A key whose default is a float takes numbers above 0, and one whose default is an int takes integers of at least 0. Other
+    keys take a boolean or a string, as their default is. Keys of `_NULLABLE` may be null.
 
     Raises:
         ModelFormatError: a value has another type than its key's default; the message names the key.
     """
     given = Keys(raw)
     for key in defaults.keys() & raw.keys():
-        if raw[key] is None and key not in _NULL_IS_NONE:
+        if raw[key] is None and key not in _NULLABLE:
             raise given.error(key, "is null; remove the key, or set a value")
-        # The defaults in the calls are for keys that may be null.
+        # The calls only check the value. Their `default` is for a null.
         if isinstance(defaults[key], bool):
             given.flag(key)
         elif isinstance(defaults[key], int):
@@ -80,10 +80,10 @@ def whole_number(raw: Mapping[str, Any], key: str, minimum: int = 0, maximum: in
     return Keys(raw).whole(key, minimum, maximum=maximum)
 
 
-def rope_parameters_by_kind(raw: Mapping[str, Any], full_theta: float, sliding_theta: float) -> dict[str, Any]:
-    """Return ``rope_parameters`` with an entry per kind of layer, as transformers 5 writes them.
+def rope_parameters_by_layer_type(raw: Mapping[str, Any], full_theta: float, sliding_theta: float) -> dict[str, Any]:
+    """Return ``rope_parameters`` with an entry per layer type, as transformers 5 writes them.
 
-    A ``rope_scaling`` (transformers 4) holds for layers with full attention only.
+    A ``rope_scaling`` (transformers 4) applies to layers with full attention only.
 
     Args:
         raw: the config.
@@ -91,14 +91,14 @@ def rope_parameters_by_kind(raw: Mapping[str, Any], full_theta: float, sliding_t
         sliding_theta: likewise, of the layers with a sliding window.
 
     Raises:
-        ModelFormatError: an entry is not an object, or stands outside of both.
+        ModelFormatError: an entry is not an object, or its name is not a layer type.
     """
     parameters, scaling = Keys(raw).mapping("rope_parameters"), Keys(raw).mapping("rope_scaling")
-    if not set(parameters) <= set(_KINDS):
+    if not set(parameters) <= set(_LAYER_TYPES):
         raise ModelFormatError(
-            f"config: rope_parameters={parameters!r} must have one entry per kind of layer, {' and '.join(_KINDS)}"
+            f"config: rope_parameters={parameters!r} must have one entry per layer type, {' and '.join(_LAYER_TYPES)}"
         )
-    full, sliding = (Keys(parameters, "config: rope_parameters").mapping(kind) for kind in _KINDS)
+    full, sliding = (Keys(parameters, "config: rope_parameters").mapping(each) for each in _LAYER_TYPES)
     return {
         "full_attention": {"rope_theta": full_theta, **full, **scaling},
         "sliding_attention": {"rope_theta": sliding_theta, **sliding},

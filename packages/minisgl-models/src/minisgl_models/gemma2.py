@@ -201,6 +201,5 @@ class Gemma2ForCausalLM(CausalLM):
         self._soft_cap: float | None = config.raw["final_logit_softcapping"]
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """See `Model.compute_logits`."""
         logits = super().compute_logits(hidden_states)
         return logits if self._soft_cap is None else (logits / self._soft_cap).tanh() * self._soft_cap

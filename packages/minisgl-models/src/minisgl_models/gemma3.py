@@ -26,7 +26,7 @@ from minisgl_core.layers import (
     VocabParallelEmbedding,
 )
 from minisgl_models.config_keys import (
-    rope_parameters_by_kind,
+    rope_parameters_by_layer_type,
     unsupported_keys,
     whole_number,
     with_defaults,
@@ -165,7 +165,7 @@ class Gemma3ForCausalLM(CausalLM):
 
     @classmethod
     def standard_config(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Add the defaults of transformers' config class, and the rotary embedding of each kind of layer."""
+        """Add the defaults of transformers' config class, and the RoPE parameters of each layer type."""
         config = with_defaults(_DEFAULTS, raw)
         every = whole_number(config, "sliding_window_pattern", 1)
         indices = range(1, whole_number(config, "num_hidden_layers", 1) + 1)
@@ -175,7 +175,7 @@ class Gemma3ForCausalLM(CausalLM):
             **config,
             "layer_types": config.get("layer_types") or kinds,
             "hidden_act": config["hidden_activation"] or _DEFAULTS["hidden_activation"],
-            "rope_parameters": rope_parameters_by_kind(raw, *thetas),
+            "rope_parameters": rope_parameters_by_layer_type(raw, *thetas),
             "rope_scaling": None,
         }
 
@@ -196,7 +196,6 @@ class Gemma3ForCausalLM(CausalLM):
         self._soft_cap: float | None = Keys(config.raw).optional("final_logit_softcapping")
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """See `Model.compute_logits`."""
         logits = super().compute_logits(hidden_states)
         return logits if self._soft_cap is None else (logits / self._soft_cap).tanh() * self._soft_cap
 
@@ -233,15 +232,12 @@ class Gemma3ForConditionalGeneration(Model):
         logits_index: torch.Tensor | None = None,
         intermediate: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See `Model.forward`."""
         return self.language_model.forward(input_ids, positions, attend, logits_index, intermediate)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """See `Model.compute_logits`."""
         return self.language_model.compute_logits(hidden_states)
 
     def attention_layers(self) -> list[AttentionLayer]:
-        """See `Model.attention_layers`."""
         return self.language_model.attention_layers()
 
     def tensor_name(self, stored: str) -> str | None:

@@ -1,4 +1,4 @@
-"""GLM-4 (arXiv 2406.12793; GLM-4-0414 and later): a norm before and after attention and MLP, and half of each head rotated.
+"""GLM-4 (arXiv 2406.12793; GLM-4-0414 and later): a norm before and after attention and MLP, and partial RoPE.
 
 Shape legend: T tokens of the step, N tokens whose hidden states are returned, H hidden size.
 `docs/plugins/model.md` walks through granite.py, a file like this one.
@@ -42,13 +42,13 @@ _DEFAULTS: Mapping[str, Any] = {
 
 
 class Glm4Attention(Layer):
-    """Grouped-query attention with a rotary embedding of the first dimensions of a head, whose pairs are interleaved."""
+    """Grouped-query attention with partial RoPE in GPT-J style: adjacent dimensions are rotated together."""
 
     def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
         """Build the layers. `index` is the index of the decoder layer."""
         hidden, dim, num_q, num_kv = config.hidden_size, config.head_dim, config.num_q_heads, config.num_kv_heads
         rotary_dim = config.rope.rotary_dim
-        # `heads` returns the interleaved pairs half-split, as Rope expects them.
+        # `heads` reorders the rotated dimensions to NeoX style (half-split), which Rope expects.
         self.qkv_proj = QKVParallelLinear(
             hidden, dim, num_q, num_kv, build, bias=config.qkv_bias, interleaved_dim=rotary_dim
         )

@@ -53,7 +53,7 @@ _DEFAULTS: Mapping[str, Any] = {
 
 
 class Glm4MoeAttention(Layer):
-    """Grouped-query attention with a rotary embedding of the first dimensions of a head; q and k may be normalized before."""
+    """Grouped-query attention with partial RoPE, after QK norms if the config has them."""
 
     def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
         """Build the layers. `index` is the index of the decoder layer."""
@@ -86,7 +86,7 @@ class Glm4MoeAttention(Layer):
 
 
 class Glm4MoeTopkRouter(Layer):
-    """The router. Its weight is float32 whatever the model's dtype, since close scores decide between experts."""
+    """Router in float32, whatever the model's dtype, since rounding could change the order of close scores."""
 
     def __init__(self, hidden_size: int, num_experts: int, build: BuildContext) -> None:
         shapes = (num_experts, hidden_size), (num_experts,)
@@ -166,7 +166,7 @@ class Glm4MoeForCausalLM(CausalLM):
 
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:
-        """Refuse biases of the MLP, sliding windows, a soft cap, a sparse step, and configs without experts."""
+        """Refuse biases of the MLP, sliding windows, a soft cap, `decoder_sparse_step`, and configs without experts."""
         return unsupported_keys(
             config,
             partial_rotary=True,

@@ -49,7 +49,7 @@ _ROPE: Mapping[str, Any] = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-"""Context scaling of a config without any."""
+"""RoPE scaling of a config that has none."""
 
 
 class GptOssAttention(LlamaAttention):
@@ -68,7 +68,7 @@ class GptOssMLP(Layer):
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         moe = config.moe
-        assert moe is not None, "see unsupported"
+        assert moe is not None, "`unsupported` refuses configs without experts"
         self.router = ReplicatedLinear(config.hidden_size, moe.num_experts, build, bias=True)
         # Its all-reduce is fused into the next layer's input_layernorm, or the final norm.
         self.experts = FusedMoE(

@@ -163,5 +163,4 @@ class GraniteForCausalLM(CausalLM):
         self._scaling: float = config.raw["logits_scaling"]
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """See `Model.compute_logits`."""
         return super().compute_logits(hidden_states) / self._scaling

@@ -65,7 +65,7 @@ class MixtralDecoderLayer(Layer):
     """Pre-norm attention and experts with residual connections."""
 
     def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
-        assert config.moe is not None, "see unsupported"
+        assert config.moe is not None, "`unsupported` refuses configs without experts"
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(hidden, eps, build, all_reduce=True)
         self.self_attn = LlamaAttention(config, index, build)

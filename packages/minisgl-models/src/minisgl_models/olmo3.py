@@ -1,4 +1,4 @@
-"""OLMo 3 (AI2): OLMo 2 with windows in three of four layers; only the layers without a window scale their rotary embedding.
+"""OLMo 3 (AI2): OLMo 2 with windows in three of four layers; only layers without a window have RoPE scaling.
 
 Shape legend: T tokens of the step, N tokens whose hidden states are returned, H hidden size.
 """
@@ -12,7 +12,7 @@ from minisgl_core.contracts.model import Attend, BuildContext
 from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.errors import ModelFormatError
 from minisgl_core.layers import CausalLM, Layer, RMSNorm, RotaryEmbedding, VocabParallelEmbedding
-from minisgl_models.config_keys import rope_parameters_by_kind, unsupported_keys, whole_number, with_defaults
+from minisgl_models.config_keys import rope_parameters_by_layer_type, unsupported_keys, whole_number, with_defaults
 from minisgl_models.olmo2 import Olmo2DecoderLayer
 
 _THETA = 500000.0
@@ -65,14 +65,14 @@ class Olmo3ForCausalLM(CausalLM):
 
     @classmethod
     def standard_config(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Add the defaults of transformers' config class, and the rotary embedding of each kind of layer.
+        """Add the defaults of transformers' config class, and the RoPE parameters of each layer type.
 
         Raises:
             ModelFormatError: transformers 4 and 5 would apply the config's ``rope_theta`` to different layers.
         """
         if raw.get("rope_theta", _THETA) not in (None, _THETA):
             raise ModelFormatError(
-                f"config: rope_theta={raw['rope_theta']!r} means other layers in transformers 4 than in 5; give it in "
+                f"config: rope_theta={raw['rope_theta']!r} applies to different layers in transformers 4 and 5; set it in "
                 "rope_parameters, for full_attention and for sliding_attention"
             )
         config = with_defaults({"rms_norm_eps": 1e-5, "sliding_window": 4096}, raw)
@@ -83,7 +83,7 @@ class Olmo3ForCausalLM(CausalLM):
         return {
             **config,
             "layer_types": config.get("layer_types") or kinds,
-            "rope_parameters": rope_parameters_by_kind(raw, _THETA, _THETA),
+            "rope_parameters": rope_parameters_by_layer_type(raw, _THETA, _THETA),
             "rope_scaling": None,
         }
 

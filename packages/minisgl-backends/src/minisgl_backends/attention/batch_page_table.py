@@ -136,13 +136,11 @@ class BatchPageTableAttention(FusedStoreAttention):
         )
 
     def kv_slots(self, plan: BatchPageTablePlan) -> torch.Tensor:
-        """See `AttentionBackend.kv_slots`."""
         return plan.slots
 
     def attend_stored(
         self, q: torch.Tensor, layer: AttentionLayer, plan: BatchPageTablePlan, out: torch.Tensor
     ) -> None:
-        """See `AttentionBackend.attend_stored`."""
         pages = (self.pool.k(layer.index), self.pool.v(layer.index))
         n = plan.num_decodes
         for tokens, metadata in ((slice(n), plan.decodes), (slice(n, None), plan.prefills)):

@@ -70,5 +70,4 @@ class FlashAttention(BatchPageTableAttention):
         window: int | None,
         out: torch.Tensor,
     ) -> None:
-        """See `BatchPageTableAttention.attend`."""
         self._run(q, k_pages, v_pages, metadata, scale, window, out)

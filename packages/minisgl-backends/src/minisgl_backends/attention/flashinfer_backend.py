@@ -62,8 +62,10 @@ class FlashInferAttention(FusedStoreAttention):
 
     @classmethod
     def uncompiled(cls, spec: AttentionSpec) -> str:
-        """Name the prefill's modules until `compile` has run. Those of the decode are not checked, because ``auto`` takes only
-        the prefill from FlashInfer."""
+        """Name the prefill's modules until `compile` has run.
+
+        The decode's modules are not checked, because ``auto`` takes only the prefill from FlashInfer.
+        """
         return "" if is_compiled(spec) else "FlashInfer's prefill"
 
     @classmethod
@@ -120,14 +122,12 @@ class FlashInferAttention(FusedStoreAttention):
         self._plans_copied.record()
 
     def kv_slots(self, plan: _Plan) -> torch.Tensor:
-        """See `AttentionBackend.kv_slots`."""
         return plan.slots
 
     def attend_stored(self, q: torch.Tensor, layer: AttentionLayer, plan: _Plan, out: torch.Tensor) -> None:
-        """See `AttentionBackend.attend_stored`."""
         pages = (self.pool.k(layer.index), self.pool.v(layer.index))
         n = plan.num_decodes
-        # Layers with other scales share one plan: it has sm_scale=1, and the layer's scale goes into k_scale.
+        # Layers with different scales share one plan: it has sm_scale=1, and the layer's scale goes into k_scale.
         k_scale, v_scale = layer.scale * layer.kv_scales[0], layer.kv_scales[1]
         variant = layer.sliding_window, layer.soft_cap
         if plan.decodes is not None:
@@ -202,7 +202,7 @@ class FlashInferAttention(FusedStoreAttention):
             paged_kv_last_page_len_buffer=indptr[:graph_size].clone(),
             backend="fa2",
         )
-        # One wrapper is planned per step, so they can share: 16 MiB for each of dozens of graphs would add up.
+        # All graphs share the plan buffers of 16 MiB, since only one of them is planned per step.
         wrapper._int_workspace_buffer = eager._int_workspace_buffer
         wrapper._pin_memory_int_workspace_buffer = eager._pin_memory_int_workspace_buffer
         return wrapper

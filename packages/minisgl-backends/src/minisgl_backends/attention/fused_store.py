@@ -33,7 +33,6 @@ class FusedStoreAttention(AttentionBackend):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, plan: Any
     ) -> torch.Tensor:
-        """See `AttentionBackend.forward`."""
         pages = self.pool.k(layer.index), self.pool.v(layer.index)
         self._store_kv(k, v, *pages, self.kv_slots(plan), layer.kv_scales)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

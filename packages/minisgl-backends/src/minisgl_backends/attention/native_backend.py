@@ -91,7 +91,6 @@ class NativeAttention(TorchAttention):
         return plan
 
     def plan_capture(self, batch: AttentionBatch) -> _Plan:
-        """See `AttentionBackend.plan_capture`."""
         return _Plan(batch)
 
     def plan_replay(self, batch: AttentionBatch) -> None:
@@ -114,7 +113,6 @@ class NativeAttention(TorchAttention):
     def forward(  # type: ignore[override]
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, plan: _Plan
     ) -> torch.Tensor:
-        """See `AttentionBackend.forward`."""
         q, k, v = (x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in (q, k, v))
         k_pages, v_pages = self.pool.k(layer.index), self.pool.v(layer.index)
         heads, size, dim = k_pages.shape[1:]

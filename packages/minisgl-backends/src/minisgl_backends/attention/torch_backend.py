@@ -151,7 +151,6 @@ class TorchAttention(AttentionBackend):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, plan: _Plan
     ) -> torch.Tensor:
-        """See `AttentionBackend.forward`."""
         self.pool.store(layer.index, k, v, plan.store_index, layer.kv_scales)
         return self.attend_groups(q, layer, plan.groups)
 
@@ -255,7 +254,7 @@ class TorchAttention(AttentionBackend):
                 if group.num_queries == 1:  # one contiguous addition is faster than a shorter strided one
                     masked_from = 0
                 keys = torch.arange(masked_from, num_keys, device=self.spec.device)
-                # Padding repeats the last query. One without visible keys would give NaN, which some GEMMs spread to other rows.
+                # Padding repeats the last query. Without visible keys, it would give NaN, which some GEMMs spread to other rows.
                 positions = torch.minimum(first + torch.arange(start, stop, device=self.spec.device)[:, None], last)
                 is_masked = keys > positions
                 if window is not None:

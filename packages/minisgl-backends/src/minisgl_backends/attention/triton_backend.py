@@ -114,11 +114,9 @@ class TritonAttention(FusedStoreAttention):
         return torch.from_numpy(tiles[::-1].copy()).to(self.spec.device, non_blocking=True)
 
     def kv_slots(self, plan: StepPlan) -> torch.Tensor:
-        """See `AttentionBackend.kv_slots`."""
         return plan.batch.slots
 
     def attend_stored(self, q: torch.Tensor, layer: AttentionLayer, plan: StepPlan, out: torch.Tensor) -> None:
-        """See `AttentionBackend.attend_stored`."""
         n = plan.batch.num_decodes
         if n:
             self._decode(q[:n], layer, plan, out)

@@ -48,7 +48,6 @@ class TrtllmAttention(BatchPageTableAttention):
         window: int | None,
         out: torch.Tensor,
     ) -> None:
-        """See `BatchPageTableAttention.attend`."""
         options = {
             "query": q.contiguous(),
             "kv_cache": (k_pages, v_pages),

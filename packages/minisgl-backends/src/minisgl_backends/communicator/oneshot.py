@@ -44,7 +44,7 @@ class OneShotCommunicator(NcclCommunicator):
             return reasons
         if spec.is_p2p_only:
             return [
-                "it speeds up all-reduces only, and pipeline stages only send and receive (torch and pynccl do that by NCCL)"
+                "it speeds up all-reduces only, and this group only sends and receives (use --communicator torch or pynccl)"
             ]
         if spec.spans_hosts:
             return ["all ranks must be on one host"]

@@ -48,7 +48,7 @@ class Rendezvous:
         return [json.loads(self.store.get(f"{key}/{rank}")) for rank in range(self._size)]
 
     def final_barrier(self, timeout_s: float) -> None:
-        """Wait until all ranks have called this. Return early if `timeout_s` passes without another rank."""
+        """Wait until all ranks have called this, but at most `timeout_s` for each of them, without an error."""
         self.store.set_timeout(timedelta(seconds=timeout_s))
         with suppress(RuntimeError):
             self.gather(None)

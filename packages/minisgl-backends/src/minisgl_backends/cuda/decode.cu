@@ -112,8 +112,8 @@ decode(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMa
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
-    // The layers that read `starts` begin after the kernel that computes them has ended. When it overwrites the last step's, no
-    // kernel reads those any more: kernels between two steps (sampling) wait for all earlier ones.
+    // The layers that read `starts` begin after the first layer's kernel, which computes them, has ended. No kernel of the last
+    // step still reads its `starts` when they are overwritten: kernels between two steps (sampling) wait for all earlier ones.
     if (!computes_starts) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 
     if (warp == CONSUMERS / 32) {

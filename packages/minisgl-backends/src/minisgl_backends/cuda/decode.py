@@ -149,7 +149,7 @@ class HopperDecode:
             rows: int32 [B].
             seq_lens: int32 [B].
             out: [B, Hq, D], contiguous.
-            rope_and_store: arguments of the fused RoPE and KV store, if it `supports_fused_rope`; None if that is done.
+            rope_and_store: arguments of the fused RoPE and KV store, if `supports_fused_rope`; None if both ran before.
         """
         heads = self._pool.spec.num_kv_heads
         norms = None if rope_and_store is None else rope_and_store.rope.norms

@@ -4,7 +4,7 @@
 constexpr int WARPGROUP_ROWS = OUTPUTS == 64 ? ROWS / 2 : ROWS;  // rows of x that a warpgroup multiplies
 constexpr int SUMS = WARPGROUP_ROWS / 2;                         // of a thread
 constexpr int ROW_OCTETS = WARPGROUP_ROWS / 8;                   // a thread has 4 sums of each 8 rows: 2 rows, outputs n and n + 8
-constexpr int PITCH = OUTPUTS * 2 + 16;            // of a row that waits to be stored: no two threads meet in a bank
+constexpr int PITCH = OUTPUTS * 2 + 16;            // bytes per staged row, padded against bank conflicts
 constexpr int STORE_THREADS = OUTPUTS == 64 ? 128 : 256; // threads that store the same rows
 constexpr int COLUMNS = GATED ? OUTPUTS / 2 : OUTPUTS;
 constexpr int SHARING_BLOCKS = CLUSTER * ROW_PARTS;       // thread blocks that share loads by multicast

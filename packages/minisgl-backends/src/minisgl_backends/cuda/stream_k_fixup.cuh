@@ -1,7 +1,7 @@
 // Fixup of Stream-K (arXiv 2301.03598): the end of the loop over tiles in small_m_gemm.cu and int4_gemm.cu, with SPLITS == 1.
 // The thread block has the sums of a tile's steps from `first` to `last`. It stores them for an earlier thread block, or adds those
 // of later ones and stores the tile.
-// Included as text, not as a function: nvcc unrolls the loop over the stages less often if `sums` is passed to one.
+// Included as text, not as a function: the compiler unrolls the loop over the stages less often if `sums` is passed to one.
 if (first > 0) {  // the tile belongs to an earlier thread block
     float4* to = partials + (long long)blockIdx.x * (SUMS / 4) * CONSUMERS + thread;
     #pragma unroll

@@ -46,7 +46,7 @@ class RankActor:
     def __init__(self, spec: ExecutorSpec) -> None:
         self._supervisor = Supervisor(None, spec.log_level, spec.log_format)
         self._has_reported = False
-        self._probes: list[socket.socket] = []
+        self._port_sockets: list[socket.socket] = []
 
     def reserve(self) -> RankResources:
         """Return the resources of this rank, and keep its ports."""
@@ -55,16 +55,16 @@ class RankActor:
         address = ray.util.get_node_ip_address()
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         for _ in range(2):
-            self._probes.append(socket.socket(family))
-            self._probes[-1].bind((address, 0))
-        ports = (probe.getsockname()[1] for probe in self._probes)
+            self._port_sockets.append(socket.socket(family))
+            self._port_sockets[-1].bind((address, 0))
+        ports = (each.getsockname()[1] for each in self._port_sockets)
         gpus = tuple(str(each) for each in ray.get_gpu_ids())
         return RankResources(ray.get_runtime_context().get_node_id(), address, gpus, *ports)
 
     def free_ports(self) -> None:
         """Let this host's rank bind its ports."""
-        while self._probes:
-            self._probes.pop().close()
+        while self._port_sockets:
+            self._port_sockets.pop().close()
 
     def start(
         self,

@@ -173,7 +173,7 @@ class RayExecutor(Executor):
         """Connect to the cluster of RAY_ADDRESS, or start one on this host, unless this process is connected already.
 
         Args:
-            num_cpus: least number of cores that a started cluster counts.
+            num_cpus: number of CPU resources that a started cluster has at least.
 
         Returns:
             True if the caller has to disconnect.

@@ -37,7 +37,6 @@ class LlguidanceState(GrammarState):
         return self._matcher
 
     def fill_mask(self, mask: Masks) -> None:
-        """See `GrammarState.fill_mask`."""
         if width := self._grammar.matcher_width:
             wide = np.zeros(width, np.int32)
             self._matcher.unsafe_compute_mask_ptr(wide.ctypes.data, wide.nbytes)
@@ -47,7 +46,6 @@ class LlguidanceState(GrammarState):
             self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
 
     def accept(self, token_id: int) -> bool:
-        """See `GrammarState.accept`."""
         if self._matcher.is_stopped():
             is_end = token_id in self._grammar.eos_token_ids
             self._num_ends += is_end
@@ -55,28 +53,23 @@ class LlguidanceState(GrammarState):
         return self._matcher.try_consume_tokens([token_id]) == 1
 
     def rollback(self, num_tokens: int) -> None:
-        """See `GrammarState.rollback`."""
         num_ends = min(num_tokens, self._num_ends)
         self._num_ends -= num_ends
         self._matcher.rollback(num_tokens - num_ends)
 
     def copy(self) -> "LlguidanceState":
-        """See `GrammarState.copy`."""
         return LlguidanceState(self._grammar, self._matcher.deep_copy(), self._num_ends)
 
     @property
     def is_complete(self) -> bool:
-        """See `GrammarState.is_complete`."""
         return self._matcher.is_accepting()
 
     @property
     def is_finished(self) -> bool:
-        """See `GrammarState.is_finished`."""
         return self._matcher.is_stopped()
 
     @property
     def error(self) -> str:
-        """See `GrammarState.error`."""
         return _first_line(self._matcher.get_error()) if self._matcher.is_error() else ""
 
 
@@ -110,12 +103,10 @@ class LlguidanceGrammar(GrammarBackend):
         _matcher(llguidance.LLTokenizer("byte"), source, kind, text, name)
 
     def compile(self, kind: GrammarKind, text: str, name: str) -> GrammarState:
-        """See `GrammarBackend.compile`."""
         source = _source(kind, text, name, self._tags, self._special)
         return LlguidanceState(self, _matcher(self._tokenizer, source, kind, text, name))
 
     def fill_masks(self, states: Sequence[GrammarState], masks: Masks) -> None:
-        """See `GrammarBackend.fill_masks`."""
         if self.matcher_width or len(states) < 2:
             super().fill_masks(states, masks)
             return

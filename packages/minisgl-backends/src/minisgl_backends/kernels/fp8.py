@@ -45,7 +45,7 @@ def to_dot_dtype(q, scale, pages):
 
 
 @triton.jit
-def halves_of_pairs(pairs):
+def unpack_fp8_pairs(pairs):
     """Unpack pairs of float8 numbers, each pair in an int16, to the first and the second numbers in float16."""
     if INTERPRETED:
         first = (pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)

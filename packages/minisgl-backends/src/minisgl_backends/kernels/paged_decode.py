@@ -18,7 +18,7 @@ import triton.language as tl
 
 from minisgl_backends.kernels.decode_tile import DecodeTile
 from minisgl_backends.kernels.dot import add_dot
-from minisgl_backends.kernels.fp8 import halves_of_pairs, to_dot_dtype
+from minisgl_backends.kernels.fp8 import to_dot_dtype, unpack_fp8_pairs
 from minisgl_backends.kernels.paged_prefill import LOG2_E, LOG2_E_IN_KERNELS, soft_capped
 from minisgl_core.contracts.attention import AttentionLayer
 from minisgl_core.utils.fp8 import FP8
@@ -75,7 +75,7 @@ def _attend(
                 queries, k, key < stop, scale, row_max, row_sum, SOFT_CAP, G_BLOCK, KEYS, WIDEN
             )
             pairs = tl.load(v_pairs + row * (D // 2) + pair[None, :], mask=inside, other=0)
-            first, second = halves_of_pairs(pairs)
+            first, second = unpack_fp8_pairs(pairs)
             weights = weights if WIDEN else weights.to(queries.dtype)
             even = add_dot(even * rescale[:, None], weights, first.to(queries.dtype), WIDEN)
             odd = add_dot(odd * rescale[:, None], weights, second.to(queries.dtype), WIDEN)

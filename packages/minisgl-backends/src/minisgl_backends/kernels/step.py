@@ -1,4 +1,4 @@
-"""The first and last kernels of decode steps, and reads and writes by index."""
+"""Kernels of `StepOps`: inputs and outputs of decode steps, gather and scatter."""
 
 import torch
 import triton

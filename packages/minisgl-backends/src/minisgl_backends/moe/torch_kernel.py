@@ -64,7 +64,6 @@ class TorchMoe(MoeKernel):
     def forward(
         self, x: torch.Tensor, weights: ExpertWeights, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> torch.Tensor:
-        """See `MoeKernel.forward`."""
         gate_up = self._by_expert(weights.gate_up, weights.gate_up_scales, weights.gate_up_zeros, self.spec.hidden_size)
         down = self._by_expert(weights.down, weights.down_scales, weights.down_zeros, self.spec.intermediate_size)
         biases = weights.gate_up_bias, weights.down_bias

@@ -49,7 +49,6 @@ class TritonMoe(MoeKernel):
     def forward(
         self, x: torch.Tensor, weights: ExpertWeights, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> torch.Tensor:
-        """See `MoeKernel.forward`."""
         num_tokens, top_k = topk_ids.shape
         num_rows, num_experts = num_tokens * top_k, self.spec.num_experts
         gate_up, gate_up_scales = weights.gate_up, weights.gate_up_scales

@@ -21,7 +21,7 @@ enum { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q
 #define TYPES(X) X(Q4_0) X(Q4_1) X(Q5_0) X(Q5_1) X(Q8_0) X(Q2_K) X(Q3_K) X(Q4_K) X(Q5_K) X(Q6_K)
 
 typedef struct {
-    int bits, groups, zero, has_min; /* bits per code, groups of columns per block, zero of the codes, and 1 with minima */
+    int bits, groups, zero, has_min; /* bits per code, groups of columns per block, zero point of the codes, and 1 with minima */
     int unit, file_bytes;            /* blocks per unit, and bytes of a unit of a row in the file */
 } Format;
 static const Format FORMATS[] = {

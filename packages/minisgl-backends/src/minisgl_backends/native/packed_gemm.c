@@ -10,7 +10,7 @@ typedef struct {
     float scale;
     union {
         float sum;     /* sum of the group's dequantized values; for weights with minima, which it is multiplied by */
-        int32_t start; /* initial value of the group's dot product, -zero * sum of its `codes`; for weights with a zero */
+        int32_t start; /* initial value of the group's dot product, -zero * sum of its `codes`; for weights with a zero point */
     } groups[2];
     int8_t codes[BLOCK];
 } XBlock;
@@ -40,7 +40,7 @@ INLINE Words load_words(const uint8_t *from) {
     return words;
 }
 
-/* With VNNI, signed codes are multiplied as unsigned ones with this zero. */
+/* With VNNI, signed codes are multiplied as unsigned ones with this zero point. */
 #if LANES == 16 && defined(__AVX512VNNI__)
 #define SIGNED_ZERO 128
 #else
@@ -103,7 +103,7 @@ INLINE Floats all_lanes(float value) { return value - (Floats){0}; } /* value + 
 #define UNROLL _Pragma("GCC unroll 16")
 #define AHEAD 2048 /* bytes that the weights are prefetched ahead */
 
-/* The codes' zero. Types without minima have one or, like Q8_0, signed codes. */
+/* Zero point of the codes. Types without minima have one or, like Q8_0, signed codes. */
 INLINE int zero_of(int type) { return FORMATS[type].bits == 8 ? SIGNED_ZERO : FORMATS[type].zero; }
 
 /* sums[r][w] = dot products of group `g` of `count` rows of x, which are `blocks` apart, with register w of the rows of a block.
@@ -154,8 +154,8 @@ INLINE Ints factors_of(const uint8_t *block, int g, int w, const int of_minima, 
     return to_ints(block + (of_minima * FORMATS[type].groups + g) * TILE + w * LANES);
 }
 
-/* dots[r] += row r of x @ block.T, without the scales of the unit, and minima[r] += the part of the minima, without those of the
-   unit. A unit of one block needs no sums. */
+/* Add a block's contribution to dots[r], row r of x @ unit.T, and to minima[r], which the unit's minima are multiplied by. Both lack
+   the float16 factors of the unit, which multiply_rows applies. If a unit is one block, the results are set instead of added to. */
 INLINE void multiply_block(Floats (*dots)[WIDTH], Floats (*minima)[WIDTH], const uint8_t *block, const XBlock *x, int64_t blocks,
                            const int count, const int type) {
     const int groups = FORMATS[type].groups, has_factors = FORMATS[type].unit > 1;

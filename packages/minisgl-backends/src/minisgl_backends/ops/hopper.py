@@ -43,11 +43,9 @@ class HopperOps(TritonLinear, TritonNorm, TritonRotary):
             self._small_m.compile_variants(weight, bias, gated=gated, row_sizes=row_sizes)
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
-        """See `LinearOps.prepare_linear`."""
         return self._with_small_m_gemm(super().prepare_linear(weight, bias), weight, bias, gated=False)
 
     def prepare_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
-        """See `LinearOps.prepare_gated`."""
         fallback = self._with_small_m_gemm(super().prepare_gated(weight, bias), weight, bias, gated=True)
         if not self._gated.supports_weight(weight, bias):
             return fallback

@@ -83,7 +83,6 @@ class NativeOps(OneDnnOps, StepOps):
         return all(each.dtype == self.dtype for each in tensors)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See `NormOps.rms_norm`."""
         if not self._has_kernels_for(x, weight):
             return super().rms_norm(x, weight, eps)
         size = x.shape[-1]
@@ -107,19 +106,16 @@ class NativeOps(OneDnnOps, StepOps):
         return out, x
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """See `NormOps.silu_and_mul`."""
         if not self._has_kernels_for(gate_up):
             return super().silu_and_mul(gate_up)
         return _activated(gate_up, self._kernels.silu_and_mul)
 
     def gelu_tanh_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """See `NormOps.gelu_tanh_and_mul`."""
         if not self._has_kernels_for(gate_up):
             return super().gelu_tanh_and_mul(gate_up)
         return _activated(gate_up, self._kernels.gelu_tanh_and_mul)
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
-        """See `SamplingOps.argmax`."""
         if not self._has_kernels_for(logits):
             return super().argmax(logits)
         logits = logits.contiguous()
@@ -128,7 +124,6 @@ class NativeOps(OneDnnOps, StepOps):
         return out
 
     def sample(self, logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-        """See `SamplingOps.sample`."""
         if not self._has_kernels_for(logits):
             return super().sample(logits, temperature, uniform)
         logits, temperature, uniform = logits.contiguous(), temperature.contiguous(), uniform.contiguous()
@@ -146,7 +141,6 @@ class NativeOps(OneDnnOps, StepOps):
         page_table: torch.Tensor,
         page_size: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `StepOps.decode_inputs`."""
         count, tokens = inputs.shape
         ids, slots = torch.empty(tokens, dtype=torch.int32), torch.empty(tokens, dtype=torch.int64)
         self._kernels.decode_inputs(
@@ -163,7 +157,6 @@ class NativeOps(OneDnnOps, StepOps):
         mapped_tokens: torch.Tensor,
         buffer_index: torch.Tensor,
     ) -> None:
-        """See `StepOps.decode_outputs`."""
         tokens, rows = tokens.contiguous(), rows.contiguous()
         addresses = (each.data_ptr() for each in (tokens, rows, last_tokens, mapped_tokens, buffer_index))
         self._kernels.decode_outputs(*addresses, len(tokens))

@@ -17,18 +17,15 @@ class TritonLinear(TritonProvider, LinearOps):
         self._workspace = split_k.SplitKWorkspace(device)
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
-        """See `LinearOps.prepare_linear`."""
         return _flatten_batch_dims(self._with_small_m(super().prepare_linear(weight, bias), weight, bias, gated=False))
 
     def prepare_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
-        """See `LinearOps.prepare_gated`."""
         # Not the prepare_linear of a subclass: HopperOps would also compile ungated small-M kernels, which would never run, since
         # its gated ones cover the same numbers of rows.
         gate_up, silu_and_mul = TritonLinear.prepare_linear(self, weight, bias), self.silu_and_mul
         return _flatten_batch_dims(self._with_small_m(lambda x: silu_and_mul(gate_up(x)), weight, bias, gated=True))
 
     def quantize_rows(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `LinearOps.quantize_rows`."""
         return self._quantize.quantize_rows(dense(x))
 
     def prepare_fp8_linear(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:

@@ -18,7 +18,6 @@ class TritonNorm(TritonProvider, NormOps):
         self._norm = norm
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See `NormOps.rms_norm`."""
         return self._norm.rms_norm(x, weight, eps, pdl=self.uses_pdl(len(x)))
 
     def add_rms_norm(
@@ -28,7 +27,6 @@ class TritonNorm(TritonProvider, NormOps):
         return self._norm.add_rms_norm(x, residual, weight, eps, pdl=self.uses_pdl(len(x)))
 
     def gelu_tanh_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """See `NormOps.gelu_tanh_and_mul`."""
         out: torch.Tensor = self._activation.gelu_tanh_and_mul(gate_up, pdl=self.uses_pdl(len(gate_up)))
         return out
 
@@ -86,7 +84,6 @@ class TritonOps(TritonLinear, TritonNorm, TritonRotary, SamplingOps, StepOps, Ro
         page_table: torch.Tensor,
         page_size: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `StepOps.decode_inputs`."""
         return self._step.decode_inputs(mapped_inputs, buffer_index, inputs, last_tokens, page_table, page_size)
 
     def decode_outputs(
@@ -97,15 +94,12 @@ class TritonOps(TritonLinear, TritonNorm, TritonRotary, SamplingOps, StepOps, Ro
         mapped_tokens: torch.Tensor,
         buffer_index: torch.Tensor,
     ) -> None:
-        """See `StepOps.decode_outputs`."""
         self._step.decode_outputs(tokens.contiguous(), rows, last_tokens, mapped_tokens, buffer_index)
 
     def gather_rows(self, table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """See `StepOps.gather_rows`."""
         return self._step.gather_rows(table, index.contiguous())
 
     def scatter(self, table: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> None:
-        """See `StepOps.scatter`."""
         self._step.scatter(table, index.contiguous(), values.contiguous())
 
     def mask_logits(self, logits: torch.Tensor, index: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
@@ -113,7 +107,6 @@ class TritonOps(TritonLinear, TritonNorm, TritonRotary, SamplingOps, StepOps, Ro
         return self._mask.mask_logits(dense(logits), index, words.contiguous())
 
     def sample(self, logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-        """See `SamplingOps.sample`."""
         return self._sample.sample(logits, temperature, uniform)
 
     def sample_shard(

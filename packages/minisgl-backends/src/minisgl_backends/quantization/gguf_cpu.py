@@ -22,7 +22,7 @@ _BLOCKS, _PACKED = HugePages(), HugePages()
 
 
 class CpuLinearMethod(GgufLinearMethod):
-    """The file's blocks of one layer, for the C kernels."""
+    """Linear method that repacks the file's blocks for the C kernels."""
 
     def allocate_blocks(self, rows: int, row_bytes: int) -> torch.Tensor:
         """Allocate in huge pages, which return to the system after repacking."""

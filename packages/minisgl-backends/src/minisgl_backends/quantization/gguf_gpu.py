@@ -23,7 +23,7 @@ def gpu_method(device: torch.device) -> Callable[[LinearSpec, list[GgmlType]], G
 
 
 class GpuLinearMethod(GgufLinearMethod):
-    """The file's blocks of one layer, for the Triton kernels."""
+    """Linear method that repacks the file's blocks for the Triton kernels."""
 
     def __init__(self, spec: LinearSpec, types: list[GgmlType], workspace: SplitKWorkspace) -> None:
         super().__init__(spec, types)

@@ -9,7 +9,7 @@ from minisgl_core.contracts.shard import sharded_target
 
 
 class GgufLinearMethod(EmbeddingMethod):
-    """The file's blocks of one layer. Subclasses repack them in `prepare`.
+    """Linear method that loads the file's blocks. Subclasses repack them in `prepare`.
 
     Attributes:
         types: type of each part.

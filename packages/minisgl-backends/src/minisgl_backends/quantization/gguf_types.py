@@ -55,4 +55,4 @@ TYPES: Mapping[str, GgmlType] = {
         GgmlType("Q6_K", 14, 256, 210, 3360, Packing("bytes", 4, 2, sub=16, block=16, zero=32)),
     )
 }
-"""By the name in the checkpoint's ``quantization_config``. Weights of other types are dequantized while loading."""
+"""Types by their name in the checkpoint's ``quantization_config``. Weights of other types are dequantized while loading."""

@@ -30,7 +30,7 @@ _KNOWN = frozenset({
     "scaling", "sliding_window", "softcap", "s_aux", "target_dtype", "use_cache",
 })
 # fmt: on
-"""Keyword arguments that are read here or in `trace`, that paged attention knows already, or that only concern outputs."""
+"""Keyword arguments that are read here or in `trace`, that paged attention does not need, or that only select outputs."""
 
 
 def set_handler(model: nn.Module, handler: Handler) -> None:

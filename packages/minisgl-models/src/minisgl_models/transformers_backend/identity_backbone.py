@@ -1,6 +1,6 @@
-"""A causal LM of transformers in two parts: its backbone, and all that it does from hidden states to logits.
+"""Split of a transformers causal LM into its backbone, and a head from hidden states to logits.
 
-The second is the model's own `forward` around a stand-in for the backbone, so that factors and caps on logits are honored.
+The head is the model's own `forward` with `IdentityBackbone` as backbone, so that logit scales and soft caps are applied.
 """
 
 from typing import Any

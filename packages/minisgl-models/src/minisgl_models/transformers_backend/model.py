@@ -21,7 +21,7 @@ from minisgl_models.transformers_backend.identity_backbone import backbone_name,
 from minisgl_models.transformers_backend.parallel import check_tp_size, replace_linears
 from minisgl_models.transformers_backend.step_attention import StepAttention
 from minisgl_models.transformers_backend.token_check import TokenCheck
-from minisgl_models.transformers_backend.trace import BUILDING, Traced, build_on_meta, trace
+from minisgl_models.transformers_backend.trace import BUILD_LOCK, Traced, build_on_meta, trace
 from minisgl_models.transformers_backend.weights import (
     CheckpointNames,
     allocate_parameters,
@@ -62,7 +62,7 @@ class TransformersModel(Model):
             "num_key_value_heads": call.num_kv_heads,
             "head_dim": call.head_dim,
             "v_head_dim": None if call.value_head_dim == call.head_dim else call.value_head_dim,
-            # The model computes its own rotary embedding; an odd head dimension would be refused.
+            # The model applies RoPE itself. `ModelConfig` refuses an odd rotary dimension, so an odd head declares another.
             "partial_rotary_factor": 2 / call.head_dim if call.head_dim % 2 else 1.0,
             "max_position_embeddings": config.max_position_embeddings,
             "tie_word_embeddings": bool(config.tie_word_embeddings),
@@ -88,7 +88,7 @@ class TransformersModel(Model):
         traced = trace(config.raw[_RAW])
         model = build_on_meta(traced.config, build.dtype, RUN)
         check_tp_size(model, traced, build)
-        with BUILDING:
+        with BUILD_LOCK:
             fill_buffers(model, build.device)
         self._checkpoint_names = CheckpointNames(model, backbone_name(model))
         self._tied: Mapping[str, str] = dict(model.all_tied_weights_keys)
@@ -96,7 +96,7 @@ class TransformersModel(Model):
         self.linears: dict[str, Layer] = dict(replace_linears(model, tied_modules, build))
         allocate_parameters(model, build.device)
         self._stored = dict(stored_tensors(model))
-        # A checkpoint may have other values for a tied weight. NaN stays where it has none.
+        # A checkpoint may store a tied weight separately, with other values. Those that it does not store stay NaN.
         self._untied = {name: torch.full_like(model.get_parameter(name), torch.nan) for name in self._tied}
         self._attention_names = [call.module for call in traced.calls]
         self.attention = [_attention(index, traced, build) for index in range(len(traced.calls))]
@@ -126,7 +126,6 @@ class TransformersModel(Model):
         return logits.to(hidden_states.dtype)
 
     def attention_layers(self) -> list[AttentionLayer]:
-        """See `Model.attention_layers`."""
         return [each.layer for each in self.attention]
 
     def weight_targets(self, name: str, fused_projections: FusedProjections) -> Targets:
@@ -150,7 +149,6 @@ class TransformersModel(Model):
         self._untied = {}
 
     def tensor_name(self, stored: str) -> str | None:
-        """See `CheckpointNames`."""
         return self._checkpoint_names.translate(stored)
 
 

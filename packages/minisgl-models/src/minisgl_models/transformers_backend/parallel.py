@@ -88,13 +88,13 @@ def replace_linears(model: Any, kept: Set[str], build: BuildContext) -> dict[str
         raise InvalidValueError(
             "--tp",
             build.tp_size,
-            f"1: the tensor-parallel plan of {type(model).__name__} has {style!r} for {key}, no linear layer",
+            f"1: the tensor-parallel plan of {type(model).__name__} has {style!r} for {key}, which is not a linear layer",
         )
     return layers
 
 
 def check_tp_size(model: Any, traced: Traced, build: BuildContext) -> None:
-    """Refuse ranks for which the model has no plan, or whose number does not divide its heads.
+    """Refuse a tensor-parallel size if the model has no plan, or if the size does not divide its heads.
 
     Raises:
         InvalidValueError: names ``--tp``.

@@ -37,25 +37,25 @@ class TokenCheck(Layer):
         positions[-1] = config.max_position - 1
         order = torch.tensor([3, 0, 4, 1], device=device)
         try:
-            first = self._model.forward(ids, positions, _without_keys).float()[order]
+            first = self._model.forward(ids, positions, _tokenwise_attention).float()[order]
         except RuntimeError as error:
             if self._build.tp_size == 1:
                 raise
             allowed = f"1: a module of {config.architecture} does not run on a part of its input ({error})"
             raise InvalidValueError("--tp", self._build.tp_size, allowed) from error
-        second = self._model.forward(ids[order], positions[order], _without_keys).float()
+        second = self._model.forward(ids[order], positions[order], _tokenwise_attention).float()
         difference = ((first - second).norm(dim=-1) / first.norm(dim=-1).clamp_min(1e-6)).max()
         if not difference < _TOLERANCE[self._build.dtype]:
             raise ModelFormatError(
                 f"--model-impl transformers cannot run {config.architecture}: outside attention, a token's hidden state"
-                f" depends on the other tokens of the batch or on its place among them (relative difference"
+                f" depends on the other tokens of the batch or on its index among them (relative difference"
                 f" {float(difference):.2g}). For RoPE of type longrope, set --max-seq-len-override to its original context"
             )
 
 
-def _without_keys(
+def _tokenwise_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, rope: Rope | None = None
 ) -> torch.Tensor:
-    """Map q [T, Hq, D], k and v [T, Hkv, D] to a function of each token alone, [T, Hq, D]."""
+    """Stand-in for attention without interaction: map q [T, Hq, D], k and v [T, Hkv, D] to [T, Hq, D], token by token."""
     group = q.shape[1] // k.shape[1]
     return (v + k.mean(-1, keepdim=True)).repeat_interleave(group, dim=1) + q.mean(-1, keepdim=True)

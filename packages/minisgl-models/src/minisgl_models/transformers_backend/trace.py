@@ -33,8 +33,8 @@ _SIZES = {
     "max_position_embeddings": MAX_CONTEXT,
 }
 """Largest sizes, by the names that transformers' config classes share; ``attribute_map`` has a class's own names."""
-BUILDING = Lock()
-"""Held while transformers builds or initializes a model, because it changes torch's default dtype for all threads."""
+BUILD_LOCK = Lock()
+"""Held while transformers builds or initializes a model, because that changes torch's default dtype for all threads."""
 _MAX_POSITIONS = 1 << 20
 """Longest sequence that masks are compared for."""
 
@@ -142,7 +142,7 @@ def build_on_meta(config: PreTrainedConfig, dtype: torch.dtype, attention: str) 
     """
     falcon.register()
     try:
-        with BUILDING, torch.device("meta"):
+        with BUILD_LOCK, torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).eval()
     except Exception as error:
         cause = " ".join(f"{type(error).__name__}: {error}".split())
@@ -171,12 +171,9 @@ def _trace(raw: str) -> Traced:
         calls = _calls(model)
         layers = config.num_hidden_layers
         if len(calls) != layers:
-            missing = (
-                "does not go through transformers' AttentionInterface"
-                if not calls
-                else f"is that of {len(calls)} layers"
+            raise ModelFormatError(
+                f"its {layers} layers call transformers' AttentionInterface {len(calls)} times, not once each"
             )
-            raise ModelFormatError(f"it has {layers} layers, and its attention {missing}")
         if getattr(config, "max_position_embeddings", None) is None:
             raise ModelFormatError("its config has no max_position_embeddings, which bounds the context")
         if len({call.module for call in calls}) < len(calls):
@@ -248,8 +245,8 @@ def _calls(model: Any) -> tuple[AttentionCall, ...]:
     except Exception as error:
         cause = " ".join(f"{type(error).__name__}: {error}".split())
         raise ModelFormatError(
-            f"a forward without values fails, as it does if it reads tensors on the host (RoPE that depends on the longest"
-            f" sequence) or needs a cache of transformers: {cause:.300}"
+            f"a forward on the meta device fails, as it does if the model reads tensors on the CPU (RoPE that depends on the"
+            f" longest sequence) or needs a KV cache of transformers: {cause:.300}"
         ) from error
     return tuple(calls)
 

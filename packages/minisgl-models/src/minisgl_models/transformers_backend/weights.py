@@ -104,7 +104,7 @@ class CheckpointNames:
 
 
 def _is_merge(rule: WeightConverter) -> bool:
-    """Return True if a rule stacks the experts' matrices, of which it may concatenate several by rows."""
+    """Return True if a rule stacks the matrices of all experts, possibly after concatenating several by rows (gate and up)."""
     kinds = [(type(each), each.dim) for each in rule.operations if isinstance(each, (MergeModulelist, Concatenate))]
     is_merge = kinds in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]) and len(kinds) == len(
         rule.operations

@@ -213,7 +213,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "olmo2": Architecture("Olmo2ForCausalLM", {**_DENSE, **_NORMS_AFTER}),
     "gpt-oss": Architecture("GptOssForCausalLM", {**_DENSE, **_GPT_OSS}, keys=(*_MOE_KEYS, *_WINDOWS), config=_gpt_oss),
 }
-"""By ``general.architecture``."""
+"""Architectures by the value of ``general.architecture``."""
 
 MIXTRAL = Architecture(
     "MixtralForCausalLM", {**_DENSE, **_MIXTRAL}, is_permuted=True, keys=_MOE_KEYS[:2], config=_mixtral

@@ -94,7 +94,7 @@ _FIXED_KEYS: Mapping[str, tuple[Any, ...]] = {
     "expert_shared_count": (0, 1),
     "leading_dense_block_count": (0,),
     "nextn_predict_layers": (0,),
-    "rope.scaling.finetuned": (True, False),  # a note, except for Granite
+    "rope.scaling.finetuned": (True, False),  # informational, except in Granite files
     "use_parallel_residual": (False,),
     "attention.sliding_window": (0,),
 }
@@ -120,7 +120,7 @@ def check_keys(path: Path, arch: str, metadata: Mapping[str, Any], read: Collect
         if name == key or name in (*_COMMON_KEYS, *_WITHOUT_EFFECT, *read):
             continue
         if arch == "granite" and name == "rope.scaling.finetuned" and value is False:
-            raise ModelFormatError(f"{path}: {key}=False is not supported; it is a Granite without rotary embedding")
+            raise ModelFormatError(f"{path}: {key}=False is not supported; this Granite model has no rotary embedding")
         allowed = _FIXED_KEYS.get(name, ())
         if value not in allowed:
             only = f", only {' or '.join(map(str, allowed))}" if allowed else ""
@@ -152,7 +152,9 @@ def check_shapes(path: Path, config: Mapping[str, Any], tensors: Mapping[str, Gg
         if shape := expected.get(stem):
             wanted = shape[:-1] if suffix == "bias" else shape
             if tensor.shape != wanted:
-                raise ModelFormatError(f"{path}: tensor {name} has the shape {tensor.shape}, the metadata say {wanted}")
+                raise ModelFormatError(
+                    f"{path}: tensor {name} has the shape {tensor.shape}, but the metadata imply {wanted}"
+                )
 
 
 def _needed(config: Mapping[str, Any], num_layers: int) -> list[str]:

@@ -24,7 +24,7 @@ from minisgl_models.weights.gguf_tokenizer import build_tokenizer
 
 _ROPE_FACTORS = "rope_freqs.weight"
 _LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
-_OF_ROPE = (_ROPE_FACTORS, _LONG_FACTORS, _SHORT_FACTORS)
+_ROPE_TENSORS = (_ROPE_FACTORS, _LONG_FACTORS, _SHORT_FACTORS)
 _REQUIRED: Any = object()
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 _SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
@@ -156,7 +156,7 @@ class GgufWeights(WeightSource):
         elif rotary_dim != head_dim:
             raise ModelFormatError(
                 f"{self._path}: {self._arch}.rope.dimension_count={rotary_dim} is not the head size {head_dim}; "
-                "heads of which only a part is rotated are not supported in GGUF files"
+                "partial rotary embedding is not supported in GGUF files of this architecture"
             )
         if _ROPE_FACTORS in self._tensors:
             rope["freq_factors"] = self._factors(_ROPE_FACTORS)
@@ -199,7 +199,7 @@ class GgufWeights(WeightSource):
     def stored_tensors(self, config: ModelConfig, wanted: Container[str]) -> Iterator[tuple[str, LazyTensor]]:
         """Yield `tensors`, but a weight X as ``X.qweight`` if that is wanted: the file's blocks, int8 [rows, bytes per row]."""
         for name, tensor in self._tensors.items():
-            if name in _OF_ROPE:
+            if name in _ROPE_TENSORS:
                 continue
             if not (match := _NAME.fullmatch(name)):
                 raise ModelFormatError(f"{self._path}: the tensor name {name[:80]!r} is not one of llama.cpp's")

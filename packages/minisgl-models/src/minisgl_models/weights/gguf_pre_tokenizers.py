@@ -19,7 +19,7 @@ class PreTokenizerSpec:
         patterns: regular expressions that split the text, in order; None for GPT-2's.
         ignores_merges: a piece that is in the vocabulary is one token, even if no merges lead to it.
         adds_bos: BOS is added if the metadata do not say.
-        is_nfc: text is brought to Unicode's normal form C first.
+        is_nfc: text is normalized to Unicode's NFC first.
     """
 
     patterns: tuple[str | None, ...] = (None,)
@@ -55,10 +55,10 @@ _NEWER_LETTERS = (
 )
 _DEEPSEEK_LLM = (
     r"[\r\n]",
-    # Letters with case, without scripts that the tokenizer of 2023 does not list.
+    # Cased letters, without those that Unicode has but that the tokenizer of 2023 leaves out.
     rf"\s?[[\p{{Lu}}\p{{Ll}}\p{{Lt}}]&&[^{_NEWER_LETTERS}]]+",
     r"\s?[!-/:-~\x{FF01}-\x{FF0F}\x{FF1A}-\x{FF5E}\x{2018}-\x{201F}\x{3000}-\x{3002}]+",
-    r"(?<!\s)\s+\z",  # the lookbehind keeps it from a new attempt at each space of a run
+    r"(?<!\s)\s+\z",  # the lookbehind avoids quadratic backtracking over a run of spaces
     _CJK_AND_HANGUL,
     r"\p{N}+",
 )

@@ -1,4 +1,4 @@
-"""Views of a GGUF file's tensors in the layout of Hugging Face's checkpoints; each reads what is sliced of it."""
+"""Lazy views of a GGUF file's tensors in the layout of Hugging Face's checkpoints. Indexing reads only the slice."""
 
 import torch
 
@@ -53,7 +53,7 @@ class UnshiftedNorm:
 
 
 class AsRow:
-    """A vector as a matrix of one row. Other tensors keep their shape, so that loading reports it."""
+    """A vector as a matrix of one row. Other tensors keep their shape, so that loading reports that it is wrong."""
 
     def __init__(self, tensor: GgufTensor) -> None:
         self._tensor, self.shape = tensor, (1, *tensor.shape) if len(tensor.shape) == 1 else tensor.shape

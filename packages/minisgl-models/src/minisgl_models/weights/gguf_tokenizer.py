@@ -150,7 +150,7 @@ def _merges(metadata: Mapping[str, Any], vocab: Mapping[str, int]) -> list[tuple
 def _add_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
     """Add the tokens that are split off before the vocabulary is applied."""
     types, tokens = metadata.get("tokenizer.ggml.token_type", []), metadata["tokenizer.ggml.tokens"]
-    # Phi-3's files do not have this property of its tokens; as llama.cpp does, it is inferred from the name.
+    # Phi-3's tokens strip the spaces after them (rstrip). Its files do not say so; as in llama.cpp, the name decides.
     name = str(metadata.get("general.name", "")).lower()
     is_phi3 = "phi-3" in name or "phi3" in name
     whole = [(token, kind) for token, kind in zip(tokens, types, strict=False) if kind in (_CONTROL, _USER_DEFINED)]
@@ -172,7 +172,7 @@ def _add_template(tokenizer: Tokenizer, metadata: Mapping[str, Any], adds_bos: b
         if index is not None and metadata.get(f"tokenizer.ggml.add_{name}_token", default):
             if not 0 <= index < len(tokens):
                 raise ValueError(f"tokenizer.ggml.{name}_token_id={index} is not below the {len(tokens)} tokens")
-            # The template has names instead of the tokens, of which "$B" would stand for a second text.
+            # The template has names in place of the tokens, since a token "$B" would mean the second text.
             added.append({"id": name, "ids": [index], "tokens": [tokens[index]]})
     names = [each["id"] for each in added]
     single = [name for name in ("bos", "$A", "eos") if name == "$A" or name in names]
