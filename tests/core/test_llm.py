@@ -115,6 +115,12 @@ def test_a_chat_goes_through_the_template(llm: LLM) -> None:
     assert "".join(llm.stream_chat(chat, greedy(3))) == one.text
 
 
+@pytest.mark.parametrize("messages", ["w5", {"role": "user", "content": "w5"}, [["w5"]]])
+def test_a_conversation_is_a_list_of_messages(llm: LLM, messages: Any) -> None:
+    with pytest.raises(InvalidValueError, match=r"^messages"):
+        llm.chat(messages, greedy(1))
+
+
 @pytest.mark.parametrize("options", [{}, {"max_step_ms": "auto"}])
 def test_auto_limits_no_step_of_an_llm(options: dict[str, str]) -> None:
     with new_llm(**options) as llm:

@@ -127,6 +127,7 @@ def test_only_the_end_of_a_long_output_is_compared() -> None:
         ([[each] for each in range(tiny.VOCAB_SIZE)], {}, "bad_words"),
         ([], {"allowed_token_ids": [tiny.EOS], "min_tokens": 1, "ignore_eos": False}, "min_tokens"),
         ([], {"allowed_token_ids": [7], "min_tokens": 1, "stop_token_ids": [7]}, "min_tokens"),
+        ([], {"min_tokens": 1, "stop_token_ids": list(range(tiny.VOCAB_SIZE))}, "min_tokens"),
         ([], {"allowed_token_ids": [tiny.VOCAB_SIZE]}, "allowed_token_ids"),
         ([[tiny.VOCAB_SIZE]], {}, "bad_words"),
     ],

@@ -68,9 +68,11 @@ def test_empty_fields_of_messages_are_dropped() -> None:
             "messages[0].tool_calls[0].function.arguments",
         ),
         ({"role": "function", "content": "a"}, "messages[0].role"),
+        ("a", "messages[0]"),
+        ([{"role": "user", "content": "a"}], "messages[0]"),
     ],
 )
-def test_invalid_messages_are_refused_by_name(tokenizer: Any, message: dict[str, Any], name: str) -> None:
+def test_invalid_messages_are_refused_by_name(tokenizer: Any, message: Any, name: str) -> None:
     with pytest.raises(InvalidValueError) as raised:
         render_chat(tokenizer, [message])
     assert raised.value.name == name
@@ -86,7 +88,7 @@ def test_a_template_from_a_file_or_as_it_is(tmp_path: Path) -> None:
     assert read_chat_template(str(tmp_path / "chat.jinja")) == TEMPLATE
     assert read_chat_template(TEMPLATE) == TEMPLATE
     (tmp_path / "latin-1.jinja").write_bytes(b"\xe9")
-    for invalid in (str(tmp_path / "missing.jinja"), str(tmp_path / "latin-1.jinja"), "\0"):
+    for invalid in (str(tmp_path / "missing.jinja"), str(tmp_path / "latin-1.jinja"), "\0", "~no-such-user/x"):
         with pytest.raises(InvalidValueError, match=r"--chat-template.* cannot be read"):
             read_chat_template(invalid)
 

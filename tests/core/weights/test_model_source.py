@@ -184,6 +184,12 @@ def test_a_revision_is_of_a_hub(smollm2_path: Path) -> None:
             locate_model(ModelOptions(model=model, revision="v2"))
 
 
+@pytest.mark.parametrize("model", ["~no-such-user/tiny", f"./{'x' * 300}"])
+def test_a_path_that_cannot_be_looked_up_is_not_found(model: str) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"^--model=.* cannot be looked up: "):
+        locate_model(ModelOptions(model=model))
+
+
 def test_an_empty_name_is_not_the_current_folder() -> None:
     with pytest.raises(ModelNotFoundError, match="--model='' is empty"):
         locate_model(ModelOptions(model=""))

@@ -243,6 +243,8 @@ class LLM:
 
         The chat template describes `tools` to the model. Tool calls appear in the text as the model writes them.
         """
+        if not isinstance(messages, Sequence) or isinstance(messages, str):
+            raise InvalidValueError("messages", messages, "a list of messages, or a list of such lists")
         several = bool(messages) and not isinstance(messages[0], Mapping)
         listed: list[Any] = list(messages) if several else [messages]
         prompts = [encode_chat(self.tokenizer, each, chat_template_kwargs, tools) for each in listed]

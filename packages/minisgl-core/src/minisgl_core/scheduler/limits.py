@@ -73,7 +73,7 @@ class SchedulerLimits:
     def _check_rules(self, submit: Submit) -> None:
         """Check that at least one token can always be sampled, whatever the output so far."""
         sampling, allowed = submit.sampling, submit.allowed_ids
-        if allowed is None and not submit.bad_words:
+        if allowed is None and not submit.bad_words and sampling.min_tokens == 0:
             return
         name = "bad_words" if submit.bad_words else "min_tokens"
         forbidden = {each[-1] for each in submit.bad_words}
@@ -83,7 +83,7 @@ class SchedulerLimits:
         is_free = len(forbidden) < num_allowed or (allowed is not None and not forbidden.issuperset(allowed.tolist()))
         if not is_free:
             value = list(sampling.bad_words) if name == "bad_words" else sampling.min_tokens
-            raise InvalidValueError(name, value, "such that one of the allowed tokens is never forbidden")
+            raise InvalidValueError(name, value, "such that every step can generate at least one token")
 
     def _bad_token(self, name: str, token: int) -> InvalidValueError:
         return InvalidValueError(name, token, f"a token id from 0 to {self.vocab_size - 1}")

@@ -56,7 +56,8 @@ def read_chat_template(file_or_text: str) -> str:
         if "{%" not in text and "{{" not in text:
             text = Path(file_or_text).expanduser().read_text(encoding="utf-8")
         _JINJA.parse(text)
-    except (OSError, ValueError) as error:  # a ValueError for text that is not UTF-8, and for a path with a NUL byte
+    # A ValueError for text that is not UTF-8 and for a path with a NUL byte, a RuntimeError for the ~ of an unknown user.
+    except (OSError, ValueError, RuntimeError) as error:
         raise InvalidValueError("--chat-template", file_or_text, allowed, f"It cannot be read: {error}.") from None
     except TemplateSyntaxError as error:
         why = f"Line {error.lineno}: {error.message}."
@@ -156,7 +157,10 @@ def plain_messages(messages: Sequence[Mapping[str, Any]], knows_developer: bool 
 
 
 def _plain(message: Mapping[str, Any], index: int, knows_developer: bool) -> dict[str, Any]:
-    where, role = f"messages[{index}]", message.get("role")
+    where = f"messages[{index}]"
+    if not isinstance(message, Mapping):
+        raise InvalidValueError(where, message, "an object with role and content")
+    role = message.get("role")
     if role not in ROLES:
         raise InvalidValueError(f"{where}.role", role, f"one of {', '.join(ROLES)}")
     given = {

@@ -37,8 +37,12 @@ def locate_model(options: ModelOptions, flag: str = "--model") -> Path:
         return _embedded_model()
     if not options.model:
         raise ModelNotFoundError(f"{flag}='' is empty; give a folder, a .gguf file or a hub id, or leave it out")
-    path = Path(options.model).expanduser()
-    if path.exists():
+    try:
+        path = Path(options.model).expanduser()
+        exists = path.exists()
+    except (OSError, RuntimeError) as error:  # no permission, a name that is too long, or the ~ of an unknown user
+        raise ModelNotFoundError(f"{flag}={options.model!r} cannot be looked up: {_one_line(error)}") from None
+    if exists:
         _refuse_revision(options, f"{options.model}, which is on this machine")
         return path.absolute()
     if _looks_like_path(options.model):
