@@ -149,9 +149,9 @@ def engine_step() -> str:
         _box(300, 36, 120, 56, "BatchPlan", "NumPy arrays"),
         _box(640, 36, 150, 56, "Scheduler.process", "append, finish"),
         _box(90, 118, 150, 44, "page manager", "prefix cache"),
-        _box(290, 196, 140, 56, "ModelRunner.begin", "step inputs"),
+        _box(290, 196, 140, 56, "execute_model", "ModelRunner"),
         _box(470, 196, 120, 56, "model", "logits"),
-        _box(640, 196, 150, 56, "ModelRunner.finish", "mask, sample"),
+        _box(640, 196, 150, 56, "sample_tokens", "ModelRunner"),
         _box(470, 286, 120, 44, "paged KV pool"),
     ]
     arrows = [

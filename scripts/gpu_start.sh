@@ -55,10 +55,10 @@ def trace(out):
         t = now(); outs = process(self, plan, result); f.write(json.dumps(["process", t, now() - t]) + "\n"); return outs
     Scheduler.submit, Scheduler.schedule, Scheduler.process = submit_, schedule_, process_
     from minisgl_core.runtime.engine_loop import EngineLoop
-    begin = EngineLoop._begin
-    def begin_(self, plan):
-        t = now(); begun = begin(self, plan); f.write(json.dumps(["launch", t, now() - t]) + "\n"); return begun
-    EngineLoop._begin = begin_
+    execute_model = EngineLoop._execute_model
+    def execute_model_(self, plan):
+        t = now(); output = execute_model(self, plan); f.write(json.dumps(["launch", t, now() - t]) + "\n"); return output
+    EngineLoop._execute_model = execute_model_
 if os.environ.get("START_SAMPLE"): threading.Thread(target=sample, args=(os.environ["START_SAMPLE"],), daemon=True).start()
 if os.environ.get("STEP_TRACE") and "spawn_main" in " ".join(sys.orig_argv): threading.Thread(target=trace, args=(os.environ["STEP_TRACE"],), daemon=True).start()
 P

@@ -271,16 +271,16 @@ def test_an_interrupt_anywhere_in_a_step_costs_only_what_ran(overlap: bool, monk
     with new_llm(disable_overlap=not overlap) as llm:
         stream = llm.stream(PROMPTS[1], greedy(30))
         next(stream)
-        begin, calls = llm._loop.model_runner.begin, 0
+        execute_model, calls = llm._loop.model_runner.execute_model, 0
 
         def interrupted(plan: Any) -> Any:
             nonlocal calls
             calls += 1
             if calls == 3:
                 raise KeyboardInterrupt
-            return begin(plan)
+            return execute_model(plan)
 
-        monkeypatch.setattr(llm._loop.model_runner, "begin", interrupted)
+        monkeypatch.setattr(llm._loop.model_runner, "execute_model", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(PROMPTS, greedy(30))
         assert_nothing_in_use(llm)

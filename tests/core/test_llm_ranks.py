@@ -76,14 +76,14 @@ def test_a_killed_rank_is_an_error_and_leaves_nothing_running(
     stream = llm.stream(PROMPTS[0], GREEDY)
     next(stream)
     [follower] = children()
-    begin = llm._loop.model_runner.begin
+    execute_model = llm._loop.model_runner.execute_model
 
-    def kill_and_begin(plan: Any) -> Any:
+    def kill_and_execute(plan: Any) -> Any:
         follower.kill()
-        return begin(plan)
+        return execute_model(plan)
 
     if in_a_step:  # rank 0 then waits in a collective for a rank that is gone
-        monkeypatch.setattr(llm._loop.model_runner, "begin", kill_and_begin)
+        monkeypatch.setattr(llm._loop.model_runner, "execute_model", kill_and_execute)
     else:
         follower.kill()
     started = time.monotonic()

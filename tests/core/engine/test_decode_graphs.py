@@ -27,7 +27,7 @@ from minisgl_core.contracts.ops import Ops, VocabShard
 from minisgl_core.engine import decode_graphs as graphs
 from minisgl_core.engine.decode_graphs import DecodeGraphs
 from minisgl_core.engine.model_runner import ModelRunner
-from minisgl_core.engine.step import BegunStep
+from minisgl_core.engine.step import ForwardOutput
 from minisgl_core.kv.pool import KVPool
 from minisgl_core.platforms.cpu import CpuPlatform
 from minisgl_core.protocol.batch_plan import BatchPlan, TokenMasks
@@ -186,29 +186,29 @@ def test_tokens_are_those_of_steps_that_are_not_captured(
 
 
 def with_masks(step: Callable[..., Any]) -> Callable[..., Any]:
-    """`ModelRunner.begin`, of decodes of which every second one is masked."""
+    """`ModelRunner.execute_model`, of decodes of which every second one is masked."""
 
-    def begin(model_runner: ModelRunner, plan: BatchPlan) -> Any:
+    def execute_model(model_runner: ModelRunner, plan: BatchPlan) -> Any:
         if plan.num_decodes == plan.num_tokens:
             masked = np.arange(0, plan.num_tokens, 2, dtype=np.int32)
             plan = msgspec.structs.replace(plan, sample=msgspec.structs.replace(plan.sample, masked=masked))
         return step(model_runner, plan)
 
-    return begin
+    return execute_model
 
 
 def masking(step: Callable[..., Any]) -> Callable[..., Any]:
-    """`ModelRunner.finish`, with masks that depend on a request's row and place alone and allow five tokens."""
+    """`ModelRunner.sample_tokens`, with masks that depend on a request's row and place alone and allow five tokens."""
 
-    def finish(model_runner: ModelRunner, begun: BegunStep, masks: TokenMasks | None = None) -> Any:
-        plan = begun.plan
+    def sample_tokens(model_runner: ModelRunner, output: ForwardOutput, masks: TokenMasks | None = None) -> Any:
+        plan = output.plan
         bits = np.zeros((len(plan.sample.masked), 64), np.uint8)
         for allowed, place in zip(bits, plan.sample.masked, strict=True):
             allowed[random.Random(f"{plan.rows[place]} {plan.starts[place]}").sample(range(tiny.VOCAB_SIZE), 5)] = 1
         words = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
-        return step(model_runner, begun, TokenMasks(words=words.ravel()) if len(bits) else None)
+        return step(model_runner, output, TokenMasks(words=words.ravel()) if len(bits) else None)
 
-    return finish
+    return sample_tokens
 
 
 @pytest.mark.parametrize("kinds", [("greedy",) * 6, tuple(SAMPLINGS)], ids=["greedy", "all"])
@@ -220,8 +220,8 @@ def test_masks_hold_in_captured_decodes(
     overlap: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ModelRunner, "begin", with_masks(ModelRunner.begin))
-    monkeypatch.setattr(ModelRunner, "finish", masking(ModelRunner.finish))
+    monkeypatch.setattr(ModelRunner, "execute_model", with_masks(ModelRunner.execute_model))
+    monkeypatch.setattr(ModelRunner, "sample_tokens", masking(ModelRunner.sample_tokens))
     wanted = outputs(kinds, options, cache="naive", overlap=overlap)
     with recorded(model_runner):
         tokens, logprobs = outputs(kinds, options, cache="naive", overlap=overlap)
@@ -272,7 +272,7 @@ def test_every_size_runs_with_new_pages_and_without(
     sizes, has_pages = set(), set()
     run = DecodeGraphs.run
 
-    def noted(recorded: DecodeGraphs, plan: BatchPlan) -> BegunStep:
+    def noted(recorded: DecodeGraphs, plan: BatchPlan) -> ForwardOutput:
         sizes.add(plan.num_tokens)
         has_pages.add(len(plan.page_table_writes) > 0)
         return run(recorded, plan)

@@ -17,8 +17,8 @@ PROMPTS = [[5, 9, 3, number] for number in range(10, 18)]
 def watched(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[EngineLoop, list[BatchPlan], list[int]]:
     """A loop, the plans that it launches, and the steps in flight after each call of `step`."""
     loop, plans, left = tiny.new_loop(num_rows=9, num_pages=100, **options), [], []
-    begin, step = loop.model_runner.begin, loop.step
-    monkeypatch.setattr(loop.model_runner, "begin", lambda plan: (plans.append(plan), begin(plan))[1])
+    execute_model, step = loop.model_runner.execute_model, loop.step
+    monkeypatch.setattr(loop.model_runner, "execute_model", lambda plan: (plans.append(plan), execute_model(plan))[1])
     monkeypatch.setattr(loop, "step", lambda: (step(), left.append(len(loop._in_flight)))[0])
     return loop, plans, left
 

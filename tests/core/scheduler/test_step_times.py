@@ -10,7 +10,7 @@ import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minisgl_core.engine.step import BegunStep, PendingStep
+from minisgl_core.engine.step import ForwardOutput, PendingStep
 from minisgl_core.protocol.batch_plan import BatchPlan
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_core.scheduler.step_times import MIN_CHUNK, StepTimes
@@ -192,16 +192,16 @@ def test_the_next_step_is_scheduled_shortly_before_the_end(monkeypatch: pytest.M
 def test_a_step_that_is_launched_slowly_is_scheduled_earlier(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = tiny.new_loop(page_size=4, num_pages=100, disable_overlap=False)
     loop.scheduler.step_times = Constant(max_step_s=0.0)
-    now, begin = time.monotonic(), loop.model_runner.begin
+    now, execute_model = time.monotonic(), loop.model_runner.execute_model
 
-    def slow_begin(plan: BatchPlan) -> BegunStep:
+    def slow_execute_model(plan: BatchPlan) -> ForwardOutput:
         nonlocal now
         now += 0.004 if plan.num_tokens == plan.num_decodes else 0.009
-        return begin(plan)
+        return execute_model(plan)
 
     monkeypatch.setattr(time, "monotonic", lambda: now)
     monkeypatch.setattr(PendingStep, "is_done", lambda self: False)
-    monkeypatch.setattr(loop.model_runner, "begin", slow_begin)
+    monkeypatch.setattr(loop.model_runner, "execute_model", slow_execute_model)
     tiny.submit(loop, "a", prompt(1, 5), greedy(20))
     loop.step()
     loop.step()  # its decode runs for 8 ms from now

@@ -20,7 +20,7 @@ from minisgl_core.contracts.ops import Ops
 from minisgl_core.contracts.platform import Platform
 from minisgl_core.engine.bound_attention import BoundAttention
 from minisgl_core.engine.capture import capture_sizes, free
-from minisgl_core.engine.step import BegunStep, update_table
+from minisgl_core.engine.step import ForwardOutput, update_table
 from minisgl_core.engine.zero_copy_io import ZeroCopyIO
 from minisgl_core.errors import MinisglError
 from minisgl_core.kv.page_table import PageTable
@@ -45,7 +45,7 @@ class _Captured:
         batch: views of the inputs, for the attention backend.
         attend: attention with the backend's plan, whose buffers the graph reads.
         graphs: the one graph, replayed with ``replay()``.
-        hidden, logits, tokens: as in `BegunStep`, for B requests. They do not keep the graph's memory alive.
+        hidden, logits, tokens: as in `ForwardOutput`, for B requests. They do not keep the graph's memory alive.
     """
 
     io: ZeroCopyIO
@@ -134,7 +134,7 @@ class DecodeGraphs:
     def _size_of(self, count: int) -> int:
         return int(self._sizes[np.searchsorted(self._sizes, count)])
 
-    def run(self, plan: BatchPlan) -> BegunStep:
+    def run(self, plan: BatchPlan) -> ForwardOutput:
         """Run a step that `fits`. Its device tensors are valid until the next step."""
         count = plan.num_requests
         captured = self._captured[self._size_of(count)]
@@ -155,7 +155,7 @@ class DecodeGraphs:
         captured.batch.seq_lens_host[:] = inputs[4]
         self._attention.plan_replay(captured.batch)
         captured.graphs[0].replay()
-        return BegunStep(
+        return ForwardOutput(
             plan,
             captured.hidden[:count],
             captured.inputs[0, :count],

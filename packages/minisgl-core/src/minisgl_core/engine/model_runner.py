@@ -1,16 +1,16 @@
 """The model runner of one rank, which runs plans.
 
 BatchPlan --upload--> StepInputs --model--> hidden [T, H] --logits--> [N, V] --sampler--> tokens [N] --> PendingStep
-|---------------------------- begin ---------------------------|          |---------- finish ----------|
+|------------------------ execute_model -----------------------|          |------- sample_tokens ------|
                                                                                          |
                                           last_tokens[row], the next step's input  <-----+
 
-A CUDA graph of decodes also samples by temperature, in `begin`. If a request needs more than that, `finish` samples again. If
-grammars restrict a step's tokens, the host builds token masks between `begin` and `finish`, while the device runs the work of
-`begin`.
+A CUDA graph of decodes also samples by temperature, in `execute_model`. If a request needs more than that, `sample_tokens`
+samples again. If grammars restrict a step's tokens, the host builds token masks between the two calls, while the device runs
+the model.
 
-With pipeline parallelism, `begin` receives hidden states and residual from the stage before, runs this stage's layers and sends
-them on. Only the last stage has logits and samples, so only its results have tokens.
+With pipeline parallelism, `execute_model` receives hidden states and residual from the stage before, runs this stage's layers and
+sends them on. Only the last stage has logits and samples, so only its results have tokens.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from minisgl_core.engine.decode_graphs import DecodeGraphs
 from minisgl_core.engine.piecewise_graphs import PiecewiseGraphs
 from minisgl_core.engine.rank_groups import RankGroups
 from minisgl_core.engine.sampler import LogprobTensors, Sampler, needs_sampler, token_logprobs
-from minisgl_core.engine.step import BegunStep, PendingStep, StepInputs, upload
+from minisgl_core.engine.step import ForwardOutput, PendingStep, StepInputs, upload
 from minisgl_core.engine.zero_copy_io import PendingTokens
 from minisgl_core.kv.page_table import PageTable
 from minisgl_core.protocol.batch_plan import BatchPlan, TokenMasks
@@ -79,9 +79,9 @@ class ModelRunner:
 
     def launch(self, plan: BatchPlan) -> PendingStep:
         """Launch a step without token masks. On an asynchronous device this returns before the step is done."""
-        return self.finish(self.begin(plan))
+        return self.sample_tokens(self.execute_model(plan))
 
-    def begin(self, plan: BatchPlan) -> BegunStep:
+    def execute_model(self, plan: BatchPlan) -> ForwardOutput:
         """Launch a step up to its logits, or up to its tokens if a CUDA graph runs it."""
         with self.platform.stream(), torch.inference_mode():
             if self._graphs is not None and self._graphs.fits(plan):
@@ -98,10 +98,10 @@ class ModelRunner:
                 logits_index = None if needs_all or not self._uses_logits_index else index
                 hidden = self._forward(inputs, attend, logits_index)
             if not self.groups.is_last_stage:
-                return BegunStep(plan, hidden, inputs.sample_rows, None)
+                return ForwardOutput(plan, hidden, inputs.sample_rows, None)
             sampled = hidden if num_sampled == len(hidden) else hidden[inputs.logits_index]
             logits = self._logits(sampled) if num_sampled else None
-            return BegunStep(plan, hidden, inputs.sample_rows, logits)
+            return ForwardOutput(plan, hidden, inputs.sample_rows, logits)
 
     def _forward(self, inputs: StepInputs, attend: BoundAttention, logits_index: torch.Tensor | None) -> torch.Tensor:
         """Run this stage's layers, between the stage before and the next one."""
@@ -115,11 +115,11 @@ class ModelRunner:
             pipeline.send(hidden, pipeline.rank + 1)
         return hidden
 
-    def finish(self, step: BegunStep, masks: TokenMasks | None = None) -> PendingStep:
-        """Sample the tokens of a step. Each step is finished before the next one begins.
+    def sample_tokens(self, step: ForwardOutput, masks: TokenMasks | None = None) -> PendingStep:
+        """Sample the tokens of a step, before `execute_model` is called for the next one.
 
         Args:
-            step: result of `begin`.
+            step: result of `execute_model`.
             masks: token masks of the requests in ``step.plan.sample.masked``; None if there are none.
         """
         plan = step.plan
@@ -131,7 +131,7 @@ class ModelRunner:
             return PendingStep(plan, self.platform, tokens, logprobs, prompt)
 
     def _sample(
-        self, step: BegunStep, masks: TokenMasks | None
+        self, step: ForwardOutput, masks: TokenMasks | None
     ) -> tuple[torch.Tensor | PendingTokens, LogprobTensors | None]:
         """Return the tokens, int64 [N], and their log-probabilities if requested."""
         if step.logits is None:

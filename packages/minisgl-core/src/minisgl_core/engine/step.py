@@ -91,8 +91,8 @@ def upload(plan: BatchPlan, platform: Platform, table: PageTable, last_tokens: t
 
 
 @dataclass(frozen=True, slots=True)
-class BegunStep:
-    """A launched step up to its logits, or up to its tokens if a CUDA graph ran it.
+class ForwardOutput:
+    """Output of the model for one step: its logits, and also its tokens if a CUDA graph ran it.
 
     Attributes:
         plan: plan of the step.

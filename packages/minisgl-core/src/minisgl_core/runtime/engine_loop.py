@@ -8,7 +8,7 @@ while the device runs step n. The results of step n are processed while the devi
 
 If grammars restrict the tokens of step n + 1, its token masks depend on step n's tokens, so sampling is delayed:
 
-    host    | schedule 2 | begin 2 | wait 1, process 1 | masks for 2 | finish 2 | schedule 3 | ...
+    host    | schedule 2 | execute 2 | wait 1, process 1 | masks for 2 | sample 2 | schedule 3 | ...
     device  |--- step 1 ---|------ step 2, up to its logits ------|-- sample 2 --|
 
 Step n + 1 is planned before the host knows step n's tokens, which the step reads on the device. So a request that ends with a
@@ -31,7 +31,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from minisgl_core.engine.model_runner import ModelRunner
-from minisgl_core.engine.step import BegunStep, PendingStep
+from minisgl_core.engine.step import ForwardOutput, PendingStep
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.protocol.batch_plan import BatchPlan, StepResult, TokenMasks
 from minisgl_core.protocol.messages import TokenBatch
@@ -137,9 +137,9 @@ class EngineLoop:
         started_s = time.monotonic()
         plan = self.scheduler.schedule()
         launched_s = time.monotonic()
-        begun = None if plan is None else self._begin(plan)
+        forward_output = None if plan is None else self._execute_model(plan)
         outputs = self.scheduler.collect_aborted()
-        if plan is not None and begun is not None:
+        if plan is not None and forward_output is not None:
             now = time.monotonic()
             launch_s = now - launched_s if self.overlap else 0.0
             if plan.num_tokens == plan.num_decodes:
@@ -147,26 +147,26 @@ class EngineLoop:
             # Token masks depend on all tokens before. In a pipeline, the host knew them when it planned the step.
             while self._in_flight and len(plan.sample.masked) and not self._is_pipeline:
                 outputs += self._process(self._in_flight.popleft())
-            pending = self._finish(plan, begun)
+            pending = self._sample_tokens(plan, forward_output)
             done_s = time.monotonic() if pending.is_done() else 0.0
             self._in_flight.append(_InFlight(plan, pending, launched_s, launch_s, done_s))
         if self._in_flight and (plan is None or len(self._in_flight) > self._max_in_flight):
             outputs += self._process(self._in_flight.popleft())
         return outputs
 
-    def _begin(self, plan: BatchPlan) -> BegunStep:
+    def _execute_model(self, plan: BatchPlan) -> ForwardOutput:
         if self.hooks.batch_scheduled is not None:
             scheduler = self.scheduler
             self.hooks.batch_scheduled(plan=plan, num_waiting=scheduler.num_waiting, num_running=scheduler.num_running)
         if self._send_plan is not None:
             self._send_plan(plan)
-        return self.model_runner.begin(plan)
+        return self.model_runner.execute_model(plan)
 
-    def _finish(self, plan: BatchPlan, begun: BegunStep) -> PendingStep:
+    def _sample_tokens(self, plan: BatchPlan, forward_output: ForwardOutput) -> PendingStep:
         masks = self.scheduler.token_masks(plan)
         if masks is not None and self._send_plan is not None:
             self._send_plan(masks)
-        return self.model_runner.finish(begun, masks)
+        return self.model_runner.sample_tokens(forward_output, masks)
 
     def _process(self, oldest: _InFlight) -> Outputs:
         plan, result = oldest.plan, oldest.pending.result()

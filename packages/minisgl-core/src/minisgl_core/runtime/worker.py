@@ -234,9 +234,9 @@ def _launch_next(model_runner: ModelRunner, from_rank0: Receiver[FromRank0]) -> 
     plan = from_rank0.receive()
     if not isinstance(plan, BatchPlan):
         return None
-    begun = model_runner.begin(plan)
+    forward_output = model_runner.execute_model(plan)
     masks = from_rank0.receive() if len(plan.sample.masked) else None
-    return model_runner.finish(begun, masks) if isinstance(masks, TokenMasks | None) else None
+    return model_runner.sample_tokens(forward_output, masks) if isinstance(masks, TokenMasks | None) else None
 
 
 def _serve(

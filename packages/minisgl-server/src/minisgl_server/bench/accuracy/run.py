@@ -127,6 +127,6 @@ def hidden_states(built: BuiltModelRunner, ids: torch.Tensor) -> torch.Tensor:
         num_prompt_logprobs=ints,
         prompt_targets=ints,
     )
-    hidden = built.model_runner.begin(plan).hidden
+    hidden = built.model_runner.execute_model(plan).hidden
     built.model_runner.platform.synchronize()
     return hidden
