@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("ray", reason="ray is not installed")
 
-from minisgl_core.protocol.messages import Count
+from minisgl_core.protocol.messages import RequestCounts
 from minisgl_server.ray import engine as engine_module
 from minisgl_server.ray.connections import Connections
 from minisgl_server.ray.engine import MAX_MISSED_CHECKS, Engine
@@ -36,7 +36,7 @@ async def test_a_scheduler_that_misses_checks_in_a_row_is_killed(
     engine._running, engine._callers, engine._num_missed_checks, engine._tasks = {}, Connections(), 0, []
     answers = False
 
-    def send(message: Count) -> None:
+    def send(message: RequestCounts) -> None:
         assert engine._health is not None
         if answers:
             engine._health.set_result(None)

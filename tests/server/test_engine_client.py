@@ -21,8 +21,8 @@ from minisgl_core.protocol.messages import (
     Text,
     TextBatch,
     Tokenize,
+    TokenizerReply,
     TokenLogprobs,
-    Tokens,
 )
 from minisgl_core.runtime.ipc import IpcAddresses, Receiver, Sender
 from minisgl_core.sampling_params import SamplingParams
@@ -263,7 +263,7 @@ def test_the_bytes_of_a_query_wait_until_its_answer(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(waiting_prompts, "GUARANTEED_BYTES", 2000)
 
     async def test(client: EngineClient, engine: Engine) -> None:
-        def ask(name: str) -> asyncio.Task[Tokens]:
+        def ask(name: str) -> asyncio.Task[TokenizerReply]:
             query = Tokenize(request_id=name, text="x" * 4000, sampling=SamplingParams(), only_tokens=True)
             return asyncio.create_task(client.query(query, connected))
 
@@ -271,7 +271,7 @@ def test_the_bytes_of_a_query_wait_until_its_answer(monkeypatch: pytest.MonkeyPa
         await engine.received(1)
         with pytest.raises(ApiError, match="bytes wait"):
             await ask("b")
-        engine.send(Tokens(request_id="a", token_ids=[1], token_names=["x"], text=""))
+        engine.send(TokenizerReply(request_id="a", token_ids=[1], token_names=["x"], text=""))
         await first
         second = ask("c")
         await engine.received(1)
@@ -280,7 +280,7 @@ def test_the_bytes_of_a_query_wait_until_its_answer(monkeypatch: pytest.MonkeyPa
             await second
         third = ask("d")
         await engine.received(1)
-        engine.send(Tokens(request_id="d", token_ids=[1], token_names=["x"], text=""))
+        engine.send(TokenizerReply(request_id="d", token_ids=[1], token_names=["x"], text=""))
         await third
 
     run(test)
@@ -423,7 +423,7 @@ def test_a_drain_waits_for_queries() -> None:
         drain = asyncio.create_task(client.drain(20))
         await asyncio.sleep(0.1)
         assert not query.done()
-        engine.send(Tokens(request_id="t", token_ids=[1], token_names=["x"], text=""))
+        engine.send(TokenizerReply(request_id="t", token_ids=[1], token_names=["x"], text=""))
         assert (await query).token_ids == [1]
         await drain
 

@@ -123,7 +123,7 @@ def answer_to(request: SnapshotRequest, last_step: int) -> EngineSnapshot:
         requests=[],
         nodes=[],
         steps=[step_state(step) for step in range(request.since + 1, last_step + 1)],
-        query=request.query,
+        correlation_id=request.correlation_id,
     )
 
 

@@ -17,7 +17,6 @@ from minisgl_core.contracts.structured_outputs import GrammarSource, StructuredO
 from minisgl_core.protocol.messages import (
     Abort,
     ApiRestarted,
-    Count,
     Decoder,
     Detokenize,
     Ended,
@@ -25,6 +24,7 @@ from minisgl_core.protocol.messages import (
     Logprob,
     Rejected,
     ReplicaLost,
+    RequestCounts,
     Stop,
     Submit,
     Text,
@@ -249,7 +249,7 @@ def test_waiting_prompts_are_passed_and_dropped_once_aborted(rig: Rig) -> None:
         siblings = ["half's"] if name == "half" else []
         several = SamplingParams(max_tokens=8, n=1 + len(siblings))
         queue.add(Tokenize(request_id=name, text=name, sampling=several, sibling_ids=siblings))
-    queue.add(Count(worker=3))
+    queue.add(RequestCounts(worker=3))
     queue.add(TokenBatch([TokenOut(request_id="runs", token_ids=[5], finish_reason="length")]))
     assert [text.request_id for text in rig.take()] == ["runs"]
     for name in ("gone", "half", "unknown"):
@@ -302,7 +302,7 @@ def test_a_long_prompt_does_not_delay_other_messages(rig: Rig, monkeypatch: pyte
     queue.add(TokenBatch([TokenOut(request_id="runs", token_ids=[5], finish_reason="length")]))
     queue.run_next()
     assert [text.request_id for text in rig.take()] == ["runs"]
-    queue.add(Count(worker=3))
+    queue.add(RequestCounts(worker=3))
     queue.add(Detokenize(request_id="text", token_ids=[5]))
     for _ in range(3):
         queue.run_next()
@@ -316,7 +316,7 @@ def test_a_long_prompt_does_not_delay_other_messages(rig: Rig, monkeypatch: pyte
     assert rig.scheduler == []
     queue.run_next()
     [count] = rig.scheduler
-    assert isinstance(count, Count), "it follows all that was sent before it"
+    assert isinstance(count, RequestCounts), "it follows all that was sent before it"
 
 
 @pytest.mark.parametrize(

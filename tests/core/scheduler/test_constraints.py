@@ -97,9 +97,9 @@ def test_an_aborted_request_does_not_wait_for_its_grammar() -> None:
         for number in range(8):
             loop.scheduler.abort(f"{number}")
         assert [request.request_id for request in loop.scheduler._compiling] == ["8"]
-        assert grammars.num_kept == 1
+        assert grammars.num_grammars == 1
     tiny.run(loop)
-    assert grammars.num_kept == 1
+    assert grammars.num_grammars == 1
     tiny.assert_nothing_in_use(loop)
 
 

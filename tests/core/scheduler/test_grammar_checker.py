@@ -134,18 +134,18 @@ def test_no_failed_grammar_is_remembered(checker: GrammarChecker) -> None:
     for text in ("(a", "b)", "[c"):
         with pytest.raises(InvalidValueError):
             grammars.check(GrammarSource("regex", text, "it"))
-    assert grammars.num_kept == 0
+    assert grammars.num_grammars == 0
     grammars.check(GrammarSource("regex", "a", "it"))
-    assert grammars.num_kept == 1
+    assert grammars.num_grammars == 1
 
 
 def test_grammars_are_forgotten_by_their_bytes(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
     grammars = new_grammars(checker)
-    monkeypatch.setattr(constraints, "MAX_KEPT_BYTES", 3 * 64 * 1000)
+    monkeypatch.setattr(constraints, "MAX_CACHED_BYTES", 3 * 64 * 1000)
     for number in range(10):
         grammars.check(GrammarSource("regex", f"{number}" * 1000, "it"))
     grammars.start(GrammarSource("regex", "9" * 1000, "it"))
-    assert 1 <= grammars.num_kept <= 3
+    assert 1 <= grammars.num_grammars <= 3
 
 
 def test_too_much_text_that_waits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,14 +178,14 @@ def test_a_grammar_that_no_request_waits_for_is_not_compiled() -> None:
         assert not left[1].compiled.cancelled(), "another request waits for it"
         grammars.stop(left[1])
         assert left[1].compiled.cancelled()
-        assert len(grammars._pending) == grammars.num_kept == 3
+        assert len(grammars._pending) == grammars.num_grammars == 3
         again = grammars.start(GrammarSource("regex", "left" * 1000, "it"))
     for each in (*busy, kept, again):
         each.compiled.result()
         grammars.stop(each)
     wait_for_none_pending(grammars)
     assert not grammars._num_waiting
-    assert grammars.num_kept == 4
+    assert grammars.num_grammars == 4
     grammars.close()
 
 

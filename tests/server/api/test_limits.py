@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from starlette.requests import Request
 
-from minisgl_core.protocol.messages import EngineInfo, Logprob, Text, Tokenize, TokenLogprobs, Tokens
+from minisgl_core.protocol.messages import EngineInfo, Logprob, Text, Tokenize, TokenizerReply, TokenLogprobs
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_server.api import app  # imports every module with requests
 from minisgl_server.api.errors import ApiError, invalid_body
@@ -354,8 +354,10 @@ def test_large_messages_to_tokenize_are_read_on_a_thread(monkeypatch: pytest.Mon
         threads.append(threading.current_thread())
         return dump(message, **options)
 
-    async def query(message: Tokenize, _: Any) -> Tokens:
-        return Tokens(request_id=message.request_id, token_ids=[1] * len(message.messages or ()), token_names=[])
+    async def query(message: Tokenize, _: Any) -> TokenizerReply:
+        return TokenizerReply(
+            request_id=message.request_id, token_ids=[1] * len(message.messages or ()), token_names=[]
+        )
 
     monkeypatch.setattr(ChatMessage, "model_dump", record)
     answer = post(types.SimpleNamespace(ready_info=engine, query=query), "/tokenize", messages=LARGE)

@@ -16,7 +16,6 @@ from minisgl_core.protocol.engine_snapshot import SnapshotRequest
 from minisgl_core.protocol.messages import (
     Abort,
     CacheEvents,
-    Count,
     Ended,
     EngineInfo,
     NoReplica,
@@ -25,6 +24,7 @@ from minisgl_core.protocol.messages import (
     ReplicaDied,
     ReplicaLost,
     ReplicaReady,
+    RequestCounts,
     Submit,
 )
 from minisgl_core.runtime.ipc import IpcAddresses, Receiver
@@ -223,20 +223,20 @@ def test_few_requests_wait_for_a_replica() -> None:
 def test_a_count_is_summed_even_if_a_replica_dies(rig: Rig) -> None:
     rig.submit("a")
     for dies in (False, True):
-        rig.send(Count(worker=1, counts={"tokenizer 1": 4}))
+        rig.send(RequestCounts(worker=1, counts={"tokenizer 1": 4}))
         first, second = (rig.engines[engine][-1] for engine in (0, 1))
         assert first.worker == second.worker == 2, "replicas answer to the router"
-        rig.send(Count(worker=2, query=first.query, counts={"running": 1, "waiting": 2}))
-        assert not any(isinstance(each, Count) for each in rig.workers[1])
+        rig.send(RequestCounts(worker=2, correlation_id=first.correlation_id, counts={"running": 1, "waiting": 2}))
+        assert not any(isinstance(each, RequestCounts) for each in rig.workers[1])
         if dies:
             rig.send(ReplicaDied(1, 1))
         else:
-            rig.send(Count(worker=2, query=second.query, counts={"running": 3, "waiting": 0}))
-        [answer] = [each for each in rig.workers[1] if isinstance(each, Count)]
+            rig.send(RequestCounts(worker=2, correlation_id=second.correlation_id, counts={"running": 3, "waiting": 0}))
+        [answer] = [each for each in rig.workers[1] if isinstance(each, RequestCounts)]
         rig.workers[1].clear()
         running, waiting = (1, 2) if dies else (4, 2)
         assert answer.counts == {"tokenizer 1": 4, "router": 1, "running": running, "waiting": waiting}
-    rig.send(Count(worker=2, query=second.query, counts={"running": 3}))  # too late
+    rig.send(RequestCounts(worker=2, correlation_id=second.correlation_id, counts={"running": 3}))  # too late
 
 
 def test_another_replica_answers_for_one_that_is_not_ready(rig: Rig) -> None:
@@ -247,20 +247,24 @@ def test_another_replica_answers_for_one_that_is_not_ready(rig: Rig) -> None:
 
 
 def test_a_snapshot_is_answered_although_no_replica_is_ready(rig: Rig) -> None:
-    rig.send(SnapshotRequest(worker=1, query=1, replica=1), SnapshotRequest(worker=1, query=2, replica=0))
+    rig.send(
+        SnapshotRequest(worker=1, correlation_id=1, replica=1), SnapshotRequest(worker=1, correlation_id=2, replica=0)
+    )
     for engine in (1, 0):  # each dies before it answers
         rig.engines[1 - engine].clear()
         rig.send(ReplicaDied(engine, engine))
-        asked = [each.query for each in rig.engines[1 - engine] if isinstance(each, SnapshotRequest)]
+        asked = [each.correlation_id for each in rig.engines[1 - engine] if isinstance(each, SnapshotRequest)]
         assert asked == ([1] if engine else [])
     answers = [each for each in rig.workers[1] if isinstance(each, NoSnapshot)]
-    assert sorted(each.query for each in answers) == [1, 2]
-    rig.send(SnapshotRequest(worker=0, query=3))
+    assert sorted(each.correlation_id for each in answers) == [1, 2]
+    rig.send(SnapshotRequest(worker=0, correlation_id=3))
     assert rig.workers[0][-1] == NoSnapshot(3)
 
 
 def test_each_workers_snapshot_is_asked_again_if_its_replica_dies(rig: Rig) -> None:
-    rig.send(SnapshotRequest(worker=0, query=1, replica=1), SnapshotRequest(worker=1, query=1, replica=1))
+    rig.send(
+        SnapshotRequest(worker=0, correlation_id=1, replica=1), SnapshotRequest(worker=1, correlation_id=1, replica=1)
+    )
     rig.send(ReplicaDied(1, 1))
     assert [each.worker for each in rig.engines[0] if isinstance(each, SnapshotRequest)] == [0, 1]
 

@@ -34,7 +34,7 @@ class SnapshotRequest(msgspec.Struct, tag=True, kw_only=True):
     since: int = 0
     with_tokens: bool = False
     """Include tokens of prompts and outputs."""
-    query: int = 0
+    correlation_id: int = 0
     """Number that the answer repeats."""
     replica: int = 0
     """Index of the replica; if that is not ready, another one answers."""
@@ -144,7 +144,7 @@ class EngineSnapshot(msgspec.Struct, tag=True, kw_only=True):
     nodes: list[PrefixTreeNodeSnapshot]
     """Nodes of the prefix tree, parents before children. If there are too many, those in use and the most recent ones."""
     steps: list[StepSnapshot]
-    query: int = 0
+    correlation_id: int = 0
     replica: int = 0
     replicas: list[ReplicaState] = []
     """See `SnapshotRequest`; `replica` is the one that answers."""

@@ -1,9 +1,9 @@
 """Messages between processes: typed msgspec structs, encoded as MessagePack and never pickled.
 
     API server  --Tokenize/Abort-->  tokenizer worker  --Submit/Abort-->  scheduler (rank 0)
-    API server  --Detokenize-->  tokenizer worker,  API server  <--Tokens--  tokenizer worker
+    API server  --Detokenize-->  tokenizer worker  --TokenizerReply-->  API server
     API server  <-TextBatch/Rejected-  tokenizer worker  <--TokenBatch/Rejected--  scheduler (rank 0)
-    API server  <------Count------->  tokenizer worker  <--------Count-------->  scheduler (rank 0)
+    API server  <--RequestCounts-->  tokenizer worker  <----RequestCounts---->  scheduler (rank 0)
     scheduler (rank 0)  --BatchPlan/TokenMasks/Stop-->  the other ranks
     scheduler (rank 0)  <--StepResult--  first rank of the last pipeline stage, if there are several
 
@@ -134,16 +134,16 @@ class Tokenize(msgspec.Struct, tag=True, kw_only=True):
     is_streamed: bool = True
     """False if the whole output may be returned in one message."""
     only_tokens: bool = False
-    """Only tokenize; the answer is `Tokens`."""
+    """Only tokenize; the answer is `TokenizerReply`."""
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     chat_template: str | None = None
     """Template of the client, instead of the model's. A process with limits renders it."""
     documents: list[dict[str, Any]] | None = None
     """Documents for the chat template."""
     template_hints: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Optional variables of the chat template. Those that the template does not use are dropped."""
+    """Variables such as ``enable_thinking`` for the chat template. Those that it does not use are dropped."""
     hints_name: str = ""
-    """Request field that set `template_hints`. If it is not empty and the template uses none of these, the request is refused."""
+    """Request field that set `template_hints`, if the request is refused when the template uses none of them; otherwise empty."""
     include_reasoning: bool = True
     """Return the reasoning content that a parser separates from the text."""
     separate_reasoning: bool = True
@@ -189,7 +189,7 @@ class Detokenize(msgspec.Struct, tag=True):
     token_ids: list[int]
 
 
-class Tokens(msgspec.Struct, tag=True, kw_only=True):
+class TokenizerReply(msgspec.Struct, tag=True, kw_only=True):
     """Tokenizer worker to API server: the answer to `Detokenize`, and to `Tokenize` with `only_tokens`."""
 
     request_id: str
@@ -394,18 +394,18 @@ class Ready(msgspec.Struct, tag=True, kw_only=True):
     """See `EngineInfo.max_token_bytes`."""
 
 
-class Count(msgspec.Struct, tag=True, kw_only=True):
-    """Count of the requests that each process has state for.
+class RequestCounts(msgspec.Struct, tag=True, kw_only=True):
+    """Numbers of requests that each process holds state for, for ``/health/requests`` and for tests of leaks.
 
-    It travels from the API server through a tokenizer worker to the scheduler, and back. Since messages keep their order, all
-    messages that were sent before it have been handled.
+    The API server sends an empty message through a tokenizer worker to the scheduler. Each process adds its number, and the
+    message returns the same way. Since messages keep their order, all messages that were sent before it have been handled.
     """
 
     worker: int
     counts: dict[str, int] = msgspec.field(default_factory=dict)
-    """Counts by process or state: ``tokenizer 0``, ``waiting``, ``running``, and also ``locked pages``."""
-    query: int = 0
-    """Number by which a router recognises the answer of a replica."""
+    """Numbers by process or state: ``tokenizer 0``, ``waiting``, ``running``, and also ``locked pages``."""
+    correlation_id: int = 0
+    """Number that a router sets and a replica's answer repeats."""
     api_worker_id: int = 0
     """Id of the API worker; see `ApiRestarted`."""
 
@@ -456,9 +456,12 @@ class ApiRestarted(msgspec.Struct, tag=True):
 
 
 class NoSnapshot(msgspec.Struct, tag=True):
-    """Router to API server, through a tokenizer worker: no replica is ready to answer the `SnapshotRequest` with this `query`."""
+    """Router to API server, through a tokenizer worker: no replica is ready to answer the `SnapshotRequest`.
 
-    query: int
+    `correlation_id` is that of the `SnapshotRequest`.
+    """
+
+    correlation_id: int
 
 
 class CacheEvents(msgspec.Struct, tag=True):

@@ -19,7 +19,7 @@ from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.protocol.batch_plan import BatchPlan, StepResult, TokenMasks
 from minisgl_core.protocol.engine_snapshot import SnapshotRequest
-from minisgl_core.protocol.messages import Abort, Count, Ready, Rejected, Stop, Submit
+from minisgl_core.protocol.messages import Abort, Ready, Rejected, RequestCounts, Stop, Submit
 from minisgl_core.runtime.engine_loop import EngineLoop, Outputs
 from minisgl_core.runtime.ipc import IpcAddresses, Receiver, Sender, send_all
 from minisgl_core.scheduler.constraints import GrammarManager
@@ -30,7 +30,7 @@ from minisgl_core.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
-Incoming = Submit | Abort | Count | SnapshotRequest | Stop
+Incoming = Submit | Abort | RequestCounts | SnapshotRequest | Stop
 """Messages to the scheduler."""
 FromRank0 = BatchPlan | TokenMasks | Stop
 """Plans in the order of the steps, each followed by its token masks if it has any."""
@@ -258,7 +258,7 @@ def _serve(
                 _submit(loop.scheduler, message, workers, engine_id)
             elif isinstance(message, Abort):
                 loop.scheduler.abort(message.request_id, message.reason)
-            elif isinstance(message, Count):
+            elif isinstance(message, RequestCounts):
                 message.counts.update(_counts(loop.scheduler))
                 workers[message.worker].send(message)
             elif isinstance(message, SnapshotRequest):

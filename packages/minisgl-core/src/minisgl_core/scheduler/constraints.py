@@ -1,6 +1,6 @@
 """Constrained decoding: grammars are compiled in threads, advanced by each token, and turned into token masks.
 
-A grammar takes milliseconds to compile, and the provider reads the tokenizer before it compiles the first one. Threads do
+A grammar takes milliseconds to compile, and the grammar backend reads the tokenizer before it compiles the first one. Threads do
 this work. A request waits in the queue until its grammar is compiled, and other requests run meanwhile. `GrammarChecker`
 refuses texts that take too long or too much memory before a thread compiles them. Grammars that fail a quick trial are left to
 a thread of their own, so that expensive grammars delay others by little.
@@ -27,9 +27,9 @@ from minisgl_core.scheduler.token_rules import TokenRules
 
 logger = logging.getLogger(__name__)
 
-NUM_KEPT = 256
+MAX_CACHED = 256
 """Most compiled grammars in the cache."""
-MAX_KEPT_BYTES = 64 * 1024**2
+MAX_CACHED_BYTES = 64 * 1024**2
 """Most memory of the cached grammars, as `GrammarChecker` measured it."""
 MAX_PENDING_BYTES = 32 * 1024**2
 """Largest total length of the texts that wait to be compiled."""
@@ -55,7 +55,7 @@ class Constraint:
     Attributes:
         compiled: the compiled grammar, or the error that ended its compilation.
         error: the reason why the output cannot continue; empty if there is none.
-        param: the request field at fault; None if the provider is at fault.
+        param: the request field at fault; None if the grammar backend is at fault.
         reasoning_begin_token: token that begins the reasoning content, while it may still come; None otherwise.
     """
 
@@ -127,13 +127,13 @@ class GrammarManager:
     """
 
     def __init__(
-        self, make_provider: Callable[[], GrammarBackend], vocab_size: int, checker: GrammarChecker | None = None
+        self, make_backend: Callable[[], GrammarBackend], vocab_size: int, checker: GrammarChecker | None = None
     ) -> None:
         """Prepare the thread pool. If `checker` is None, texts are compiled without a check of time and memory.
 
-        A thread calls `make_provider` for the first grammar, or earlier for `warm_up`.
+        A thread calls `make_backend` for the first grammar, or earlier for `warm_up`.
         """
-        self._make_provider, self._vocab_size, self._checker = make_provider, vocab_size, checker
+        self._make_backend, self._vocab_size, self._checker = make_backend, vocab_size, checker
         self._backend: GrammarBackend | None = None
         self._backend_lock = Lock()
         self._pool = ThreadPoolExecutor(_NUM_THREADS, "grammar")
@@ -151,7 +151,7 @@ class GrammarManager:
         """Number of requests that wait for each grammar."""
 
     def warm_up(self) -> None:
-        """Load the provider in a thread now. It reads the tokenizer for about a second, which no request has to wait for."""
+        """Load the grammar backend in a thread. It reads the tokenizer for about a second, which no request then waits for."""
         self._pool.submit(self._load_backend)
 
     def close(self) -> None:
@@ -162,7 +162,7 @@ class GrammarManager:
             self._checker.close()
 
     @property
-    def num_kept(self) -> int:
+    def num_grammars(self) -> int:
         """Number of grammars that are cached or being compiled."""
         return len(self._cached) + len(self._compiling)
 
@@ -204,7 +204,7 @@ class GrammarManager:
                 return
             self._cached[key] = compiled
             self._cached_bytes += compiled.result().num_bytes
-            while len(self._cached) > 1 and (len(self._cached) > NUM_KEPT or self._cached_bytes > MAX_KEPT_BYTES):
+            while len(self._cached) > 1 and (len(self._cached) > MAX_CACHED or self._cached_bytes > MAX_CACHED_BYTES):
                 _, evicted = self._cached.popitem(last=False)
                 self._cached_bytes -= evicted.result().num_bytes
 
@@ -213,7 +213,7 @@ class GrammarManager:
 
         Raises:
             InvalidValueError: the text is not valid for its kind.
-            MinisglError: no provider is installed, or it cannot read the tokenizer.
+            MinisglError: no grammar backend is installed, or it cannot read the tokenizer.
         """
         constraint = self.start(source)
         try:
@@ -257,7 +257,7 @@ class GrammarManager:
     def _load_backend(self) -> GrammarBackend:
         with self._backend_lock:
             if self._backend is None:
-                self._backend = self._make_provider()
+                self._backend = self._make_backend()
             return self._backend
 
     def _run(self, compiled: Future[CompiledGrammar], is_quick: bool) -> None:
@@ -278,18 +278,18 @@ class GrammarManager:
                 compiled.set_result(result)
 
     def _compile(self, source: GrammarSource, is_quick: bool) -> CompiledGrammar:
-        provider = self._load_backend()
+        backend = self._load_backend()
         num_bytes = 0 if self._checker is None else self._checker.check(source, is_quick)
-        state = provider.compile(source.kind, source.text, source.name)
+        state = backend.compile(source.kind, source.text, source.name)
         if not isinstance(state, GrammarState):
             raise PluginError(
-                f"{type(provider).__qualname__}.compile() must return a GrammarState, but returned {state!r}"
+                f"{type(backend).__qualname__}.compile() must return a GrammarState, but returned {state!r}"
             )
         return CompiledGrammar(state, max(num_bytes, _MIN_BYTES_PER_CHARACTER * len(source.text)))
 
 
 def _key(source: GrammarSource) -> bytes:
-    """Return the key of a grammar in the cache. Parts and names count, as errors depend on them."""
+    """Return the key of a grammar in the cache. It has the names and `parts`, since error messages contain them."""
     plain = msgspec.structs.replace(source, reasoning_end_token=None, reasoning_begin_token=None)
     return hashlib.sha256(encode(plain)).digest()
 

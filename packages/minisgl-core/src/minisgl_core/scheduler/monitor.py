@@ -68,7 +68,7 @@ class Monitor:
             requests=[_request_snapshot(each, now_s, num_tokens) for each in shown],
             nodes=[_node_snapshot(node, now_s, num_tokens) for node in nodes],
             steps=[step for step in self._steps if step.step > request.since],
-            query=request.query,
+            correlation_id=request.correlation_id,
             replica=self._replica,
             replicas=request.replicas,
         )

@@ -12,17 +12,17 @@ import msgspec
 from minisgl_core.protocol.engine_snapshot import EngineSnapshot, SnapshotRequest
 from minisgl_core.protocol.messages import (
     Abort,
-    Count,
     Detokenize,
     EngineInfo,
     NoReplica,
     NoSnapshot,
     Rejected,
+    RequestCounts,
     Stop,
     Text,
     TextBatch,
     Tokenize,
-    Tokens,
+    TokenizerReply,
     encode,
 )
 from minisgl_core.runtime.ipc import AsyncReceiver, IpcAddresses, Sender
@@ -47,7 +47,9 @@ MAX_UNSENT_PROMPT_BYTES = 2**27
 """The same for the prompts that outputs repeat, beside the log-probabilities of one prompt that fills the context."""
 _BYTES_PER_TEXT, _BYTES_PER_TOKEN, _BYTES_PER_LOGPROB = 500, 40, 100
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Incoming = EngineInfo | TextBatch | Tokens | Rejected | Count | EngineSnapshot | NoSnapshot | NoReplica | Stop
+Incoming = (
+    EngineInfo | TextBatch | TokenizerReply | Rejected | RequestCounts | EngineSnapshot | NoSnapshot | NoReplica | Stop
+)
 
 
 class Generation:
@@ -204,8 +206,8 @@ class EngineClient:
         self._routes: dict[str, tuple[Generation, int]] = {}
         self._waiting_prompts = WaitingPrompts()
         self._pending_queries: dict[str | int, asyncio.Future[Any]] = {}
-        """Queries that wait for an answer, by id of the message to a tokenizer worker, or number of the query to a replica."""
-        self._query_numbers = itertools.count(1)
+        """Queries that wait for an answer, by id of the message to a tokenizer worker, or by correlation id."""
+        self._correlation_ids = itertools.count(1)
         self._pending_counts: dict[int, deque[asyncio.Future[dict[str, int]]]] = {
             each: deque() for each in self._workers
         }
@@ -259,7 +261,7 @@ class EngineClient:
         generation.abort_on_disconnect(receive)
         return generation
 
-    async def query(self, message: Tokenize | Detokenize, receive: Receive) -> Tokens:
+    async def query(self, message: Tokenize | Detokenize, receive: Receive) -> TokenizerReply:
         """Have a tokenizer worker tokenize or detokenize; the scheduler is not involved. The id must be new.
 
         Args:
@@ -278,7 +280,7 @@ class EngineClient:
             if not answer.done():
                 self._workers[worker].send(Abort(message.request_id))
                 raise ClientGoneError
-            tokens: Tokens = answer.result()
+            tokens: TokenizerReply = answer.result()
             return tokens
         finally:
             answer.cancel()
@@ -300,13 +302,16 @@ class EngineClient:
             self._workers[route[1]].send(Abort(request_id))
 
     async def count(self) -> dict[str, int]:
-        """Return the number of requests that each process holds; see `Count`. Waits until every process has answered."""
+        """Return the number of requests that each process holds. Waits until every process has answered.
+
+        See `RequestCounts`.
+        """
         loop = asyncio.get_running_loop()
         answers = []
         for worker, sender in self._workers.items():
             answers.append(loop.create_future())
             self._pending_counts[worker].append(answers[-1])
-            sender.send(Count(worker=worker, api_worker_id=self._api_worker_id))
+            sender.send(RequestCounts(worker=worker, api_worker_id=self._api_worker_id))
         counts = {self._name: len(self._routes)}
         for answer in answers:
             counts |= await answer
@@ -318,9 +323,11 @@ class EngineClient:
         Raises:
             ApiError: 503, no replica is ready.
         """
-        worker, query = min(self._workers), next(self._query_numbers)
-        request = SnapshotRequest(worker=worker, since=since, with_tokens=with_tokens, query=query, replica=replica)
-        snapshot: EngineSnapshot = await self._ask(worker, request, query)
+        worker, correlation_id = min(self._workers), next(self._correlation_ids)
+        request = SnapshotRequest(
+            worker=worker, since=since, with_tokens=with_tokens, correlation_id=correlation_id, replica=replica
+        )
+        snapshot: EngineSnapshot = await self._ask(worker, request, correlation_id)
         return snapshot
 
     async def _ask(self, worker: int, message: Tokenize | Detokenize | SnapshotRequest, key: str | int) -> Any:
@@ -366,21 +373,21 @@ class EngineClient:
                     for text in outputs:
                         self._deliver(text)
                     await asyncio.sleep(0)  # a message that has arrived already does not suspend `receive`
-                case Tokens() as tokens:
+                case TokenizerReply() as tokens:
                     self._resolve(tokens.request_id, tokens)
                 case Rejected() as message:
                     self._resolve(message.request_id, rejected(message))
                     self._waiting_prompts.remove(message.request_id)
                     if route := self._routes.pop(message.request_id, None):
                         route[0].reject(message)
-                case Count(worker=worker, counts=counts, api_worker_id=asker) if asker == self._api_worker_id:
+                case RequestCounts(worker=worker, counts=counts, api_worker_id=asker) if asker == self._api_worker_id:
                     answer = self._pending_counts[worker].popleft()
                     if not answer.done():
                         answer.set_result(counts)
                 case EngineSnapshot() as state:
-                    self._resolve(state.query, state)
-                case NoSnapshot(query):
-                    self._resolve(query, no_replica())
+                    self._resolve(state.correlation_id, state)
+                case NoSnapshot(correlation_id):
+                    self._resolve(correlation_id, no_replica())
                 case Stop():
                     return
 

@@ -69,7 +69,7 @@ class EngineFeed:
         for each in (*plain["nodes"], *plain["requests"]):
             del each["token_ids"]
         plain["has_text"] = plain.pop("has_tokens")
-        for name in ("type", "worker", "query", "steps"):
+        for name in ("type", "worker", "correlation_id", "steps"):
             del plain[name]
         return plain
 

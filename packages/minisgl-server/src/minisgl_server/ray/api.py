@@ -19,13 +19,13 @@ from minisgl_core.protocol.engine_snapshot import SnapshotRequest
 from minisgl_core.protocol.messages import (
     Abort,
     CacheEvents,
-    Count,
     Decoder,
     Ended,
     EngineInfo,
     NoSnapshot,
     Rejected,
     ReplicaLost,
+    RequestCounts,
     Submit,
     encode,
 )
@@ -146,7 +146,7 @@ class API:
 
     async def _take_requests(self) -> None:
         """Handle the messages of the tokenizer workers, as the router's process does."""
-        incoming = Submit | Abort | Ended | Count | SnapshotRequest
+        incoming = Submit | Abort | Ended | RequestCounts | SnapshotRequest
         receiver = AsyncReceiver[Any](self._addresses.router_in, incoming)
         while True:
             match await receiver.receive():
@@ -165,11 +165,11 @@ class API:
                         self._attempts.pop(request_id, None)
                         if request_id in self._ended:
                             self._ended[request_id].set()
-                case Count() as message:
+                case RequestCounts() as message:
                     message.counts["router"] = len(self._calls)
                     self._workers[message.worker].send(message)
                 case SnapshotRequest() as message:
-                    self._workers[message.worker].send(NoSnapshot(message.query))
+                    self._workers[message.worker].send(NoSnapshot(message.correlation_id))
 
     def _is_full(self) -> bool:
         """Return True if no replica has room and too many requests wait.

@@ -17,10 +17,10 @@ from minisgl_core.plugins.registry import Registry
 from minisgl_core.protocol.messages import (
     Abort,
     CacheEvents,
-    Count,
     Decoder,
     EngineInfo,
     Rejected,
+    RequestCounts,
     Submit,
     TokenBatch,
     TokenOut,
@@ -152,7 +152,7 @@ class Engine:
             if task.done():
                 task.result()
         self._health = asyncio.get_running_loop().create_future()
-        self._scheduler.send(Count(worker=0, query=1))
+        self._scheduler.send(RequestCounts(worker=0, correlation_id=1))
         try:
             await asyncio.wait_for(self._health, HEALTH_CHECK_S)
         except TimeoutError:
@@ -168,7 +168,7 @@ class Engine:
 
     async def _forward_output(self) -> None:
         """Send the output of each step to the callers of its requests."""
-        receiver = AsyncReceiver[Any](self._addresses.tokenizer_in[0], TokenBatch | Rejected | Count)
+        receiver = AsyncReceiver[Any](self._addresses.tokenizer_in[0], TokenBatch | Rejected | RequestCounts)
         while True:
             match await receiver.receive():
                 case TokenBatch() as batch:
@@ -178,7 +178,7 @@ class Engine:
                         message.engine_id = running.route.engine_id
                         self._send(running.route, message)
                         self._end(running)
-                case Count() if self._health is not None and not self._health.done():
+                case RequestCounts() if self._health is not None and not self._health.done():
                     self._health.set_result(None)
 
     def _split(self, batch: TokenBatch) -> None:

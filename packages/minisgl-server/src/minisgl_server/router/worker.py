@@ -13,7 +13,6 @@ from minisgl_core.protocol.engine_snapshot import ReplicaState, SnapshotRequest
 from minisgl_core.protocol.messages import (
     Abort,
     CacheEvents,
-    Count,
     Ended,
     EngineInfo,
     NoReplica,
@@ -22,13 +21,14 @@ from minisgl_core.protocol.messages import (
     ReplicaDied,
     ReplicaLost,
     ReplicaReady,
+    RequestCounts,
     Submit,
 )
 
 logger = logging.getLogger(__name__)
 
 Send = Callable[[msgspec.Struct], None]
-Message = Submit | Abort | Ended | Count | SnapshotRequest | ReplicaReady | ReplicaDied | NoReplica
+Message = Submit | Abort | Ended | RequestCounts | SnapshotRequest | ReplicaReady | ReplicaDied | NoReplica
 
 
 @dataclass(slots=True)
@@ -74,9 +74,9 @@ class _Routed(NamedTuple):
 
 @dataclass(slots=True)
 class _Counting:
-    """`Count` query that some replicas have not answered yet."""
+    """`RequestCounts` that some replicas have not answered yet."""
 
-    message: Count
+    message: RequestCounts
     waiting: set[int] = field(default_factory=set)
     """Replicas that have not answered."""
 
@@ -133,7 +133,7 @@ class RouterWorker:
                 self._has_failed, waiting, self._waiting = True, self._waiting, {}
                 for submit in waiting.values():
                     self._enqueue(submit)
-            case Count():
+            case RequestCounts():
                 self._count(message)
             case SnapshotRequest():
                 self._ask(message)
@@ -146,7 +146,7 @@ class RouterWorker:
         message.replicas = [each.state() for each in self.replicas]
         asked = min(self._ready(), key=lambda each: each.replica != message.replica, default=None)
         if asked is None or asked.send is None:
-            self._to_workers[message.worker](NoSnapshot(message.query))
+            self._to_workers[message.worker](NoSnapshot(message.correlation_id))
             return
         self._asked[message.worker, message.replica] = asked, message
         asked.send(message)
@@ -232,39 +232,39 @@ class RouterWorker:
         for to_worker, request_ids in zip(self._to_workers, lost, strict=True):
             to_worker(ReplicaLost(engine_id, request_ids))
         logger.warning("replica %d was lost with %d requests", replica.replica, sum(map(len, lost)))
-        for query in list(self._counting):
-            self._answered(query, replica.replica)
+        for number in list(self._counting):
+            self._answered(number, replica.replica)
         for asked, message in list(self._asked.values()):
             if asked is replica:
                 self._ask(message)  # it may have had no time to answer; a second answer is ignored
 
-    def _count(self, message: Count) -> None:
+    def _count(self, message: RequestCounts) -> None:
         """Begin a count by asking all replicas, or add the answer of one."""
-        if message.query:
-            query, index = divmod(message.query, len(self.replicas))
-            if query in self._counting:
-                counts = self._counting[query].message.counts
+        if message.correlation_id:
+            number, index = divmod(message.correlation_id, len(self.replicas))
+            if number in self._counting:
+                counts = self._counting[number].message.counts
                 for name, value in message.counts.items():
                     counts[name] = counts.get(name, 0) + value
-            self._answered(query, index)
+            self._answered(number, index)
             return
         self._last_count += 1
         message.counts["router"] = len(self._requests) + len(self._waiting)
         counting = self._counting[self._last_count] = _Counting(message, {each.replica for each in self._ready()})
         for each in self._ready():
             assert each.send is not None
-            query = self._last_count * len(self.replicas) + each.replica
+            correlation_id = self._last_count * len(self.replicas) + each.replica
             # The answer comes to this router, which `IpcAddresses.scheduler_out` lists after the tokenizer workers.
-            each.send(Count(worker=len(self._to_workers), query=query))
+            each.send(RequestCounts(worker=len(self._to_workers), correlation_id=correlation_id))
         if not counting.waiting:
             self._answered(self._last_count, -1)
 
-    def _answered(self, query: int, replica: int) -> None:
+    def _answered(self, number: int, replica: int) -> None:
         """Return a count to its worker once every replica has answered or ended."""
-        counting = self._counting.get(query)
+        counting = self._counting.get(number)
         if counting is None:
             return
         counting.waiting.discard(replica)
         if not counting.waiting:
-            del self._counting[query]
+            del self._counting[number]
             self._to_workers[counting.message.worker](counting.message)

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from itertools import chain, count, islice
 from typing import TYPE_CHECKING, Any
 
-from minisgl_core.protocol.messages import Abort, Count, Detokenize, Stop, Tokenize
+from minisgl_core.protocol.messages import Abort, Detokenize, RequestCounts, Stop, Tokenize
 from minisgl_core.runtime.ipc import Receiver
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class TokenizerQueue:
 
     def __init__(self, worker: TokenizerWorker) -> None:
         self._worker = worker
-        self._quick: dict[int, Tokenize | Detokenize | Count] = {}
+        self._quick: dict[int, Tokenize | Detokenize | RequestCounts] = {}
         """Waiting messages that are handled in this thread, by number, oldest first."""
         self._slow: dict[int, Tokenize] = {}
         """Waiting prompts that are tokenized on the other thread, by number, oldest first."""
@@ -59,9 +59,9 @@ class TokenizerQueue:
                 self.run_next()
 
     def add(self, message: Any) -> None:
-        """Handle a message at once, or queue it. A `Count` is queued, as it must follow everything sent before it."""
+        """Handle a message at once, or queue it. A `RequestCounts` is queued, as it must follow everything sent before it."""
         match message:
-            case Tokenize() | Detokenize() | Count():
+            case Tokenize() | Detokenize() | RequestCounts():
                 number = next(self._numbers)
                 if isinstance(message, Tokenize):
                     self._waiting_ids |= dict.fromkeys(message.output_ids, number)
@@ -94,7 +94,7 @@ class TokenizerQueue:
         """Return the number of the next message to handle: while the thread is busy, the first that need not wait for it."""
         if self._in_background is None:
             return min(chain(islice(self._quick, 1), islice(self._slow, 1)), default=None)
-        return next((number for number, message in self._quick.items() if not isinstance(message, Count)), None)
+        return next((number for number, message in self._quick.items() if not isinstance(message, RequestCounts)), None)
 
     def _abort(self, request_id: str) -> None:
         """Abort a waiting prompt; drop its message when all of its outputs are aborted, unless the thread tokenizes it."""

@@ -26,20 +26,20 @@ from minisgl_core.protocol.engine_snapshot import (
 from minisgl_core.protocol.messages import (
     Abort,
     ApiRestarted,
-    Count,
     Detokenize,
     Ended,
     EngineInfo,
     NoSnapshot,
     Rejected,
     ReplicaLost,
+    RequestCounts,
     Submit,
     Text,
     TextBatch,
     TokenBatch,
     Tokenize,
+    TokenizerReply,
     TokenOut,
-    Tokens,
 )
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_core.text.bad_words import bad_word_tokens
@@ -58,7 +58,7 @@ Message = (
     | Abort
     | TokenBatch
     | Rejected
-    | Count
+    | RequestCounts
     | SnapshotRequest
     | EngineSnapshot
     | NoSnapshot
@@ -72,8 +72,8 @@ class TokenizerWorker:
 
     Args:
         index: number of this worker.
-        to_scheduler: sends `Submit`, `Abort`, `Ended`, `Count` and `SnapshotRequest`, to the router if there is one.
-        to_api: sends `TextBatch`, `Tokens`, `Rejected`, `Count`, `EngineSnapshot` and `NoSnapshot`.
+        to_scheduler: sends `Submit`, `Abort`, `Ended`, `RequestCounts` and `SnapshotRequest`, to the router if there is one.
+        to_api: sends `TextBatch`, `TokenizerReply`, `Rejected`, `RequestCounts`, `EngineSnapshot` and `NoSnapshot`.
         chat_format: chat template and parsers; by default those of the tokenizer's template, without a reasoning parser.
         registry: has the grammar backend.
         num_replicas: number of replicas. If there are several, a router is told when requests end. Requests of a replica that
@@ -143,7 +143,7 @@ class TokenizerWorker:
                     self._retry(request_id)
             case ApiRestarted(api_worker_id):
                 self._switch_api_worker(api_worker_id)
-            case Count(counts=counts):
+            case RequestCounts(counts=counts):
                 from_scheduler = bool(counts)
                 counts[f"tokenizer {self._index}"] = len(self._requests)
                 (self._to_api if from_scheduler else self._to_scheduler)(message)
@@ -183,7 +183,9 @@ class TokenizerWorker:
         except Exception:
             self._fail(message.request_id, "The tokenizer failed.")
         else:
-            self._to_api(Tokens(request_id=message.request_id, token_ids=token_ids, token_names=names, text=text))
+            self._to_api(
+                TokenizerReply(request_id=message.request_id, token_ids=token_ids, token_names=names, text=text)
+            )
 
     def _submit(self, message: Tokenize, encoded: Future[EncodedPrompt] | None) -> None:
         """Submit one request per output of a prompt. A rejection names the first output and ends all of them."""
