@@ -52,8 +52,8 @@ def random_matrix(packing: Packing, rows: int, columns: int, dtype: torch.dtype,
         pairs[..., 0] = 0.2 / columns**0.5
         pairs[..., 1] = -(8 + (128 if dtype == BFLOAT16 else 1024))
     else:
-        halves = matrix.words if matrix.supers is None else matrix.supers
-        halves.view(torch.float16).normal_().mul_(0.2 / columns**0.5 / (1 if matrix.supers is None else 32))
+        halves = matrix.words if matrix.superblocks is None else matrix.superblocks
+        halves.view(torch.float16).normal_().mul_(0.2 / columns**0.5 / (1 if matrix.superblocks is None else 32))
     return matrix
 
 
@@ -154,7 +154,7 @@ def measure(
     (rows, columns, gated), stop = shape, time.monotonic() + seconds
     scratch, x = SplitKWorkspace(DEVICE), torch.randn(num_rows, columns, device=DEVICE).bfloat16()
     one = random_matrix(FORMATS[name], rows, columns, BFLOAT16, gated=gated)
-    size = sum(each.nbytes for each in (one.codes, one.high, one.words, one.supers) if each is not None)
+    size = sum(each.nbytes for each in (one.codes, one.high, one.words, one.superblocks) if each is not None)
     matrices = [
         random_matrix(FORMATS[name], rows, columns, BFLOAT16, gated=gated) for _ in range(max(3, COLD_BYTES // size))
     ]

@@ -43,7 +43,8 @@ packings = [(Packing("int4", 4, 0, sub=32, block=128), dtype) for dtype in ("bf1
 packings += [(TYPES[name].packing, "bf16") for name in ("Q8_0", "Q2_K", "Q4_K", "Q6_K")]
 packings += [(TYPES[name].packing, "fp16") for name in ("Q4_0", "Q5_1", "Q3_K")]
 for place, (packing, dtype) in enumerate(packings):
-    pointers = dict.fromkeys("words supers partials ids arrived".split(), "i32") | dict(codes="i16", high="i16", partials="fp32")
+    pointers = dict.fromkeys("words superblocks partials ids arrived".split(), "i32")
+    pointers |= dict(codes="i16", high="i16", partials="fp32")
     pointers |= dict.fromkeys("x bias out".split(), dtype)
     sizes = dict(ROWS=16, **packed_gemm.constants(packing))
     gemm = dict(COLS=64, SPLITS=1 + place % 2, HAS_BIAS=True, GATED=place % 3 == 0, EVEN=False, WIDEN=False, PDL=False)

@@ -98,7 +98,7 @@ def test_sizes_are_the_documented_ones() -> None:
     ratios = {}
     for name, kind in TYPES.items():
         matrix = PackedMatrix.empty(kind.packing, 64, 1024, torch.device("meta"))
-        tensors = (matrix.codes, matrix.high, matrix.words, matrix.supers)
+        tensors = (matrix.codes, matrix.high, matrix.words, matrix.superblocks)
         file_bytes = 64 * 1024 // kind.columns * kind.block_bytes
         ratios[name] = round(sum(each.nbytes for each in tensors if each is not None) / file_bytes, 2)
     documented = {"Q3_K": 1.05, "Q4_K": 1.03, "Q5_K": 1.02, "Q6_K": 1.01}

@@ -46,9 +46,9 @@ def _dequantize_part(
 
 @triton.jit(do_not_specialize=["M"])
 def _packed_gemm(
-    x, codes, high, words, supers, bias, out, partials, arrived, M, N, K, half, chunks, words_stride, x_stride, out_stride,
+    x, codes, high, words, superblocks, bias, out, partials, arrived, M, N, K, half, chunks, words_stride, x_stride, out_stride,
     COLS: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SUB: tl.constexpr,
-    BLOCK: tl.constexpr, WORD: tl.constexpr, ZERO: tl.constexpr, PARTS: tl.constexpr, HAS_SUPERS: tl.constexpr,
+    BLOCK: tl.constexpr, WORD: tl.constexpr, ZERO: tl.constexpr, PARTS: tl.constexpr, HAS_SUPERBLOCKS: tl.constexpr,
     SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, WIDEN: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -86,14 +86,14 @@ def _packed_gemm(
                 upper, scales = packed, packed  # not used without a second plane, and without superblocks
                 if HIGH > 0:
                     upper = tl.load(high_at + chunk * 64 * SUB)
-                if HAS_SUPERS:
-                    scales = tl.load(supers + k // 256 * words_stride + stored_row)
+                if HAS_SUPERBLOCKS:
+                    scales = tl.load(superblocks + k // 256 * words_stride + stored_row)
                 if GATED:
                     up_upper, up_scales = up_packed, up_packed
                     if HIGH > 0:
                         up_upper = tl.load(up_high_at + chunk * 64 * SUB)
-                    if HAS_SUPERS:
-                        up_scales = tl.load(supers + half + k // 256 * words_stride + stored_row)
+                    if HAS_SUPERBLOCKS:
+                        up_scales = tl.load(superblocks + half + k // 256 * words_stride + stored_row)
             if i % SAME == 0:
                 at = k // WORD * words_stride + stored_row
                 word = tl.load(words + at)
@@ -143,9 +143,9 @@ def _packed_gemm(
 
 @triton.jit(do_not_specialize=["M"])
 def _dequantize_rows(
-    ids, codes, high, words, supers, out, M, num_rows, K, chunks, words_stride,
+    ids, codes, high, words, superblocks, out, M, num_rows, K, chunks, words_stride,
     ROWS: tl.constexpr, KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SUB: tl.constexpr, BLOCK: tl.constexpr,
-    WORD: tl.constexpr, ZERO: tl.constexpr, PARTS: tl.constexpr, HAS_SUPERS: tl.constexpr, GATHER: tl.constexpr,
+    WORD: tl.constexpr, ZERO: tl.constexpr, PARTS: tl.constexpr, HAS_SUPERBLOCKS: tl.constexpr, GATHER: tl.constexpr,
 ):  # fmt: skip
     """Dequantize a chunk of some rows to `out`, [M, K]: rows `ids` if GATHER, else the first rows. NaN for other ids."""
     PER_CODE: tl.constexpr = 16 // LOW
@@ -167,8 +167,8 @@ def _dequantize_rows(
             upper, scales = packed, packed
             if HIGH > 0:
                 upper = tl.load(high + ((tile * chunks + chunk) * 64 + row)[:, None] * SUB + depth[None, :])
-            if HAS_SUPERS:
-                scales = tl.load(supers + k // 256 * words_stride + stored_row)
+            if HAS_SUPERBLOCKS:
+                scales = tl.load(superblocks + k // 256 * words_stride + stored_row)
         word = tl.load(words + k // WORD * words_stride + stored_row)
         left = _dequantize_part(packed, upper, word, scales, i, KIND, LOW, HIGH, i * SUB % WORD // BLOCK, ZERO, dtype)
         left = tl.where(known[:, None], left, float("nan"))
@@ -184,7 +184,7 @@ def constants(packing: Packing) -> dict[str, Any]:
     """Return the compile-time arguments that describe a format."""
     return {
         "KIND": packing.kind, "LOW": packing.low, "HIGH": packing.high, "SUB": packing.sub, "BLOCK": packing.block,
-        "WORD": packing.word, "ZERO": packing.zero, "PARTS": packing.parts, "HAS_SUPERS": packing.has_supers,
+        "WORD": packing.word, "ZERO": packing.zero, "PARTS": packing.parts, "HAS_SUPERBLOCKS": packing.has_superblocks,
     }  # fmt: skip
 
 
@@ -214,7 +214,7 @@ class PackedGemm:
         self._dtype, self._halves = dtype, 1 + weight.gated
         self.num_outputs = weight.num_outputs // self._halves
         self._high = weight.codes if weight.high is None else weight.high
-        self._supers = weight.words if weight.supers is None else weight.supers
+        self._superblocks = weight.words if weight.superblocks is None else weight.superblocks
         self._constants = constants(weight.packing)
         self._launch_options = launch_options(has_dependent_launch(weight.codes.device))
         sizes = (16, 32, 64) if tiling is None else (MAX_FUSED_ROWS,)
@@ -257,7 +257,7 @@ class PackedGemm:
         if not len(x):
             return
         _packed_gemm[grid](
-            x, weight.codes, self._high, weight.words, self._supers, out if self._bias is None else self._bias, out,
+            x, weight.codes, self._high, weight.words, self._superblocks, out if self._bias is None else self._bias, out,
             workspace.partials, workspace.arrived, len(x), size, weight.num_inputs, len(weight.codes) // self._halves * TILE,
             weight.chunks, weight.words.stride(0), x.stride(0), out.stride(0), COLS=tiling.cols, ROWS=tiling.rows,
             SPLITS=tiling.splits, HAS_BIAS=self._bias is not None, GATED=weight.gated, WIDEN=not x.is_cuda,
@@ -274,12 +274,12 @@ class PackedGemm:
     def _dequantize(self, out: torch.Tensor, ids: torch.Tensor | None = None, first_tile: int = 0) -> None:
         """Dequantize rows `ids` to `out`, or else the rows from a tile on."""
         weight, rows = self._weight, slice(first_tile * TILE, None)
-        supers = self._supers if weight.supers is None else self._supers[:, rows]
+        superblocks = self._superblocks if weight.superblocks is None else self._superblocks[:, rows]
         block = TILE if ids is None else _GATHERED_ROWS
         if not len(out):
             return
         _dequantize_rows[triton.cdiv(len(out), block), weight.chunks](
-            out if ids is None else ids, weight.codes[first_tile:], self._high[first_tile:], weight.words[:, rows], supers,
+            out if ids is None else ids, weight.codes[first_tile:], self._high[first_tile:], weight.words[:, rows], superblocks,
             out, len(out), len(out) if ids is None else weight.num_outputs, weight.num_inputs, weight.chunks,
             weight.words.stride(0), ROWS=block, GATHER=ids is not None, num_warps=4, **self._constants,
         )  # fmt: skip

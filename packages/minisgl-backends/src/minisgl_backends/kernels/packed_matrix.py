@@ -11,7 +11,7 @@ import torch.nn.functional as F
 TILE = 64
 """Outputs whose codes are stored together."""
 SUPERBLOCK = 256
-"""Inputs per element of `PackedMatrix.supers`."""
+"""Inputs per element of `PackedMatrix.superblocks`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Packing:
         return self.chunk % self.word == 0 or self.word % self.chunk == 0
 
     @property
-    def has_supers(self) -> bool:
+    def has_superblocks(self) -> bool:
         """Return True if a scale is a product with its superblock's."""
         return self.kind in ("bytes", "byte_pairs", "nibbles")
 
@@ -114,13 +114,13 @@ class PackedMatrix(TiledWeight):
         codes: first plane, int16 [T, C * parts * low / 16, 64, sub].
         high: second plane, int16 [T, C, 64, sub], or None.
         words: fields of scales, int32 [C * chunk / word, T * 64].
-        supers: scale and offset of superblocks, float16 pairs in int32 [C * chunk / 256, T * 64], or None.
+        superblocks: scale and offset of superblocks, float16 pairs in int32 [C * chunk / 256, T * 64], or None.
         packing: format of all of them.
     """
 
     high: torch.Tensor | None = None
     words: torch.Tensor
-    supers: torch.Tensor | None = None
+    superblocks: torch.Tensor | None = None
     packing: Packing
 
     @classmethod
@@ -139,7 +139,7 @@ class PackedMatrix(TiledWeight):
             codes=zeros(tiles, inputs * packing.low // 16 // packing.sub, TILE, packing.sub, dtype=torch.int16),
             high=zeros(tiles, chunks, TILE, packing.sub, dtype=torch.int16) if packing.high else None,
             words=zeros(-(-inputs // packing.word), lines),
-            supers=zeros(-(-inputs // SUPERBLOCK), lines) if packing.has_supers else None,
+            superblocks=zeros(-(-inputs // SUPERBLOCK), lines) if packing.has_superblocks else None,
             packing=packing,
             num_inputs=num_inputs,
             num_outputs=num_outputs,
@@ -152,7 +152,7 @@ class PackedMatrix(TiledWeight):
         return self.codes.shape[1] * 16 // self.packing.low // self.packing.parts
 
     def store(
-        self, rows: torch.Tensor, codes: torch.Tensor, words: torch.Tensor, supers: torch.Tensor | None = None
+        self, rows: torch.Tensor, codes: torch.Tensor, words: torch.Tensor, superblocks: torch.Tensor | None = None
     ) -> None:
         """Store some rows of tiles: codes, uint8 [rows, K], words, int32 [rows, ...], and superblocks, int32 [rows, K / 256]."""
         packing, at = self.packing, (rows // TILE, slice(None), rows % TILE)
@@ -160,8 +160,8 @@ class PackedMatrix(TiledWeight):
         if self.high is not None:
             self.high[at] = _plane(codes, packing.low, packing.high, packing.sub, self.chunks)
         self.words[: words.shape[1], rows] = words.t()
-        if self.supers is not None and supers is not None:
-            self.supers[: supers.shape[1], rows] = supers.t()
+        if self.superblocks is not None and superblocks is not None:
+            self.superblocks[: superblocks.shape[1], rows] = superblocks.t()
 
 
 def _plane(codes: torch.Tensor, first: int, bits: int, sub: int, length: int) -> torch.Tensor:

@@ -35,6 +35,6 @@ def choose_tiling(num_rows: int, num_outputs: int, weight: PackedMatrix) -> Pack
     cols, rows = 64, max(16, triton.next_power_of_2(num_rows))
     shared = 220_000 if has_large_shared_memory(weight.codes.device) else 98_000
     bits = packing.low * packing.chunk + 16 * packing.sub * (packing.high > 0)
-    scales = 4 * max(1, packing.chunk // packing.word) + 4 * packing.has_supers
+    scales = 4 * max(1, packing.chunk // packing.word) + 4 * packing.has_superblocks
     stage = 2 * packing.chunk * rows + cols * (1 + gated) * (bits // 8 + scales)
     return PackedTiling(cols, rows, splits, stages=max(2, min(4, shared // stage)))

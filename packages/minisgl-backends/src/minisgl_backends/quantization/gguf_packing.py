@@ -26,9 +26,9 @@ def pack(matrix: PackedMatrix, row: int, kind: GgmlType, blocks: torch.Tensor) -
     step = max(1, _CHUNK // matrix.num_inputs)
     for start in range(0, len(blocks), step):
         part = blocks[start : start + step].view(torch.uint8)
-        codes, scales, supers = unpack(part.view(len(part), -1, kind.block_bytes))
+        codes, scales, superblocks = unpack(part.view(len(part), -1, kind.block_bytes))
         rows = matrix.rows_of(row + start, len(part))
-        matrix.store(rows, codes.flatten(1), _words(scales), None if supers is None else _words(supers))
+        matrix.store(rows, codes.flatten(1), _words(scales), None if superblocks is None else _words(superblocks))
 
 
 def _words(fields: torch.Tensor) -> torch.Tensor:

@@ -161,7 +161,7 @@ def _granite(key: Lookup, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layer_types(key: Lookup, config: Mapping[str, Any], period: int) -> list[str]:
-    """Return the kind of each layer; the file has a period, of which the last layer has no window, or a flag per layer."""
+    """Return the type of each layer; the file has a period, of which the last layer has no window, or a flag per layer."""
     pattern = key("attention.sliding_window_pattern", period)
     has_window = (
         pattern if isinstance(pattern, list) else [(i + 1) % pattern != 0 for i in range(config["num_hidden_layers"])]
