@@ -6,8 +6,10 @@ import json
 
 import pytest
 
+from minisgl_backends.grammar.lark import MAX_RULES
 from minisgl_backends.grammar.llguidance_grammar import LlguidanceGrammar
 from minisgl_core.contracts.structured_outputs import MAX_CHOICES
+from minisgl_core.errors import InvalidValueError
 from minisgl_core.testing.grammar_kit import EOS, VOCAB_SIZE, GrammarTests, byte_tokenizer
 
 
@@ -43,3 +45,11 @@ def test_a_grammar_may_name_special_tokens(text: str) -> None:
         assert state.accept(byte_tokenizer().convert_tokens_to_ids(letter))
     assert state.accept(call)
     assert state.is_complete
+
+
+@pytest.mark.parametrize("attributes", ["", '[capture="]:"]', '[stop=/a]"/, capture="x"]'])
+def test_rules_count_whatever_their_attributes_are(attributes: str) -> None:
+    """Attributes may hold what ends the name of a rule elsewhere. llguidance's time is quadratic in nested rules."""
+    rules = [f'a{number}{attributes}: a{number + 1} "x"' for number in range(MAX_RULES)]
+    with pytest.raises(InvalidValueError, match=f"may have {MAX_RULES} rules"):
+        LlguidanceGrammar.check("grammar", "\n".join(["start: a0", *rules]), "it")

@@ -25,9 +25,11 @@ MAX_EBNF_CHARS = 20_000
 """Longest EBNF. It is translated by Python code whose time is quadratic in the length."""
 
 MAX_RULES = 300
-"""Most rules of a grammar. llguidance's time is quadratic for nested terminals, if it reports an error at each of them."""
-_RULE = re.compile(r"^[ \t]*[?!]?\w[^\":\n]*:", re.MULTILINE)
-_NAME = re.compile(r""""(?:\\.|[^"\\\n])*"|//.*|#.*|/(?:\\.|[^/\\\n])+/|<[^<>\s"]+>""")
+"""Most rules of a grammar. llguidance's time is quadratic for nested rules, if it reports an error at each of them."""
+_STRING, _REGEX = r'"(?:\\.|[^"\\\n])*"', r"/(?:\\.|[^/\\\n])+/"
+_RULE = re.compile(rf'^[ \t]*[?!]?\w[^":\[\n]*+(?:\[(?:{_STRING}|{_REGEX}|[^"/\]\n])*+\])?+[^":\n]*+:', re.MULTILINE)
+"""Matches a rule's name and attributes, such as ``word[capture="w"]:``. Nothing is tried twice, so the time is linear."""
+_NAME = re.compile(rf'{_STRING}|//.*|#.*|{_REGEX}|<[^<>\s"]+>')
 """Matches token names, and strings, comments and regular expressions, in which a token name has no meaning."""
 
 Tags = Mapping[str, int]
