@@ -34,6 +34,10 @@ def serve_deaf(report: Callable[[Ready], None]) -> None:
     time.sleep(600)
 
 
+def hang(*_: Any) -> None:
+    time.sleep(600)
+
+
 def fail_by_user(report: Callable[[Ready], None]) -> None:
     raise InvalidValueError("--attn", "nope", "one of torch")
 

@@ -63,6 +63,9 @@ class ServerOptions:
         1.5, "Ratio to the requests of the least loaded replica; see --router-overload-requests.", low=1.0
     )
     served_model_name: str | None = option(None, "Name of the model in the API; by default, its own.")
+    startup_timeout: float = option(
+        1800.0, "Seconds that an engine has to start; one that takes longer is killed, as it may hang.", low=1.0
+    )
     drain_timeout: float = option(10.0, "Seconds that running requests have to finish after SIGTERM.", low=0.0)
     api_key: tuple[str, ...] = option(
         (), "API key that requests must send as 'Authorization: Bearer KEY'; may be given several times.", secret=True

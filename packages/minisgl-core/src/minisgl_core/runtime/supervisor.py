@@ -111,6 +111,10 @@ class Supervisor:
         self._ending.add(name)
         _ask_to_end(self._processes[name])
 
+    def kill(self, name: str) -> None:
+        """Kill a child, which is then reported as one that died."""
+        self._processes[name].kill()
+
     def discard(self, *names: str) -> None:
         """Kill children and forget them, so that their names can be used again."""
         for name in names:

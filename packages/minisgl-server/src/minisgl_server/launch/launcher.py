@@ -90,7 +90,7 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
                 if registry.load("router", options.router).uses_events:
                     os.environ[ROUTER_EVENTS_VARIABLE] = addresses.router_events  # the engines report events to it
                 supervisor.start(ROUTER, RUN_ROUTER, options, addresses)
-            replicas = Replicas(config, registry, supervisor, addresses, apis.tell)
+            replicas = Replicas(config, registry, supervisor, addresses, options.startup_timeout, apis.tell)
             replicas.start()
             for index, name in enumerate(_tokenizers(addresses)):
                 supervisor.start(name, RUN_TOKENIZER, config, options, index, addresses)

@@ -1,6 +1,7 @@
 """Engines of a launch: starts their ranks, and restarts a replica that dies."""
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ class Replicas(Restarts):
     ``[r * size, (r + 1) * size)``, or its part of the CPU cores.
 
     Args:
+        startup_timeout_s: time that an engine has to start. After that, its ranks that are not ready are killed.
         tell_api: sends `NoReplica` to the API server, and `EngineInfo` when a replica is ready again.
     """
 
@@ -43,10 +45,14 @@ class Replicas(Restarts):
         registry: Registry,
         supervisor: Supervisor,
         addresses: IpcAddresses,
+        startup_timeout_s: float = math.inf,
         tell_api: Callable[[NoReplica | EngineInfo], None] = lambda message: None,
     ) -> None:
         super().__init__(supervisor, addresses, addresses.num_replicas)
         self._tell_api = tell_api
+        self._startup_timeout_s = startup_timeout_s
+        self._deadline_s: dict[int, float] = {}
+        """Time by which the ranks must be ready, by index of the replica; replicas that have started are missing."""
         self._executor = make_executor(config, registry, supervisor, addresses.num_replicas)
         self._cores: list[list[int]] = []
         """Cores of each replica; empty if they share all cores."""
@@ -90,6 +96,7 @@ class Replicas(Restarts):
         self._is_draining = True
         for replica in self.due_s:
             del self._engine_ids[replica]
+            self._deadline_s.pop(replica, None)
         self.due_s.clear()
 
     def check(self) -> None:
@@ -116,6 +123,7 @@ class Replicas(Restarts):
         engine_id, now_s = self._engine_ids[replica], time.monotonic()
         pid = self._supervisor.pid(self._names(replica)[0])
         self._supervisor.discard(*self._names(replica))
+        self._deadline_s.pop(replica, None)
         drop_gauges(pid)
         if engine_id in self._ready_s:
             self._tell_router(ReplicaDied(replica, engine_id))
@@ -140,6 +148,20 @@ class Replicas(Restarts):
             self._tell_api(no_replica)
         return True
 
+    def start_due(self) -> float:
+        """Also kill the ranks that are not ready in time. The supervisor reports them as ranks that have died."""
+        now_s = time.monotonic()
+        for replica, deadline_s in list(self._deadline_s.items()):
+            late = [name for name in self._names(replica) if name not in self._supervisor.ready]
+            if not late:
+                del self._deadline_s[replica]
+            elif deadline_s <= now_s:
+                del self._deadline_s[replica]
+                logger.error("%s did not start within %g s, and is killed.", ", ".join(late), self._startup_timeout_s)
+                for name in late:
+                    self._supervisor.kill(name)
+        return min(super().start_due(), min(self._deadline_s.values(), default=math.inf))
+
     def start_one(self, index: int) -> None:
         """Start an engine with a new id, and a directory of its own if there are several replicas."""
         replica, engine_id = index, self._engine_ids[index]
@@ -157,6 +179,7 @@ class Replicas(Restarts):
         with self._on_cores(replica):
             for name, each in zip(self._names(replica), placements, strict=True):
                 self._executor.start(name, each, RUN_RANK, self._config, placements, each.rank, addresses)
+        self._deadline_s[replica] = time.monotonic() + self._startup_timeout_s
 
     def _names(self, replica: int) -> list[str]:
         """Return the names of a replica's processes in rank order."""

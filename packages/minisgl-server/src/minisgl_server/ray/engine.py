@@ -30,6 +30,7 @@ from minisgl_core.runtime.ipc import AsyncReceiver, IpcAddresses, Sender
 from minisgl_core.runtime.supervisor import Supervisor
 from minisgl_core.utils import logs
 from minisgl_server.launch.replicas import Replicas
+from minisgl_server.launch.restarts import wait_and_restart
 from minisgl_server.metrics.endpoint import Families, collect_local
 from minisgl_server.metrics.engine_metrics import prepare_metrics
 from minisgl_server.options import ServerOptions
@@ -70,7 +71,8 @@ class Engine:
         if registry.load("router", options.router).uses_events:
             os.environ[ROUTER_EVENTS_VARIABLE] = self._addresses.router_events
         self._supervisor = Supervisor(self._addresses.directory, options.log_level, options.log_format)
-        self._engine = Replicas(config, registry, self._supervisor, self._addresses)
+        timeout_s = options.startup_timeout
+        self._engine = Replicas(config, registry, self._supervisor, self._addresses, timeout_s)
         self._running: dict[str, _Running] = {}
         self._callers = Connections()
         self._health: asyncio.Future[None] | None = None
@@ -91,7 +93,7 @@ class Engine:
 
     def _start(self) -> EngineInfo:
         self._engine.start()
-        self._supervisor.wait(self._engine.are_ready)
+        wait_and_restart(self._supervisor, (self._engine,), self._engine.are_ready, wake=None)
         return self._engine.mark_ready()
 
     def _watch(self) -> None:
