@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 import timeit
+from concurrent.futures import wait
 from typing import Any
 
 import msgspec
@@ -17,7 +18,7 @@ from minisgl_core.contracts.grammar import GrammarKind, GrammarState, clear_toke
 from minisgl_core.contracts.structured_outputs import GrammarSource
 from minisgl_core.protocol.messages import Submit
 from minisgl_core.sampling_params import SamplingParams
-from minisgl_core.scheduler.constraints import Constraint, GrammarManager, wait_for_any
+from minisgl_core.scheduler.constraints import Constraint, GrammarManager
 from minisgl_core.testing.grammar_kit import EOS, VOCAB_SIZE, byte_tokenizer
 
 BEGIN, END = byte_tokenizer().convert_tokens_to_ids(["<tool>", "<|call|>"])
@@ -51,7 +52,7 @@ class Forgetful(LlguidanceGrammar):
 def test_a_provider_that_compiles_to_nothing_is_named() -> None:
     grammars = GrammarManager(lambda: Forgetful(byte_tokenizer(), VOCAB_SIZE, EOS), VOCAB_SIZE)
     constraint = grammars.start(GrammarSource("choice", '["a"]', "it"))
-    wait_for_any([constraint], 60)
+    wait([constraint.compiled], 60)
     constraint.begin()
     assert "Forgetful.compile()" in constraint.error
 
@@ -96,7 +97,7 @@ def test_an_aborted_request_does_not_wait_for_its_grammar() -> None:
             loop.scheduler.submit(msgspec.structs.replace(submit, request_id=f"{number}", grammar=source))
         for number in range(8):
             loop.scheduler.abort(f"{number}")
-        assert [request.request_id for request in loop.scheduler._compiling] == ["8"]
+        assert [request.request_id for request in loop.scheduler.waiting] == ["8"]
         assert grammars.num_grammars == 1
     tiny.run(loop)
     assert grammars.num_grammars == 1

@@ -162,9 +162,18 @@ def test_preemption_and_resumption_lose_no_token() -> None:
     tiny.assert_nothing_in_use(loop)
 
 
+class CountsMatches(RadixPrefixCache):
+    num_matches = 0
+
+    def match(self, *args: Any) -> Any:
+        self.num_matches += 1
+        return super().match(*args)
+
+
 def test_a_request_that_waits_for_pages_moves_no_table_entries() -> None:
-    """Though the cache holds the beginning of its prompt, which is looked up at every step."""
+    """Though the cache holds the beginning of its prompt, which is looked up only if the cache has grown."""
     scheduler = tiny.new_loop(page_size=1, num_pages=tiny.MAX_SEQ_LEN + 1, cache="radix").scheduler
+    cache = scheduler.pages.cache = CountsMatches(1)
 
     def num_entries() -> int:
         plan = scheduler.schedule()
@@ -174,7 +183,11 @@ def test_a_request_that_waits_for_pages_moves_no_table_entries() -> None:
 
     for name, tokens, num_tokens in (("runs", prompt(1, 20), 3), ("waits", (*prompt(1, 20), *prompt(2, 27)), 1)):
         scheduler.submit(Submit(request_id=name, token_ids=np.array(tokens, np.int32), sampling=greedy(num_tokens)))
-    assert [num_entries() for _ in range(3)] == [20, 1, 1]
+    assert num_entries() == 20
+    assert num_entries() == 1
+    num_matches = cache.num_matches
+    assert num_entries() == 1
+    assert cache.num_matches == num_matches
     assert scheduler.num_waiting == 1
     assert num_entries() == 47
 

@@ -21,6 +21,8 @@ from minisgl_core.contracts.prefix_cache import (
 from minisgl_core.errors import CacheFullError
 
 _EMPTY = np.empty(0, np.int32)
+_FEW_TOKENS = 1024
+"""Most tokens of a node that are compared as bytes first."""
 
 
 class RadixPrefixCache(PrefixCache):
@@ -191,25 +193,29 @@ class RadixPrefixCache(PrefixCache):
 
     def _walk(self, token_ids: TokenIds, node: RadixNode) -> RadixNode:
         """Descend from `node` while whole pages match, split the node in which the match ends, and mark the path as used."""
-        rest = np.asarray(token_ids, np.int32)
-        rest = rest[: len(rest) // self.page_size * self.page_size]
-        while child := node.children.get(edge_key(rest, self.page_size)):
-            num_common_pages = child.num_common_tokens(rest) // self.page_size
-            if num_common_pages < len(child.pages):
-                node = child.split(num_common_pages, self.page_size)
-                (self._locked if node.num_locks else self._lru)[node] = None
-                break
+        tokens = np.asarray(token_ids, np.int32)
+        tokens = tokens[: len(tokens) // self.page_size * self.page_size]
+        # A path may have thousands of short nodes. Their bytes are compared in a fraction of the time that arrays take.
+        data, start = tokens.tobytes(), 0
+        while child := node.children.get(data[4 * start : 4 * (start + self.page_size)]):
+            length = len(child.token_ids)
+            if length > _FEW_TOKENS or not data.startswith(child.token_ids.tobytes(), 4 * start):
+                num_common = child.num_common_tokens(tokens[start:])
+                if num_common < length:
+                    node = child.split(num_common // self.page_size, self.page_size)
+                    (self._locked if node.num_locks else self._lru)[node] = None
+                    break
             node = child
-            rest = rest[len(child.token_ids) :]
+            start += length
         self._touch(node)
         return node
 
     def _touch(self, node: RadixNode) -> None:
-        for ancestor in self._path_up(node):
-            if ancestor.num_locks > 0:
-                break
-            self._lru[ancestor] = None
-            self._lru.move_to_end(ancestor)
+        lru = self._lru
+        while node.parent is not None and node.num_locks == 0:
+            lru[node] = None
+            lru.move_to_end(node)
+            node = node.parent
 
     def _path_up(self, node: RadixNode) -> Iterator[RadixNode]:
         """Yield `node` and its ancestors without the root."""

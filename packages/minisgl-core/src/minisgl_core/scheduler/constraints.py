@@ -10,8 +10,8 @@ import hashlib
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Lock, RLock
 
@@ -67,16 +67,6 @@ class Constraint:
         self._state: GrammarState | None = None
         self.error = ""
         self.param: str | None = source.name
-
-    @property
-    def is_compiled(self) -> bool:
-        """True if the grammar is compiled, so that `begin` returns at once."""
-        return self.compiled.done()
-
-    @property
-    def has_begun(self) -> bool:
-        """True if `begin` was called and succeeded."""
-        return self._state is not None
 
     def begin(self) -> None:
         """Copy the state of the compiled grammar, or set `error`."""
@@ -296,8 +286,3 @@ def _key(source: GrammarSource) -> bytes:
 
 def _size(source: GrammarSource) -> int:
     return len(source.text) + sum(len(schema) for _, schema in source.parts)
-
-
-def wait_for_any(constraints: Iterable[Constraint], timeout_s: float) -> None:
-    """Wait until one of the grammars is compiled, or until the time is over."""
-    wait([each.compiled for each in constraints], timeout_s, return_when=FIRST_COMPLETED)

@@ -36,6 +36,8 @@ class PageManager:
         self.allocator = PageAllocator(num_pages)
         self.cache = cache
         self._running, self._hooks = running, hooks
+        self._num_insertions = 0
+        """Insertions into the cache that added pages. Until the next one, no match becomes longer."""
         self._table_writes: list[tuple[Int32, Int32, Int32]] = []
         """(rows, columns, pages) of the writes that no plan has yet: several pages of one request, or one page of each decode."""
 
@@ -54,6 +56,14 @@ class PageManager:
             return 0
         return self._num_usable(request, self.cache.match(request.tokens.view, request.namespace)) * self.page_size
 
+    def surely_lacks_pages(self, request: Request, num_tokens: int, num_available: int) -> bool:
+        """Return True if the last match shows that a waiting request needs more than `num_available` pages.
+
+        Without insertions since then, a match would not be longer now. So the cache need not be searched again.
+        """
+        is_known = request.matched_at == self._num_insertions
+        return is_known and self.pages_for(num_tokens) - request.num_matched > num_available
+
     def attach_cached(self, request: Request) -> None:
         """Replace the computed prefix of a request by a cached one, if that is longer.
 
@@ -65,6 +75,7 @@ class PageManager:
         tokens = request.tokens.view
         match = self.cache.match(tokens, request.namespace)
         num_usable = self._num_usable(request, match)
+        request.num_matched, request.matched_at = num_usable, self._num_insertions
         if num_usable * self.page_size <= request.num_computed:
             return
         if num_usable < len(match.pages):
@@ -173,12 +184,16 @@ class PageManager:
             self.cache.unlock(request.handle)
         self.allocator.free(duplicates)
         self.allocator.free(rest)
+        request.matched_at = -1
         request.reset()
 
     def _insert(self, request: Request, tokens: Int32, pages: Int32) -> PrefixInsert:
         """Insert pages into the cache, and call the hook for the pages that the cache took."""
         inserted = self.cache.insert(tokens, pages, request.namespace)
-        if self._hooks.pages_cached is not None and len(inserted.pages) > inserted.num_present:
+        if len(inserted.pages) == inserted.num_present:
+            return inserted
+        self._num_insertions += 1
+        if self._hooks.pages_cached is not None:
             known = tokens[: len(inserted.pages) * self.page_size].copy()
             self._hooks.pages_cached(
                 namespace=request.namespace, token_ids=known, pages=inserted.pages, num_present=inserted.num_present

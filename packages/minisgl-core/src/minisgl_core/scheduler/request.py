@@ -34,6 +34,8 @@ class Request:
         stop_ids: tokens that end the output: stop tokens and, without ignore_eos, EOS tokens.
         num_cached: prompt tokens found in the cache at the first admission, for the usage report; -1 before.
         num_shared: number of its first pages that belong to the prefix cache.
+        num_matched, matched_at: usable pages of its last match, and the number of insertions into the cache before it; see
+            `PageManager`.
         handle: the cache's handle of these pages, which it locks; None without shared pages.
         namespace: namespace of its prefix in the cache, from salt and adapter.
         row: page-table row; 0 while waiting.
@@ -77,7 +79,8 @@ class Request:
         self.token_rules = TokenRules.of(submit)
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None if sampling.prompt_logprobs is None else [None]
         self.constraint = constraint
-        self.num_cached = -1
+        self.num_cached = self.matched_at = -1
+        self.num_matched = 0
         self.finish_reason: str | None = None
         self.reset()
 

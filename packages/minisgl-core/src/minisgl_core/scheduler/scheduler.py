@@ -14,8 +14,10 @@ The file is long because admission, preemption and the end of requests change on
 import logging
 import random
 import time
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence, Set
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any, cast
 
 import numpy as np
@@ -29,7 +31,7 @@ from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.protocol.batch_plan import BatchPlan, StepResult, TokenMasks
 from minisgl_core.protocol.messages import Rejected, Submit, TokenBatch, TokenLogprobs, TokenOut
 from minisgl_core.protocol.scheduler_stats import SchedulerStats
-from minisgl_core.scheduler.constraints import Constraint, GrammarManager, wait_for_any
+from minisgl_core.scheduler.constraints import Constraint, GrammarManager
 from minisgl_core.scheduler.limits import SchedulerLimits
 from minisgl_core.scheduler.page_manager import PageManager
 from minisgl_core.scheduler.planner import Chunk, Planner
@@ -93,8 +95,10 @@ class Scheduler:
         self.stats = SchedulerStats()
         self.step_times = StepTimes(limits.max_step_s)
         self._waiting: list[Request] = []
-        self._compiling: dict[Request, Constraint] = {}
-        """Waiting requests whose grammars are not compiled yet."""
+        self._compiling: dict[Constraint, Request] = {}
+        """Requests that wait until their grammars are compiled; `_waiting` has the others."""
+        self._compiled = SimpleQueue[Constraint]()
+        """Constraints whose grammars are compiled, or whose compilation failed or was cancelled. Other threads add them."""
         self._by_id: dict[str, Request] = {}
         self._num_arrived = 0
         self._aborted: list[tuple[int, TokenOut]] = []
@@ -122,7 +126,7 @@ class Scheduler:
         self.validate(submit)
         limits = self.limits
         if self.is_full:
-            raise QueueFullError(f"{len(self._waiting)} requests are waiting already; try again later")
+            raise QueueFullError(f"{self.num_waiting} requests are waiting already; try again later")
         self._num_arrived += 1
         constraint = None
         if submit.grammar is not None:
@@ -137,9 +141,11 @@ class Scheduler:
             constraint=constraint,
         )
         self._by_id[request.request_id] = request
-        if constraint is not None:
-            self._compiling[request] = constraint
-        insort(self._waiting, request, key=_queue_key)
+        if constraint is None:
+            insort(self._waiting, request, key=_queue_key)
+        else:
+            self._compiling[constraint] = request
+            constraint.compiled.add_done_callback(lambda _: self._compiled.put(constraint))
 
     def abort(self, request_id: str, reason: str = "abort") -> None:
         """Abort a waiting or running request; `reason` as in `Abort`. Unknown ids are ignored, as it may have just finished."""
@@ -156,7 +162,7 @@ class Scheduler:
     @property
     def waiting(self) -> Sequence[Request]:
         """Requests without a page-table row, in queue order; not to be changed."""
-        return self._waiting
+        return sorted((*self._waiting, *self._compiling.values()), key=_queue_key) if self._compiling else self._waiting
 
     @property
     def running(self) -> Sequence[Request]:
@@ -170,7 +176,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Number of waiting requests, which hold no pages."""
-        return len(self._waiting)
+        return len(self._waiting) + len(self._compiling)
 
     @property
     def num_running(self) -> int:
@@ -180,7 +186,7 @@ class Scheduler:
     @property
     def is_full(self) -> bool:
         """True if `submit` refuses requests: `max_queued` requests wait, in addition to one per free page-table row."""
-        return len(self._waiting) >= self.limits.max_queued + self.rows.num_free
+        return self.num_waiting >= self.limits.max_queued + self.rows.num_free
 
     @property
     def num_pages_used(self) -> int:
@@ -196,8 +202,8 @@ class Scheduler:
 
     def schedule(self) -> BatchPlan | None:
         """Plan the next step. Return None if nothing can run before `process` has handled the steps in flight."""
-        if self._compiling:
-            self._take_compiled()
+        while not self._compiled.empty():
+            self._end_compiling(self._compiled.get())
         scheduled = self._schedule_decodes()
         if scheduled is None:
             return None
@@ -205,7 +211,9 @@ class Scheduler:
         prefills = self._schedule_prefills(len(decodes), prefill_rows)
         if not len(decodes) and not prefills:
             if self._compiling and not self._running and not self._aborted:
-                wait_for_any(self._compiling.values(), _COMPILE_WAIT_S)
+                with suppress(Empty):
+                    self._end_compiling(self._compiled.get(timeout=_COMPILE_WAIT_S))
+                return None
             return self._unblock()
         plan = self.planner.plan(decodes, prefills, self.pages.drain_table_writes())
         self._running.launch(plan.rows, plan.rows[plan.sample.index], decodes)
@@ -326,19 +334,27 @@ class Scheduler:
 
     # Prefills.
 
-    def _take_compiled(self) -> None:
-        """Make requests whose grammars are compiled ready for admission, and end those with an invalid grammar."""
-        done = [each for each in self._compiling.items() if each[1].is_compiled]
-        for request, constraint in done:
-            self._stop_compiling(request)
-            constraint.begin()
-            if constraint.error:
-                self.stats.num_aborted += 1
-                self._aborted.append((request.worker, self._finish(request, "abort", [])))
+    def _end_compiling(self, constraint: Constraint) -> None:
+        """Queue a request whose grammar is compiled, or end it if its grammar is invalid. It may have been aborted meanwhile."""
+        if constraint not in self._compiling:
+            return
+        request = self._stop_compiling(constraint)
+        insort(self._waiting, request, key=_queue_key)
+        constraint.begin()
+        if constraint.error:
+            self.stats.num_aborted += 1
+            self._aborted.append((request.worker, self._finish(request, "abort", [])))
 
-    def _stop_compiling(self, request: Request) -> None:
+    def _remove_waiting(self, request: Request) -> None:
+        index = bisect_left(self._waiting, _queue_key(request), key=_queue_key)
+        assert self._waiting[index] is request
+        del self._waiting[index]
+
+    def _stop_compiling(self, constraint: Constraint) -> Request:
+        """End the wait for a grammar, and return the request that waited for it."""
         assert self.grammars is not None
-        self.grammars.stop(self._compiling.pop(request))
+        self.grammars.stop(constraint)
+        return self._compiling.pop(constraint)
 
     def _schedule_prefills(self, num_decodes: int, rows: Int32) -> list[Chunk]:
         most = self.limits.max_prefill_tokens
@@ -377,22 +393,22 @@ class Scheduler:
         """Admit waiting requests while the budget, rows and pages suffice; see `_schedule_prefills` for the reserve."""
         few_wait = len(self._waiting) <= _FEW_WAITING
         reserved = self.pages.num_reserved()
-        waiting = self._waiting
-        if self._compiling:
-            waiting = [each for each in waiting if each.constraint is None or each.constraint.has_begun]
-        for request in self._in_order(waiting):
+        for request in self._in_order(self._waiting):
             if budget <= 0 or self.rows.num_free == 0:
+                return
+            num_tokens = min(request.length + 1, self.limits.max_seq_len)
+            if self.pages.surely_lacks_pages(request, num_tokens, self.pages.num_available - reserved):
                 return
             self._running.assign(request, self.rows.allocate())
             self.pages.attach_cached(request)
             num_left = request.length - request.num_computed if few_wait else 1
             has_room = not (chunks and reserve) or num_left <= budget - reserve
-            missing = self.pages.missing_pages(request, min(request.length + 1, self.limits.max_seq_len))
+            missing = self.pages.missing_pages(request, num_tokens)
             if not has_room or missing > self.pages.num_available - reserved:
                 self.rows.free(request.row)
                 self.pages.detach(request)
                 return
-            self._waiting.remove(request)
+            self._remove_waiting(request)
             self._running.admit(request)
             self.planner.register(request)
             if request.num_cached < 0:
@@ -454,9 +470,10 @@ class Scheduler:
         self.stats.num_finished += 1
         del self._by_id[request.request_id]
         if request.row == 0:
-            self._waiting.remove(request)
-            if request in self._compiling:
-                self._stop_compiling(request)
+            if (constraint := request.constraint) is not None and constraint in self._compiling:
+                self._stop_compiling(constraint)
+            else:
+                self._remove_waiting(request)
             self._report(request)
         else:
             self._running.end(request)
@@ -491,7 +508,7 @@ class Scheduler:
         running = self._running.all()
         assert self.rows.num_free + len(running) == self.rows.capacity, "a row is lost"
         live = {id(request) for request in self._by_id.values()}
-        assert all(id(request) in live for request in self._waiting), "a waiting request is not in the map"
+        assert all(id(request) in live for request in self.waiting), "a waiting request is not in the map"
         assert all(id(r) in live or r.num_inflight for r in running), "a finished request still runs"
-        assert len(live) == len(self._waiting) + sum(id(r) in live for r in running), "a request is nowhere"
+        assert len(live) == self.num_waiting + sum(id(r) in live for r in running), "a request is nowhere"
         self._running.check()
