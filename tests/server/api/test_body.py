@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import zlib
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,9 @@ LIMITS = RequestLimits({}, text=2**20, values=1000, body_bytes=2**20)
 TEXT = b'{"prompt": "' + b"once upon a time " * 1000 + b'"}'
 
 
-def read(data: bytes, step: int = 1000, **headers: str) -> bytes:
+def read(
+    data: bytes, step: int = 1000, memory: BodyMemory | None = None, limits: RequestLimits = LIMITS, **headers: str
+) -> bytes:
     """Read the body of a request that comes chunk by chunk."""
     chunks = [data[place : place + step] for place in range(0, len(data), step)] or [b""]
 
@@ -29,8 +32,8 @@ def read(data: bytes, step: int = 1000, **headers: str) -> bytes:
     given = {"content-type": "application/json"} | {name.replace("_", "-"): each for name, each in headers.items()}
     named = [(name.encode(), each.encode("latin-1")) for name, each in given.items() if each]
     request = Request({"type": "http", "method": "POST", "path": "/", "headers": named}, receive)
-    with BodyMemory().reserve(LIMITS) as count:
-        return bytes(asyncio.run(read_body(request, LIMITS, count)))
+    with (memory or BodyMemory()).reserve(limits) as count:
+        return bytes(asyncio.run(read_body(request, limits, count)))
 
 
 def refusal(data: bytes, step: int = 1000, **headers: str) -> ApiError:
@@ -130,3 +133,12 @@ def test_many_large_bodies_at_a_time_are_refused() -> None:
     assert (caught.value.status, caught.value.code) == (429, "too_many_requests")
     with memory.reserve(LIMITS) as count:
         count(3 * 2**20)
+
+
+def test_the_connection_of_a_refused_body_is_closed() -> None:
+    memory, limits = BodyMemory(), replace(LIMITS, body_bytes=2**21)
+    with memory.reserve(limits) as count:
+        count(4 * 2**21)
+        with pytest.raises(ApiError) as caught:
+            read(b" " * (2**20 + 1), memory=memory, limits=limits)
+    assert (caught.value.status, caught.value.headers["Connection"]) == (429, "close")

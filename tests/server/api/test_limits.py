@@ -360,6 +360,38 @@ def test_large_messages_to_tokenize_are_read_on_a_thread(monkeypatch: pytest.Mon
         )
 
     monkeypatch.setattr(ChatMessage, "model_dump", record)
+    check = RequestLimits.check_conversation
+
+    def record_check(limits: RequestLimits, prompt: Tokenize) -> None:
+        threads.append(threading.current_thread())
+        check(limits, prompt)
+
+    monkeypatch.setattr(RequestLimits, "check_conversation", record_check)
     answer = post(types.SimpleNamespace(ready_info=engine, query=query), "/tokenize", messages=LARGE)
-    assert answer["count"] == len(threads) == len(LARGE)
+    assert answer["count"] == len(LARGE) == len(threads) - 1
     assert threading.main_thread() not in threads
+
+
+def test_stored_conversations_count_as_bodies_while_they_are_decoded() -> None:
+    async def query(message: Tokenize, _: Any) -> Tokens:
+        return Tokens(request_id=message.request_id, token_ids=[1, 2], token_names=[])
+
+    async def run() -> tuple[httpx.Response, httpx.Response]:
+        client: Any = types.SimpleNamespace(ready_info=engine, query=query)
+        application = app.create_app(client, app.ServerOptions())
+        application.state.response_store.put(
+            {"id": "resp_1"}, b"[]", [{"role": "user", "content": "x" * (MIB + MIB // 2)}]
+        )
+        limits, memory = RequestLimits.of(engine()), application.state.body_memory
+        transport = httpx.ASGITransport(application)
+        body = {"input": "Hi", "previous_response_id": "resp_1"}
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            with memory.reserve(limits) as add_bytes:
+                add_bytes(4 * limits.body_bytes)
+                refused = await http.post("/v1/responses/input_tokens", json=body)
+            return refused, await http.post("/v1/responses/input_tokens", json=body)
+
+    refused, accepted = asyncio.run(run())
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_requests")
+    assert "Connection" not in refused.headers, "the body was read, so the connection can be kept"
+    assert accepted.json()["input_tokens"] == 2

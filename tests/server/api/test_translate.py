@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
+import msgspec
+import pytest
+
+from minisgl_core.protocol.messages import EngineInfo
+from minisgl_core.sampling_params import SamplingParams
 from minisgl_server.api.anthropic.schemas import MessagesRequest
 from minisgl_server.api.anthropic.translate import to_chat_request
+from minisgl_server.api.openai.choices import Choices, make_tokenize
+from minisgl_server.api.openai.sampling import RequestSampling
 from minisgl_server.api.openai.segments import Segment
-from minisgl_server.api.openai_responses.translate import to_chat_message
+from minisgl_server.api.openai_responses.response_object import ResponseObject
+from minisgl_server.api.openai_responses.schemas import ResponsesRequest
+from minisgl_server.api.openai_responses.translate import Conversation
+from minisgl_server.api.openai_responses.translate import to_chat_request as to_chat_request_of_response
 
 
 def test_many_blocks_are_joined_in_linear_time() -> None:
@@ -21,10 +32,63 @@ def test_many_blocks_are_joined_in_linear_time() -> None:
     assert (message.content, message.reasoning_content) == (10_000 * text, 10_000 * thinking)
 
 
-def test_many_segments_are_joined_in_linear_time() -> None:
-    segments = [Segment("text", ["x" * 1000]), Segment("call", ["{}"], call_id="a", name="f")] * 10_000
+def test_many_output_items_are_added_in_linear_time() -> None:
+    segments = [Segment("call", ["{}"], call_id="a", name="f"), Segment("text", ["x" * 1000])] * 10_000
+    conversation = Conversation(ResponsesRequest(input="Hi"), [])
     started_s = time.process_time()
-    message = to_chat_message([Segment("reasoning", ["a", "b"]), *segments])
+    conversation.add_output(segments)
     assert time.process_time() - started_s < 1
-    assert (message["content"], message["reasoning_content"]) == ("x" * 10_000_000, "ab")
-    assert len(message["tool_calls"]) == 10_000
+    assert len(conversation.messages) == 10_002
+
+
+REASONING, TEXT, CALL = (
+    Segment("reasoning", ["Hm", "m."]),
+    Segment("text", ["Hello."]),
+    Segment("call", ["{}"], [], "c", "f"),
+)
+
+
+@pytest.mark.parametrize(
+    "segments",
+    [
+        [],
+        [TEXT],
+        [CALL, TEXT],
+        [TEXT, CALL, CALL],
+        [REASONING],
+        [REASONING, TEXT, CALL, REASONING, TEXT],
+        [CALL, REASONING],
+    ],
+    ids=lambda segments: "-".join(each.kind for each in segments) or "nothing",
+)
+@pytest.mark.parametrize("role", ["user", "assistant"])
+@pytest.mark.parametrize("next_role", ["user", "assistant"])
+def test_a_stored_output_gives_the_prompt_of_its_items(segments: list[Segment], role: str, next_role: str) -> None:
+    """A client may continue a response by its id, or send its items back."""
+    question, more = {"role": role, "content": "One"}, {"role": next_role, "content": "Two"}
+    first = ResponsesRequest.model_validate({"input": [question]})
+    chat, conversation, _ = to_chat_request_of_response(first, b"[]")
+    prompt = make_tokenize(chat, RequestSampling(SamplingParams(), False, {}), text="x")
+    info = EngineInfo(
+        model="m",
+        architecture="a",
+        dtype="d",
+        device="c",
+        max_seq_len=64,
+        vocab_size=64,
+        num_pages=1,
+        page_size=1,
+        eos_token_ids=[],
+        bos_token_id=None,
+        default_sampling={},
+        choices=[],
+        max_requests=1,
+    )
+    response = ResponseObject(first, "m", True, Choices("x", "m", [prompt], info))
+    items = [response.item(segment, "completed") for segment in segments]
+    conversation.add_output(segments)
+    history = msgspec.json.encode(conversation.without_instructions)
+    by_id = ResponsesRequest.model_validate({"input": [more], "previous_response_id": response.id})
+    by_items = ResponsesRequest.model_validate({"input": [question, *items, more]})
+    stored, sent = (to_chat_request_of_response(*each)[0] for each in ((by_id, history), (by_items, b"[]")))
+    assert stored.messages == sent.messages

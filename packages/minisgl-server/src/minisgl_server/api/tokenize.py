@@ -8,7 +8,7 @@ from pydantic import Field
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.protocol.messages import Detokenize, Tokenize, ToolUse
 from minisgl_core.sampling_params import SamplingParams
-from minisgl_server.api.limits import Bound
+from minisgl_server.api.limits import Bound, RequestLimits
 from minisgl_server.api.openai.requests import (
     json_response,
     new_query_id,
@@ -60,13 +60,12 @@ async def tokenize(request: Request) -> Response:
     info, _ = served_model(request.app)
     body = await parse_request(TokenizeRequest, request)
     if (body.prompt is None) == (body.messages is None):
-        given = "both" if body.prompt is not None else "neither"
-        raise InvalidValueError("prompt", given, "given, or messages is, and not both")
+        given = None if body.prompt is None else "prompt, messages"
+        raise InvalidValueError("prompt", given, "exactly one of prompt and messages")
     for name in ("add_generation_prompt", "tools", "chat_template_kwargs"):
         if body.messages is None and getattr(body, name) is not None:
             raise InvalidValueError(name, "given", "left out unless messages are given")
-    message = await run_sized(request, _query, body)
-    request_limits(request.app).check_conversation(message)
+    message = await run_sized(request, _query, body, request_limits(request.app))
     tokens = await request.app.state.client.query(message, request.receive)
     return json_response(
         {
@@ -78,9 +77,13 @@ async def tokenize(request: Request) -> Response:
     )
 
 
-def _query(body: TokenizeRequest) -> Tokenize:
-    """Return the message to a tokenizer worker."""
-    return Tokenize(
+def _query(body: TokenizeRequest, limits: RequestLimits) -> Tokenize:
+    """Return the message to a tokenizer worker.
+
+    Raises:
+        ApiError: 400, the messages and tools together are too long.
+    """
+    message = Tokenize(
         request_id=new_query_id(),
         sampling=SamplingParams(),
         text=body.prompt,
@@ -91,6 +94,8 @@ def _query(body: TokenizeRequest) -> Tokenize:
         tools=None if body.tools is None else ToolUse(tools=tool_dicts(body.tools)),
         only_tokens=True,
     )
+    limits.check_conversation(message)
+    return message
 
 
 @router.post("/detokenize", **route_docs(DetokenizeRequest, DetokenizeResponse, errors=(400, 404)))

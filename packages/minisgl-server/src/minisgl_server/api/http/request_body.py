@@ -24,7 +24,7 @@ _WINDOW_BITS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "def
 
 
 class BodyMemory:
-    """Counts the memory of all bodies that are being read or decoded."""
+    """Counts the memory of all bodies and stored conversations that are being read or decoded."""
 
     def __init__(self) -> None:
         self._num_bytes = 0
@@ -44,7 +44,7 @@ class BodyMemory:
             self._num_bytes += num_bytes
             if own > _GUARANTEED_BYTES and self._num_bytes > max_bytes:
                 message = f"Bodies of {max_bytes} bytes are being read, the maximum of this server at a time."
-                raise ApiError(429, message, code="too_many_requests", headers={"Connection": "close"})
+                raise ApiError(429, message, code="too_many_requests")
 
         try:
             yield add
@@ -68,7 +68,11 @@ async def read_body(request: Request, limits: RequestLimits, add_bytes: Callable
         if len(body) + len(piece) > limits.body_bytes:
             raise body_too_large(f"is larger than {limits.body_bytes} bytes (--max-body-size)")
         json_size.add(piece)
-        add_bytes(len(piece))
+        try:
+            add_bytes(len(piece))
+        except ApiError as error:
+            error.headers["Connection"] = "close"  # the rest of the body may still come
+            raise
         body += piece
     return body
 

@@ -8,9 +8,12 @@ from fastapi import APIRouter, Request, Response
 
 from minisgl_core.errors import InvalidValueError
 from minisgl_server.api.errors import ApiError
+from minisgl_server.api.field_names import FieldNames
+from minisgl_server.api.http.request_body import BodyMemory
 from minisgl_server.api.openai.chat import count_prompt_tokens, start_chat
 from minisgl_server.api.openai.event_stream import EventStreamResponse
-from minisgl_server.api.openai.requests import json_response, parse_request, run_sized, served_model
+from minisgl_server.api.openai.requests import json_response, parse_request, request_limits, run_sized, served_model
+from minisgl_server.api.openai.schemas import ChatRequest
 from minisgl_server.api.openai_responses.events import ResponseEvents
 from minisgl_server.api.openai_responses.response_models import (
     DeletedResponse,
@@ -22,7 +25,7 @@ from minisgl_server.api.openai_responses.response_models import (
 from minisgl_server.api.openai_responses.response_object import ResponseObject, new_id
 from minisgl_server.api.openai_responses.schemas import InputTokensRequest, PromptFields, ResponsesRequest
 from minisgl_server.api.openai_responses.store import ResponseStore
-from minisgl_server.api.openai_responses.translate import template_hints, to_chat_message, to_chat_request
+from minisgl_server.api.openai_responses.translate import Conversation, template_hints, to_chat_request
 from minisgl_server.api.openapi import route_docs
 
 router = APIRouter()
@@ -56,7 +59,7 @@ async def create(request: Request) -> Response:
         allowed = "false or left out, as this server stores no responses (--response-store-size is 0)"
         raise InvalidValueError("store", True, allowed)
     is_stored = store.is_enabled and body.store is not False
-    chat, conversation, field_names = await run_sized(request, to_chat_request, body, _history(request, body))
+    chat, conversation, field_names = await _translate(request, body)
     items = await run_sized(request, _input_items, body) if is_stored else b""
     with field_names.renaming_errors():
         choices = await start_chat(request, chat, "resp", template_hints(body))
@@ -64,9 +67,9 @@ async def create(request: Request) -> Response:
 
     def finish() -> dict[str, Any]:
         finished = response.finished(is_stored)
-        messages = [*conversation.without_instructions, to_chat_message(response.segments.all)]
-        if is_stored and not store.put(finished, items, messages):
-            finished["store"] = False
+        if is_stored:
+            conversation.add_output(response.segments.all)
+            finished["store"] = store.put(finished, items, conversation.without_instructions)
         return finished
 
     if body.stream:
@@ -79,7 +82,7 @@ async def create(request: Request) -> Response:
 async def input_tokens(request: Request) -> Response:
     """Count the tokens of the prompt of a response, without generating it."""
     body = await parse_request(InputTokensRequest, request)
-    chat, _, field_names = await run_sized(request, to_chat_request, body, _history(request, body))
+    chat, _, field_names = await _translate(request, body)
     with field_names.renaming_errors():
         count = await count_prompt_tokens(request, chat, template_hints(body))
     return json_response({"object": "response.input_tokens", "input_tokens": count})
@@ -145,13 +148,19 @@ def _store(request: Request) -> ResponseStore:
     return store
 
 
-def _history(request: Request, body: PromptFields) -> bytes:
-    """Return the messages of the previous responses as JSON, and count their bytes as part of the body."""
-    if body.previous_response_id is None:
-        return b"[]"
-    messages = _store(request).history(body.previous_response_id)
-    request.state.num_body_bytes += len(messages)
-    return messages
+async def _translate(request: Request, body: PromptFields) -> tuple[ChatRequest, Conversation, FieldNames]:
+    """See `to_chat_request`. The messages of the previous responses are limited like a body, as they are decoded like one.
+
+    Raises:
+        ApiError: 400, there is no such response; 429, too many bodies are large.
+    """
+    previous_id = body.previous_response_id
+    history = b"[]" if previous_id is None else _store(request).history(previous_id)
+    request.state.num_body_bytes += len(history)
+    memory: BodyMemory = request.app.state.body_memory
+    with memory.reserve(request_limits(request.app)) as add_bytes:
+        add_bytes(len(history))
+        return await run_sized(request, to_chat_request, body, history)
 
 
 def _query_params(request: Request, known: Mapping[str, tuple[str, ...] | None]) -> Mapping[str, str]:

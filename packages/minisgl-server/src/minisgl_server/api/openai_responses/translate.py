@@ -1,6 +1,6 @@
 """Translation of requests of the Responses API into chats, and of outputs into chat messages."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -38,18 +38,24 @@ _NAMES = {
 """Patterns of a chat's fields, with their names in this API."""
 
 
-class Conversation:
-    """Chat messages of a request, and the field that each comes from."""
+_LATER_FIELDS = {
+    "reasoning_content": ("reasoning_content", "content", "tool_calls"),
+    "content": ("content", "tool_calls"),
+    "tool_calls": (),
+}
+"""Fields that an assistant message must not have yet when an item adds the field: its items are in this order."""
 
-    def __init__(self, request: PromptFields, history: Sequence[Mapping[str, Any]]) -> None:
+
+class Conversation:
+    """Chat messages of a request and its response, and the request's field that each comes from."""
+
+    def __init__(self, request: PromptFields, history: Sequence[dict[str, Any]]) -> None:
         self.messages: list[dict[str, Any]] = []
-        self.names: list[str] = []
-        self._turn: dict[str, Any] | None = None
-        """Assistant message to which further items may be added."""
+        self.field_names: list[str] = []
         if request.instructions is not None:
             self._add({"role": "system", "content": request.instructions}, "instructions")
         for message in history:
-            self._add(dict(message), "previous_response_id")
+            self._add(message, "previous_response_id")
         self._num_instructions = int(request.instructions is not None)
         if isinstance(request.input, str):
             self._add({"role": "user", "content": request.input}, "input")
@@ -62,41 +68,45 @@ class Conversation:
         """Messages that a later response inherits: all but the instructions."""
         return self.messages[self._num_instructions :]
 
+    def add_output(self, segments: Sequence[Segment]) -> None:
+        """Add the output as if a client had sent its items back, so that a later response has the same prompt in both cases."""
+        for segment in segments:
+            if segment.kind == "call":
+                self._add_call(segment.call_id, segment.name, segment.content)
+            else:
+                field = "content" if segment.kind == "text" else "reasoning_content"
+                self._assistant(field)[field] = segment.content
+
     def _add(self, message: dict[str, Any], name: str) -> dict[str, Any]:
         self.messages.append(message)
-        self.names.append(name)
-        self._turn = None
+        self.field_names.append(name)
         return message
 
     def _add_item(self, item: Item, name: str) -> None:
         match item:
             case Message(role="assistant"):
-                turn = self._assistant(name, "content")
-                turn["content"] = _text(item)
+                self._assistant("content", name)["content"] = _text(item)
             case Message():
                 self._add({"role": item.role, "content": _text(item)}, name)
             case FunctionCall():
-                turn = self._assistant(name, "tool_calls")
-                function = {"name": item.name, "arguments": item.arguments}
-                turn.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
+                self._add_call(item.call_id, item.name, item.arguments, name)
             case FunctionCallOutput():
                 output = item.output if isinstance(item.output, str) else "".join(part.text for part in item.output)
                 self._add({"role": "tool", "tool_call_id": item.call_id, "content": output}, name)
             case ReasoningItem():
-                turn = self._assistant(name, "reasoning_content")
-                turn["reasoning_content"] = _reasoning(item)
+                self._assistant("reasoning_content", name)["reasoning_content"] = _reasoning(item)
 
-    def _assistant(self, name: str, field: str) -> dict[str, Any]:
-        """Return the assistant message to add `field` to: a new one if the last has that field, or one that comes after it."""
-        turn = self._turn
-        later = {
-            "reasoning_content": ("reasoning_content", "content", "tool_calls"),
-            "content": ("content", "tool_calls"),
-        }
-        if turn is None or any(turn.get(each) for each in later.get(field, ())):
-            turn = self._add({"role": "assistant", "content": ""}, name)
-        self._turn = turn
-        return turn
+    def _add_call(self, call_id: str, function_name: str, arguments: str, name: str = "") -> None:
+        function = {"name": function_name, "arguments": arguments}
+        calls = self._assistant("tool_calls", name).setdefault("tool_calls", [])
+        calls.append({"id": call_id, "type": "function", "function": function})
+
+    def _assistant(self, field: str, name: str = "") -> dict[str, Any]:
+        """Return the assistant message that gets `field`: the last message if it may have it, or else a new one."""
+        last = self.messages[-1] if self.messages else None
+        if last is None or last["role"] != "assistant" or any(last.get(each) for each in _LATER_FIELDS[field]):
+            return self._add({"role": "assistant", "content": ""}, name)
+        return last
 
 
 def to_chat_request(request: PromptFields, history_json: bytes) -> tuple[ChatRequest, Conversation, FieldNames]:
@@ -120,31 +130,13 @@ def to_chat_request(request: PromptFields, history_json: bytes) -> tuple[ChatReq
         if request.max_output_tokens is not None:
             chat["max_completion_tokens"] = request.max_output_tokens
         chat |= _logprobs(request)
-    return ChatRequest.model_validate(chat), conversation, FieldNames(_NAMES, conversation.names, "input")
+    return ChatRequest.model_validate(chat), conversation, FieldNames(_NAMES, conversation.field_names, "input")
 
 
 def template_hints(request: PromptFields) -> dict[str, Any]:
     """Return the chat template variables of the request's reasoning effort."""
     effort = request.reasoning.effort if request.reasoning is not None else None
     return effort_hints(effort)
-
-
-def to_chat_message(segments: Iterable[Segment]) -> dict[str, Any]:
-    """Return an output as a chat message."""
-    pieces: dict[str, list[str]] = {"text": [], "reasoning": []}
-    calls = []
-    for segment in segments:
-        if segment.kind == "call":
-            function = {"name": segment.name, "arguments": segment.content}
-            calls.append({"id": segment.call_id, "type": "function", "function": function})
-        else:
-            pieces[segment.kind] += segment.pieces
-    message: dict[str, Any] = {"role": "assistant", "content": "".join(pieces["text"])}
-    if pieces["reasoning"]:
-        message["reasoning_content"] = "".join(pieces["reasoning"])
-    if calls:
-        message["tool_calls"] = calls
-    return message
 
 
 def _text(message: Message) -> str:
