@@ -236,6 +236,32 @@ def test_a_prompt_is_tokenized_once_for_all_its_outputs(rig: Rig, monkeypatch: p
     assert rig.worker.num_requests == 0
 
 
+class RecordingTokenizer:
+    """Tokenizer that records how many characters it tokenizes."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.num_chars = tokenizer, 0
+
+    def __call__(self, text: str, **options: Any) -> Any:
+        self.num_chars += len(text)
+        return self.tokenizer(text, **options)
+
+    def __len__(self) -> int:
+        return len(self.tokenizer)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+
+def test_only_the_end_of_a_truncated_text_is_tokenized(engine_tokenizer: Any) -> None:
+    rig = Rig(RecordingTokenizer(engine_tokenizer))
+    text = "once upon a time " * 20_000 + "the end"
+    rig.submit(text=text, truncate_prompt_tokens=4)
+    [submit] = rig.scheduler
+    assert submit.token_ids.tolist() == engine_tokenizer(text)["input_ids"][-4:]
+    assert rig.tokenizer.num_chars < len(text) // 10
+
+
 def test_waiting_prompts_are_passed_and_dropped_once_aborted(rig: Rig) -> None:
     sampling = SamplingParams(max_tokens=8)
     queue = TokenizerQueue(rig.worker)

@@ -125,6 +125,14 @@ def test_a_text_is_tokenized_as_far_as_the_limit_needs(engine_tokenizer: Any) ->
     assert part[:1000] == whole[:1000]
 
 
+def test_a_text_is_tokenized_from_its_end_if_it_is_truncated_on_the_left(engine_tokenizer: Any) -> None:
+    words = "once upon a time " * 20_000
+    whole = encode_prompt(engine_tokenizer, words)
+    part = encode_prompt(engine_tokenizer, words, max_tokens=1000, truncation_side="left")
+    assert 1000 < len(part) < len(whole) // 2
+    assert part[-1000:] == whole[-1000:]
+
+
 @pytest.mark.parametrize("text", ["a" * 40_000, " " * 40_000, "\N{GRINNING FACE}" * 10_000, "a b" * 20_000])
 def test_a_text_that_fits_the_limit_is_never_cut(engine_tokenizer: Any, text: str) -> None:
     whole = encode_prompt(engine_tokenizer, text)

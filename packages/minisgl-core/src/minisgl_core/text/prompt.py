@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -48,7 +48,12 @@ def token_array(ids: Any) -> npt.NDArray[np.int32]:
 
 
 def encode_prompt(
-    tokenizer: Any, text: str, add_special_tokens: bool = True, max_tokens: int | None = None, name: str = "prompt"
+    tokenizer: Any,
+    text: str,
+    add_special_tokens: bool = True,
+    max_tokens: int | None = None,
+    name: str = "prompt",
+    truncation_side: Literal["left", "right"] = "right",
 ) -> list[int]:
     """Return the tokens of a plain text, with the tokenizer's BOS if `add_special_tokens`.
 
@@ -59,6 +64,7 @@ def encode_prompt(
         max_tokens: stop early once the beginning of `text` has clearly more tokens. Then only those tokens are returned,
             which are more than `max_tokens`.
         name: field of the text, for errors.
+        truncation_side: ``left`` for the end of `text` instead of its beginning.
 
     Raises:
         InvalidValueError: the text contains a lone surrogate, which cannot be encoded.
@@ -70,8 +76,9 @@ def encode_prompt(
         raise InvalidValueError(name, text[error.start :][:20], allowed) from None
     length = len(text) if max_tokens is None else max(_FIRST_LOOK, max_tokens)
     while True:
-        ids: list[int] = tokenizer(text[:length], add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
-        # The cut may change the tokens before it, so their number has to be clearly too large.
+        part = text[:length] if truncation_side == "right" else text[-length:]
+        ids: list[int] = tokenizer(part, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+        # The cut may change the tokens next to it, so their number has to be clearly too large.
         if length >= len(text) or (max_tokens is not None and len(ids) > max_tokens + max_tokens // 8 + _SLACK):
             return ids
         length *= 2

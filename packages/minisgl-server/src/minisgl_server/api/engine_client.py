@@ -161,16 +161,11 @@ def _encode(message: msgspec.Struct) -> bytes:
         raise not_encodable() from None
 
 
-def num_logprobs(text: Text) -> int:
-    """Return the number of log-probabilities of output tokens and their alternatives."""
-    return sum([1 + len(each.top) for each in text.logprobs or ()])
-
-
 def _num_bytes(text: Text) -> int:
     """Return the approximate memory of an output."""
     num_chars = len(text.text) + len(text.reasoning) + sum([len(call.arguments) for call in text.tool_calls])
     num_bytes = _BYTES_PER_TEXT + num_chars + _BYTES_PER_TOKEN * len(text.token_ids)
-    return num_bytes + _BYTES_PER_LOGPROB * num_logprobs(text)
+    return num_bytes + _BYTES_PER_LOGPROB * sum([1 + len(each.top) for each in text.logprobs or ()])
 
 
 def _num_prompt_bytes(text: Text) -> int:

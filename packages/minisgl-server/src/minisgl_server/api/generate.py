@@ -10,7 +10,6 @@ from pydantic import Field
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.protocol.messages import EngineInfo, Logprob, Text, Tokenize
 from minisgl_core.sampling_params import SamplingParams
-from minisgl_server.api.engine_client import num_logprobs
 from minisgl_server.api.limits import Bound
 from minisgl_server.api.openai.choices import Choices
 from minisgl_server.api.openai.completions import prompts_by_field
@@ -27,9 +26,9 @@ router = APIRouter()
 
 GENERATE_MAX_TOKENS = 128
 """SGLang's default of max_new_tokens."""
-_VALUES_PER_NEW_TOKEN = 1024
-"""An output with k times this many tokens and log-probabilities has an event per k new tokens. Each event contains the whole
-output. With an event per token, time and bytes would grow with the square of the output's length."""
+_MAX_REPEATS = 64
+"""An event repeats the whole output, as in SGLang, and is sent when the output has grown by one part in this many. So all events
+together have about as many times the bytes of the last one. With an event per token, bytes would be quadratic in the length."""
 
 
 class GenerateSamplingParams(SamplingFields):
@@ -122,8 +121,8 @@ class GeneratedOutput:
         self._name, self._started_s = name, started_s
         self._pieces: list[str] = []
         self._token_ids: list[int] = []
-        self._num_values = self._num_sent = 0
-        """Tokens and log-probabilities so far, and tokens in the last event."""
+        self._num_sent = 0
+        """Number of tokens in the last event."""
         self._logprobs: list[Any] | None = None
         self._top_logprobs: list[Any] = []
         self._last = Text(request_id="", text="", token_ids=[])
@@ -133,7 +132,6 @@ class GeneratedOutput:
         self._pieces.append(text.text)
         self._token_ids += text.token_ids
         self._last = text
-        self._num_values += len(text.token_ids) + num_logprobs(text)
         if text.logprobs is not None:
             self._logprobs = self._logprobs or []
             self._logprobs += [_logprob(each.token) for each in text.logprobs]
@@ -142,7 +140,7 @@ class GeneratedOutput:
     def take_event(self) -> dict[str, Any] | None:
         """Return the response for an event, or None if there is too little new output for one."""
         num_new = len(self._token_ids) - self._num_sent
-        if self._last.finish_reason is None and num_new < self._num_values // _VALUES_PER_NEW_TOKEN:
+        if self._last.finish_reason is None and num_new < len(self._token_ids) // _MAX_REPEATS:
             return None
         self._num_sent = len(self._token_ids)
         return self.response()
@@ -167,7 +165,7 @@ class GenerateEvents(StreamEvents):
     """Encodes outputs as events, each with the whole output so far.
 
     Outputs that arrive together give one event, so a client that reads slowly gets fewer events. The memory for those that it has
-    not read is bounded by the size of the whole response. Long outputs have an event per several tokens.
+    not read is bounded by the size of the whole response.
     """
 
     def __init__(self, outputs: list[GeneratedOutput], is_single: bool) -> None:

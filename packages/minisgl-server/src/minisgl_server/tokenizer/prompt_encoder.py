@@ -48,9 +48,13 @@ class PromptEncoder:
         return message.token_ids, ""
 
     def _encode_text(self, message: Tokenize, text: str, add_special_tokens: bool) -> list[int]:
-        """Return the tokens of a text. A text beyond the limit is tokenized only up to it, unless it is truncated on the left."""
-        limit = self._max_tokens if message.truncate_prompt_tokens is None else None
-        return encode_prompt(self._tokenizer, text, add_special_tokens, limit)
+        """Return the tokens of a text.
+
+        A text beyond the limit is tokenized only as far as it takes to refuse it, and a text to be truncated only from its end.
+        """
+        if (num_kept := self._num_kept(message)) is None:
+            return encode_prompt(self._tokenizer, text, add_special_tokens, self._max_tokens)
+        return encode_prompt(self._tokenizer, text, add_special_tokens, num_kept, truncation_side="left")
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
         text: str = self._tokenizer.decode(
@@ -70,8 +74,13 @@ class PromptEncoder:
 
     def truncate(self, message: Tokenize, token_ids: list[int]) -> list[int]:
         """Return the last tokens of a prompt, as many as ``truncate_prompt_tokens`` keeps."""
+        num_kept = self._num_kept(message)
+        return token_ids if num_kept is None else token_ids[-num_kept:]
+
+    def _num_kept(self, message: Tokenize) -> int | None:
+        """Return the number of tokens that ``truncate_prompt_tokens`` keeps; None if it is not given."""
         if (num_kept := message.truncate_prompt_tokens) is None:
-            return token_ids
+            return None
         room = self._info.max_seq_len - 1
         if num_kept == -1:
             sampling = message.sampling
@@ -82,7 +91,7 @@ class PromptEncoder:
             raise InvalidValueError(
                 "truncate_prompt_tokens", value, f"-1 or from 1 to {room}, with room for the output"
             )
-        return token_ids[-num_kept:]
+        return num_kept
 
     def check_limits(self, message: Tokenize, token_ids: list[int]) -> SamplingParams:
         """Check a request against the engine's limits; return its sampling parameters as the scheduler needs them.
