@@ -50,7 +50,8 @@ class PromptEncoder:
     def _encode_text(self, message: Tokenize, text: str, add_special_tokens: bool) -> list[int]:
         """Return the tokens of a text.
 
-        A text beyond the limit is tokenized only as far as it takes to refuse it, and a text to be truncated only from its end.
+        A text beyond the limit is tokenized only as far as it takes to refuse it. Of a text to be truncated, only the end is
+        tokenized.
         """
         if (num_kept := self._num_kept(message)) is None:
             return encode_prompt(self._tokenizer, text, add_special_tokens, self._max_tokens)
