@@ -373,8 +373,8 @@ def test_large_messages_to_tokenize_are_read_on_a_thread(monkeypatch: pytest.Mon
 
 
 def test_stored_conversations_count_as_bodies_while_they_are_decoded() -> None:
-    async def query(message: Tokenize, _: Any) -> Tokens:
-        return Tokens(request_id=message.request_id, token_ids=[1, 2], token_names=[])
+    async def query(message: Tokenize, _: Any) -> TokenizerReply:
+        return TokenizerReply(request_id=message.request_id, token_ids=[1, 2], token_names=[])
 
     async def run() -> tuple[httpx.Response, httpx.Response]:
         client: Any = types.SimpleNamespace(ready_info=engine, query=query)
