@@ -1,4 +1,4 @@
-"""Grouping of a batch's requests, so that each group is computed as one padded tensor with little waste."""
+"""Groups of requests that are computed as one padded tensor with little waste, and tiles of queries."""
 
 import numpy as np
 import numpy.typing as npt
@@ -37,3 +37,21 @@ def group_by_size(q_lens: Int32, seq_lens: Int32) -> list[npt.NDArray[np.int64]]
             groups.append([int(i)])
             widest, longest, total = q, s, q * s
     return [np.array(group) for group in groups]
+
+
+def query_tiles(lengths: npt.NDArray[np.int64], size: int) -> Int32:
+    """Split each request's queries into tiles.
+
+    The last queries of a request see most keys. Their tiles come first, so that all threads or programs finish together.
+
+    Args:
+        lengths: queries, or other rows, per request, [B].
+        size: rows per tile.
+
+    Returns:
+        Request and first row of each tile, int32 [tiles, 2], contiguous.
+    """
+    counts = -(-lengths // size)
+    requests = np.repeat(np.arange(len(counts)), counts)
+    firsts = (np.arange(len(requests)) - np.repeat(np.cumsum(counts) - counts, counts)) * size
+    return np.stack((requests, firsts), axis=1).astype(np.int32)[::-1].copy()

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from minisgl_backends.attention.groups import query_tiles
 from minisgl_backends.attention.torch_backend import GatheredGroup, TorchAttention
 from minisgl_backends.native import library
 from minisgl_core.contracts.attention import AttentionBatch, AttentionCapabilities, AttentionLayer, AttentionSpec
@@ -99,15 +100,11 @@ class NativeAttention(TorchAttention):
     def _tile(self, batch: AttentionBatch) -> _Prefills:
         q_lens, seq_lens = batch.q_lens_host.astype(np.int64), batch.seq_lens_host.astype(np.int64)
         cu_seqlens_k = _cumulative(-(-seq_lens // _ROWS) * _ROWS)
-        counts = -(-q_lens // _ROWS)
-        requests = np.repeat(np.arange(len(counts)), counts)
-        first_queries = (np.arange(len(requests)) - np.repeat(_cumulative(counts)[:-1], counts)) * _ROWS
-        # The last queries of a request see most keys. Their tiles come first, so that threads finish together.
-        tiles = np.stack((requests, first_queries), axis=1).astype(np.int32)[::-1].copy()
         max_keys = int(np.diff(cu_seqlens_k).max())
         size = int(cu_seqlens_k[-1]) * self.spec.num_kv_heads * self.spec.head_dim
         scratch = torch.empty(torch.get_num_threads(), max_keys * _ROWS * 3 // 2)
         kv = torch.empty(2, size, dtype=self.spec.dtype)
+        tiles = query_tiles(q_lens, _ROWS)
         return _Prefills(batch, _cumulative(q_lens), seq_lens, cu_seqlens_k, tiles, kv, scratch, max_keys)
 
     def forward(  # type: ignore[override]

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from minisgl_backends.attention.fused_store import FusedStoreAttention
+from minisgl_backends.attention.groups import query_tiles
 from minisgl_backends.attention.requirements import dtypes_unsupported, fp8_conversion_missing, head_dim_unsupported
 from minisgl_backends.kernels.decode_tile import decode_tile
 from minisgl_backends.requirements import gpu_missing, is_interpreted, triton_missing
@@ -104,14 +105,8 @@ class TritonAttention(FusedStoreAttention):
         return make(num_requests, *heads, spec.head_dim, spec.device, self._num_programs)
 
     def _tiles(self, prefills: AttentionBatch) -> torch.Tensor:
-        size = self._num_pairs
         pairs = prefills.q_lens_host.astype(np.int64) * (self.spec.num_q_heads // self.spec.num_kv_heads)
-        counts = -(-pairs // size)
-        requests = np.repeat(np.arange(len(counts)), counts)
-        firsts = (np.arange(len(requests)) - np.repeat(np.cumsum(counts) - counts, counts)) * size
-        tiles = np.stack((requests, firsts), axis=1).astype(np.int32)
-        # The last tiles tend to read most keys. They start first, so that programs finish together.
-        return torch.from_numpy(tiles[::-1].copy()).to(self.spec.device, non_blocking=True)
+        return torch.from_numpy(query_tiles(pairs, self._num_pairs)).to(self.spec.device, non_blocking=True)
 
     def kv_slots(self, plan: StepPlan) -> torch.Tensor:
         return plan.batch.slots
