@@ -55,7 +55,7 @@ _NEWER_LETTERS = (
 )
 _DEEPSEEK_LLM = (
     r"[\r\n]",
-    # Cased letters, without those that Unicode has but that the tokenizer of 2023 leaves out.
+    # Cased letters, except those of the scripts that DeepSeek's tokenizer of 2023 leaves out.
     rf"\s?[[\p{{Lu}}\p{{Ll}}\p{{Lt}}]&&[^{_NEWER_LETTERS}]]+",
     r"\s?[!-/:-~\x{FF01}-\x{FF0F}\x{FF1A}-\x{FF5E}\x{2018}-\x{201F}\x{3000}-\x{3002}]+",
     r"(?<!\s)\s+\z",  # the lookbehind avoids quadratic backtracking over a run of spaces
