@@ -1,4 +1,4 @@
-"""Restarts of API workers, without processes."""
+"""RestartableProcesses of API workers, without processes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_failures_before_a_long_service_are_forgotten(monkeypatch: pytest.Monkey
     with IpcAddresses.create(num_tokenizers=2, num_api_workers=2) as endpoints, socket.socket() as listener:
         workers = ApiWorkers(ServerOptions(api_workers=2), [], supervisor, endpoints, listener)
         workers.start()
-        workers.tell(Stop())
+        workers.broadcast(Stop())
         died = [WorkerDiedError("It died.", name) for name in workers.names]
         for _ in range(MAX_FAILURES):
             for error in died:

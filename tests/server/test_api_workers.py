@@ -27,7 +27,7 @@ PROMPTS = [f"{number} bottles of beer" for number in range(12)]
 
 @pytest.fixture(scope="module")
 def server(launch_shared: Launch, tiny_checkpoint: Path) -> Any:
-    """Restarts leave it as it was, so all tests share it."""
+    """RestartableProcesses leave it as it was, so all tests share it."""
     flags = ["--model", str(tiny_checkpoint), "--dtype", "float32", "--num-pages", "1100", "--attn", "torch"]
     flags += ["--api-workers", str(NUM), "--max-concurrent-requests", "12"]
     return launch_shared(*flags, OMP_NUM_THREADS="1").wait_started()

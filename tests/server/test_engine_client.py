@@ -182,7 +182,7 @@ def test_an_engine_that_stops_fails_all_requests() -> None:
         await client.ready.wait()
         assert client.ready_info() == INFO
         generation = start(client, "a", "b")
-        state = asyncio.create_task(client.state(0))
+        state = asyncio.create_task(client.snapshot(0))
         await asyncio.sleep(0)
         engine.send(Stop())
         with pytest.raises(ApiError, match="stopped"):
@@ -269,7 +269,7 @@ def test_the_bytes_of_a_query_wait_until_its_answer(monkeypatch: pytest.MonkeyPa
 
         first = ask("a")
         await engine.received(1)
-        with pytest.raises(ApiError, match="bytes wait"):
+        with pytest.raises(ApiError, match="waiting prompts have"):
             await ask("b")
         engine.send(TokenizerReply(request_id="a", token_ids=[1], token_names=["x"], text=""))
         await first

@@ -16,7 +16,7 @@ from minisgl_server.api.errors import ApiError
 from minisgl_server.api.http.request_body import BodyMemory, read_body
 from minisgl_server.api.limits import RequestLimits
 
-LIMITS = RequestLimits({}, text=2**20, values=1000, body_bytes=2**20)
+LIMITS = RequestLimits({}, max_chars=2**20, max_values=1000, max_body_bytes=2**20)
 TEXT = b'{"prompt": "' + b"once upon a time " * 1000 + b'"}'
 
 
@@ -136,7 +136,7 @@ def test_many_large_bodies_at_a_time_are_refused() -> None:
 
 
 def test_the_connection_of_a_refused_body_is_closed() -> None:
-    memory, limits = BodyMemory(), replace(LIMITS, body_bytes=2**21)
+    memory, limits = BodyMemory(), replace(LIMITS, max_body_bytes=2**21)
     with memory.reserve(limits) as count:
         count(4 * 2**21)
         with pytest.raises(ApiError) as caught:

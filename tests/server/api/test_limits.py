@@ -36,7 +36,7 @@ from minisgl_server.api.openai_responses.schemas import ResponsesRequest
 from minisgl_server.api.strict_model import StrictModel
 from minisgl_server.options import ServerOptions
 
-SMALL = RequestLimits(dict.fromkeys(Bound, 3), text=10, values=100, body_bytes=1000)
+SMALL = RequestLimits(dict.fromkeys(Bound, 3), max_chars=10, max_values=100, max_body_bytes=1000)
 
 
 def engine(**given: Any) -> EngineInfo:
@@ -146,21 +146,21 @@ def test_errors_quote_no_more_than_a_few_words() -> None:
 )
 def test_the_largest_body_follows_from_the_engine(context: int, outputs: int, most: int) -> None:
     info = engine(max_seq_len=context, max_requests=outputs)
-    assert RequestLimits.of(info).body_bytes == most
-    assert RequestLimits.of(info, 12345).body_bytes == 12345
+    assert RequestLimits.of(info).max_body_bytes == most
+    assert RequestLimits.of(info, 12345).max_body_bytes == 12345
 
 
 def test_texts_that_the_context_may_hold_are_not_refused() -> None:
-    assert RequestLimits.of(engine(max_seq_len=2**17, max_token_bytes=128)).text == 2**17 * 128
-    assert RequestLimits.of(engine(max_seq_len=256, max_token_bytes=128)).text == MIB
+    assert RequestLimits.of(engine(max_seq_len=2**17, max_token_bytes=128)).max_chars == 2**17 * 128
+    assert RequestLimits.of(engine(max_seq_len=256, max_token_bytes=128)).max_chars == MIB
     unknown = RequestLimits.of(engine(max_token_bytes=0))
-    assert unknown.text == unknown.body_bytes
+    assert unknown.max_chars == unknown.max_body_bytes
 
 
 def test_conversations_are_bounded_as_a_whole() -> None:
     limits = RequestLimits.of(engine())
     request = ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}]})
-    messages = [{"role": "user", "content": [{"type": "text", "text": "x" * (limits.text // 2)}]}]
+    messages = [{"role": "user", "content": [{"type": "text", "text": "x" * (limits.max_chars // 2)}]}]
     prompt = make_tokenize(request, RequestSampling(SamplingParams(), False, {}), messages=messages * 3)
     limits.check_conversation(prompt)
     with pytest.raises(ApiError, match=r"maximum context length is 8192 tokens\. However, the messages") as caught:
@@ -170,7 +170,7 @@ def test_conversations_are_bounded_as_a_whole() -> None:
 
 def test_the_conversation_of_a_chat_is_bounded_by_the_largest_body() -> None:
     """For token counts too, which have no `Choices`."""
-    options = ServerOptions(max_body_size=4 * RequestLimits.of(engine(max_token_bytes=0)).body_bytes)
+    options = ServerOptions(max_body_size=4 * RequestLimits.of(engine(max_token_bytes=0)).max_body_bytes)
     client = types.SimpleNamespace(ready_info=lambda: engine(max_token_bytes=0))
     app = types.SimpleNamespace(state=types.SimpleNamespace(client=client, options=options))
     request: Any = types.SimpleNamespace(app=app)
@@ -258,7 +258,7 @@ def num_values(value: Any) -> int:
 @given(value=JSON, cuts=st.lists(st.integers(1, 9), min_size=1, max_size=5), is_ascii=st.booleans())
 def test_values_are_counted_wherever_a_body_is_cut(value: Any, cuts: list[int], is_ascii: bool) -> None:
     text = json.dumps(value, ensure_ascii=is_ascii).encode()
-    size = JsonSizeCounter(RequestLimits({}, text=10**9, values=10**9, body_bytes=10**9))
+    size = JsonSizeCounter(RequestLimits({}, max_chars=10**9, max_values=10**9, max_body_bytes=10**9))
     place, turn = 0, 0
     while place < len(text):
         step = cuts[turn % len(cuts)]
@@ -387,7 +387,7 @@ def test_stored_conversations_count_as_bodies_while_they_are_decoded() -> None:
         body = {"input": "Hi", "previous_response_id": "resp_1"}
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             with memory.reserve(limits) as add_bytes:
-                add_bytes(4 * limits.body_bytes)
+                add_bytes(4 * limits.max_body_bytes)
                 refused = await http.post("/v1/responses/input_tokens", json=body)
             return refused, await http.post("/v1/responses/input_tokens", json=body)
 

@@ -25,7 +25,7 @@ PROMPTS = [f"{word} " * 40 for word in ("apple", "river", "stone", "cloud", "mus
 
 @pytest.fixture(scope="module")
 def server(launch_shared: Launch, tiny_checkpoint: Path) -> Any:
-    """Restarts leave it as it was, so all tests share it."""
+    """RestartableProcesses leave it as it was, so all tests share it."""
     flags = ["--model", str(tiny_checkpoint), "--dtype", "float32", "--num-pages", "1100", "--attn", "torch"]
     return launch_shared(*flags, "--replicas", "2", "--max-running-requests", "2", OMP_NUM_THREADS="1").wait_started()
 

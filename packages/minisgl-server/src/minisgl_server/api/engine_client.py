@@ -41,10 +41,11 @@ from minisgl_server.api.waiting_prompts import WaitingPrompts
 logger = logging.getLogger(__name__)
 
 MAX_UNSENT_BYTES, MAX_UNSENT_BYTES_PER_OUTPUT = 4 * 2**20, 2**18
-"""Approximate memory of the output that a stream holds for a client that does not read, and of each output after the first.
-Beyond their sum, the request is aborted."""
+"""Limits on the approximate memory of unsent output of a stream whose client does not read: for the first output, and for each
+further one. If their sum is exceeded, the request is aborted."""
 MAX_UNSENT_PROMPT_BYTES = 2**27
-"""The same for the prompts that outputs repeat, beside the log-probabilities of one prompt that fills the context."""
+"""Limit on the approximate memory of unsent prompts, which requests with ``echo`` or ``prompt_logprobs`` return. Room for
+the log-probabilities of one prompt that fills the context is added."""
 _BYTES_PER_TEXT, _BYTES_PER_TOKEN, _BYTES_PER_LOGPROB = 500, 40, 100
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Incoming = (
@@ -53,7 +54,7 @@ Incoming = (
 
 
 class Generation:
-    """Running requests to the engine for one HTTP request: delivers their outputs, and aborts them. `Choices` encodes them.
+    """Running requests to the engine for one HTTP request: delivers their outputs, and aborts them.
 
     Created by `EngineClient.start`; must be closed.
 
@@ -312,8 +313,8 @@ class EngineClient:
             counts |= await answer
         return counts
 
-    async def state(self, since: int, with_tokens: bool = False, replica: int = 0) -> EngineSnapshot:
-        """Return a replica's state, with the steps after step `since`. Waits until the replica has answered.
+    async def snapshot(self, since: int, with_tokens: bool = False, replica: int = 0) -> EngineSnapshot:
+        """Return a snapshot of a replica's engine, with the steps after step `since`. Waits until the replica has answered.
 
         Raises:
             ApiError: 503, no replica is ready.

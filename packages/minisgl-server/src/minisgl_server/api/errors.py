@@ -147,7 +147,7 @@ def invalid_value(error: InvalidValueError) -> ApiError:
 
 
 def invalid_body(error: ValidationError) -> ApiError:
-    """Return the first error of a body that fails validation."""
+    """Return the most specific error of the first invalid field of a body."""
     errors = error.errors(include_url=False, include_input=False)
     # A field with a union of types has an error for each of them. The type that the client meant is the one whose error is
     # deepest, or is not about the type, or comes last in a list.
@@ -163,7 +163,7 @@ def invalid_body(error: ValidationError) -> ApiError:
     if first["type"] == "beyond_context":
         message = f"{first['msg']}. Please reduce the length of the field {where!r}."
         return ApiError(400, message, param, "context_length_exceeded")
-    # The reason is why a value is not supported; a value of the wrong type is just wrong.
+    # Only a value of the right type can be one that is not supported for a reason.
     reason = "" if first["type"].endswith(("_type", "_parsing")) else _reason(param)
     return ApiError(400, f"{where}{': ' if where else ''}{first['msg']}.{reason}", param)
 

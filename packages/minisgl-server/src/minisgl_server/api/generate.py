@@ -103,7 +103,7 @@ async def generate(request: Request) -> Response:
         )
         for name, prompt in prompts.items()
     ]
-    choices = Choices("gen", model, messages, info, is_held=True)
+    choices = Choices("gen", model, messages, info, is_buffered=True)
     outputs = [GeneratedOutput(output_id, started_s) for output_id in choices.output_ids]
     await choices.start(request.app.state.client, request)
     is_single = is_single and len(outputs) == 1

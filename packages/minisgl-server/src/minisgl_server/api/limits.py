@@ -11,7 +11,7 @@ from minisgl_server.api.errors import ApiError
 
 MIB = 2**20
 MAX_BODY_BYTES = 32 * MIB
-"""Largest default of ``--max-body-size``, unless one prompt of the model's context needs more."""
+"""Upper bound of the default of ``--max-body-size``. If a prompt that fills the context needs more, the default is larger."""
 BYTES_PER_TOKEN = 32
 """Body size per token of the context: several times what token ids and most texts take."""
 MIN_TEXT_CHARS = MIB
@@ -23,11 +23,14 @@ MIN_VALUES = 2**18
 MIN_TOOLS = 128
 """Lower bound of the limit on tools, which is OpenAI's own limit."""
 TOKENS_PER_TOOL = 8
-"""Lower bound of the tokens that any tool takes for its name and the punctuation of its description."""
+"""Minimum number of tokens per tool definition: its name and the JSON around it."""
 
 
 class Bound(enum.Enum):
-    """Kind of limit of a list or object field: ``Annotated[list[str], Bound.OUTPUTS]``. The default is `ENTRIES`."""
+    """Kind of limit of a list or object field: ``Annotated[list[str], Bound.OUTPUTS]``. The default is `ENTRIES`.
+
+    The value describes the limit in errors.
+    """
 
     ENTRIES = f"the tokens of the context, or {MIN_ENTRIES} if these are fewer"
     CONTEXT = "the tokens of the context"
@@ -35,27 +38,22 @@ class Bound(enum.Enum):
     VOCABULARY = "the tokens of the vocabulary"
     TOOLS = f"one for each {TOKENS_PER_TOOL} tokens of the context, or {MIN_TOOLS} if these are fewer"
 
-    @property
-    def description(self) -> str:
-        """Return the limit in words, for errors."""
-        return self.value
-
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
     """Size limits of requests to one engine.
 
     Attributes:
-        counts: maximum number of entries of a list or object, by its `Bound`.
-        text: maximum characters of a text; longer texts cannot fit the context.
-        values: maximum number of values in a body, including the keys of objects.
-        body_bytes: maximum size of a body after decompression.
+        max_entries: maximum number of entries of a list or object, by its `Bound`.
+        max_chars: maximum characters of a text; longer texts cannot fit the context.
+        max_values: maximum number of values in a body, including the keys of objects.
+        max_body_bytes: maximum size of a body after decompression.
     """
 
-    counts: Mapping[Bound, int]
-    text: int
-    values: int
-    body_bytes: int
+    max_entries: Mapping[Bound, int]
+    max_chars: int
+    max_values: int
+    max_body_bytes: int
 
     @classmethod
     def of(cls, info: EngineInfo, max_body_bytes: int | None = None) -> Self:
@@ -79,7 +77,9 @@ class RequestLimits:
         if prompt.messages is None:
             return
         # Twice, as `num_chars` counts roles and names of fields, too, of which the template may render few.
-        if (length := prompt.num_chars) > 2 * self.text:
-            what = f"the messages and tools have {length} characters, and no more than {self.text} fit"
-            message = f"{beyond_context(self.counts[Bound.CONTEXT], what)} Please reduce the length of the messages."
+        if (length := prompt.num_chars) > 2 * self.max_chars:
+            what = f"the messages and tools have {length} characters, and no more than {self.max_chars} fit"
+            message = (
+                f"{beyond_context(self.max_entries[Bound.CONTEXT], what)} Please reduce the length of the messages."
+            )
             raise ApiError(400, message, "messages", "context_length_exceeded")

@@ -25,11 +25,11 @@ ERRORS = {
     500: "The server failed on this request.",
     503: "The engine is starting, or the server is shutting down.",
 }
-_UP_TO_LOGPROBS = {"minimum": 0, "maximum": MAX_LOGPROBS}
+_LOGPROBS_BOUNDS = {"minimum": 0, "maximum": MAX_LOGPROBS}
 _BOUNDS: dict[str, Mapping[str, float]] = {
     **{key: {"minimum": 1} for key in ("max_tokens", "max_completion_tokens", "max_new_tokens")},
     **{key: {"minimum": 0} for key in ("min_tokens", "min_new_tokens")},
-    **dict.fromkeys(("logprobs", "top_logprobs", "top_logprobs_num"), _UP_TO_LOGPROBS),
+    **dict.fromkeys(("logprobs", "top_logprobs", "top_logprobs_num"), _LOGPROBS_BOUNDS),
     **{key: {"minimum": -2, "maximum": 2} for key in ("presence_penalty", "frequency_penalty")},
     "n": {"minimum": 1, "maximum": 128},
     "temperature": {"minimum": 0, "maximum": 1e6},

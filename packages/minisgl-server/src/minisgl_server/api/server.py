@@ -18,7 +18,7 @@ from minisgl_server.api.engine_client import EngineClient
 from minisgl_server.api.http.connection_limits import ConnectionLimits
 from minisgl_server.api.http.limited_protocol import limited_protocol_class
 from minisgl_server.api.http.middleware import add_middleware
-from minisgl_server.api.openai.requests import start_numbers
+from minisgl_server.api.openai.requests import start_request_numbers
 from minisgl_server.options import ServerOptions
 
 SEND_TIMEOUT_S = 2
@@ -51,7 +51,7 @@ async def _serve(
     listener: socket.socket,
     report: Report,
 ) -> None:
-    start_numbers(addresses.api_worker_id)
+    start_request_numbers(addresses.api_worker_id)
     client, index = EngineClient(addresses), addresses.api_worker_id % addresses.num_api_workers
     with open(addresses.request_counts, "r+b") as file:
         counts = memoryview(mmap.mmap(file.fileno(), 0)).cast("i")

@@ -88,16 +88,18 @@ def _bounds(model: type[BaseModel]) -> dict[str, Bound]:
 def _check_size(loc: _Loc, value: str | list[Any] | dict[str, Any], bound: Bound, limits: RequestLimits) -> None:
     """Raise if a text, list or object is too large, or a list contains such a value."""
     if isinstance(value, str):
-        if len(value) > limits.text:
-            raise _beyond_context(loc, f"there are {len(value)} characters, and no more than {limits.text} fit", limits)
+        if len(value) > limits.max_chars:
+            raise _beyond_context(
+                loc, f"there are {len(value)} characters, and no more than {limits.max_chars} fit", limits
+            )
         return
     is_prompts = bound is Bound.OUTPUTS
     if is_prompts and isinstance(value, list) and value and isinstance(value[0], int):
         bound = Bound.CONTEXT  # one prompt, in tokens
-    if len(value) > (most := limits.counts[bound]):
+    if len(value) > (most := limits.max_entries[bound]):
         if bound is Bound.CONTEXT:
             raise _beyond_context(loc, f"there are {len(value)} entries", limits)
-        why = f"there are {len(value)} entries, and at most {most} are allowed ({bound.description})"
+        why = f"there are {len(value)} entries, and at most {most} are allowed ({bound.value})"
         raise _error(loc, PydanticCustomError("too_large", why))
     if isinstance(value, list):
         inner = Bound.CONTEXT if is_prompts else Bound.ENTRIES
@@ -107,10 +109,10 @@ def _check_size(loc: _Loc, value: str | list[Any] | dict[str, Any], bound: Bound
 
 
 def _beyond_context(loc: _Loc, what: str, limits: RequestLimits) -> ValidationError:
-    message = beyond_context(limits.counts[Bound.CONTEXT], what).removesuffix(".")
+    message = beyond_context(limits.max_entries[Bound.CONTEXT], what).removesuffix(".")
     return _error(loc, PydanticCustomError("beyond_context", message))
 
 
 def _error(loc: _Loc, kind: str | PydanticCustomError) -> ValidationError:
-    """Return an error that pydantic adopts with its location, and that holds no copy of the input."""
+    """Return an error that pydantic reports at this location, and that holds no copy of the input."""
     return ValidationError.from_exception_data("request", [InitErrorDetails(type=kind, loc=loc, input=None)])

@@ -14,7 +14,7 @@ from minisgl_server.api.openai.requests import (
     new_query_id,
     parse_request,
     request_limits,
-    run_sized,
+    run_in_thread_if_large,
     served_model,
 )
 from minisgl_server.api.openai.schemas import ChatMessage, Tool
@@ -65,7 +65,7 @@ async def tokenize(request: Request) -> Response:
     for name in ("add_generation_prompt", "tools", "chat_template_kwargs"):
         if body.messages is None and getattr(body, name) is not None:
             raise InvalidValueError(name, "given", "left out unless messages are given")
-    message = await run_sized(request, _query, body, request_limits(request.app))
+    message = await run_in_thread_if_large(request, _query, body, request_limits(request.app))
     tokens = await request.app.state.client.query(message, request.receive)
     return json_response(
         {

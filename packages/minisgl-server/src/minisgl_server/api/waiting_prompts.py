@@ -26,7 +26,8 @@ class WaitingPrompts:
         num_bytes = sum(sizes.values())
         if num_bytes > GUARANTEED_BYTES and self._num_bytes > MAX_WAITING_BYTES:
             message = (
-                f"Prompts of {self._num_bytes} bytes wait for the engine; more than {GUARANTEED_BYTES} are not added."
+                f"The waiting prompts have {self._num_bytes} bytes, more than the limit of {MAX_WAITING_BYTES}. Send the request"
+                f" again later, or one of at most {GUARANTEED_BYTES} bytes."
             )
             raise ApiError(429, message, code="too_many_requests")
         self._sizes |= sizes

@@ -44,7 +44,7 @@ def refuse_flags(given: Mapping[str, Any], refused: Mapping[str, Iterable[str]])
     """Refuse flags that would have no effect.
 
     Args:
-        refused: flags to refuse, by what is allowed instead: a phrase that follows "must be".
+        refused: flags to refuse, by what is allowed instead, as a phrase that follows "must be".
     """
     for allowed, names in refused.items():
         for name in names:

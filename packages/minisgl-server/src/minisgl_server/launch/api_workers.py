@@ -10,7 +10,7 @@ from minisgl_core.errors import InvalidValueError, WorkerDiedError, WorkerRefuse
 from minisgl_core.protocol.messages import ApiRestarted, EngineInfo, NoReplica, Stop
 from minisgl_core.runtime.ipc import IpcAddresses, Sender
 from minisgl_core.runtime.supervisor import Supervisor
-from minisgl_server.launch.restarts import MAX_FAILURES, SERVED_S, Restarts
+from minisgl_server.launch.restarts import MAX_FAILURES, SERVED_S, RestartableProcesses
 from minisgl_server.options import ServerOptions
 
 RUN_API = "minisgl_server.api.server:run_api"
@@ -31,7 +31,7 @@ def check_api_workers(options: ServerOptions) -> None:
         raise InvalidValueError("--response-store-size", options.response_store_size, "0 with --api-workers", why)
 
 
-class ApiWorkers(Restarts):
+class ApiWorkers(RestartableProcesses):
     """Processes of the API server, which accept connections from one listening socket.
 
     Each has tokenizer workers of its own, so that output returns to the process with the client's connection. A restarted worker
@@ -52,12 +52,12 @@ class ApiWorkers(Restarts):
         self._ids = list(range(self._num))
         self._started_s = [0.0] * self._num
         self._senders: dict[int, Sender] = {}
-        self._told: EngineInfo | NoReplica | Stop | None = None
+        self._last_broadcast: EngineInfo | NoReplica | Stop | None = None
         Path(addresses.request_counts).write_bytes(bytes(4 * self._num))
 
-    def tell(self, message: EngineInfo | NoReplica | Stop) -> None:
+    def broadcast(self, message: EngineInfo | NoReplica | Stop) -> None:
         """Send a message to all workers, and later to those that are restarted."""
-        self._told = message
+        self._last_broadcast = message
         for sender in self._senders.values():
             sender.send(message)
 
@@ -91,8 +91,8 @@ class ApiWorkers(Restarts):
         self._started_s[index] = time.monotonic()
         self._supervisor.start(self.names[index], RUN_API, self._options, self._digests, addresses, self._listener)
         self._senders[index] = Sender(addresses.api_in)
-        if self._told is not None:
-            self._senders[index].send(self._told)
+        if self._last_broadcast is not None:
+            self._senders[index].send(self._last_broadcast)
 
     def handle_failure(self, error: WorkerDiedError) -> bool:
         """Schedule a restart.
@@ -102,7 +102,7 @@ class ApiWorkers(Restarts):
         """
         if error.process not in self.names or isinstance(error, WorkerRefusedError):
             return False
-        if self._num == 1 or self._told is None:
+        if self._num == 1 or self._last_broadcast is None:
             return False
         index = self.names.index(error.process)
         if all(map(self._fails_repeatedly, range(self._num))):

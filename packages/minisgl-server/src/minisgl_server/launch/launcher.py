@@ -90,7 +90,7 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
                 if registry.load("router", options.router).uses_events:
                     os.environ[ROUTER_EVENTS_VARIABLE] = addresses.router_events  # the engines report events to it
                 supervisor.start(ROUTER, RUN_ROUTER, options, addresses)
-            replicas = Replicas(config, registry, supervisor, addresses, options.startup_timeout, apis.tell)
+            replicas = Replicas(config, registry, supervisor, addresses, options.startup_timeout, apis.broadcast)
             replicas.start()
             for index, name in enumerate(_tokenizers(addresses)):
                 supervisor.start(name, RUN_TOKENIZER, config, options, index, addresses)
@@ -102,7 +102,7 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
                 wait(lambda: False, signals)
                 _drain(replicas, apis, options, wait, signals)
         except WorkerDiedError:
-            apis.tell(Stop())  # running requests fail, as there will be no more output
+            apis.broadcast(Stop())  # running requests fail, as there will be no more output
             raise
         finally:
             if compiler is not None:
@@ -219,7 +219,7 @@ def _wait_ready(
     phases.done("waited for the tokenizer workers")
     most = max(supervisor.ready[name].max_token_bytes for name in _tokenizers(addresses))
     replicas.info = msgspec.structs.replace(info, max_token_bytes=most)
-    apis.tell(replicas.info)
+    apis.broadcast(replicas.info)
     if not wait(apis.is_ready, signals):
         return False
     phases.done("waited for the API server")

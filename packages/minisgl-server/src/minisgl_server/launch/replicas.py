@@ -18,7 +18,7 @@ from minisgl_core.protocol.messages import EngineInfo, NoReplica, ReplicaDied, R
 from minisgl_core.runtime.executor_selection import make_executor
 from minisgl_core.runtime.ipc import IpcAddresses, Sender
 from minisgl_core.runtime.supervisor import Supervisor
-from minisgl_server.launch.restarts import MAX_FAILURES, Restarts
+from minisgl_server.launch.restarts import MAX_FAILURES, RestartableProcesses
 from minisgl_server.metrics.engine_metrics import drop_gauges
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ ROUTER = "router"
 RUN_RANK = "minisgl_core.runtime.worker:run_worker"
 
 
-class Replicas(Restarts):
+class Replicas(RestartableProcesses):
     """Engines of one launch.
 
     The replicas of a launch run on this host. With `size` ranks per replica, replica r has the devices

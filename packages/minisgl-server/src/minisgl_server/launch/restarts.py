@@ -39,7 +39,7 @@ class Backoff:
         return 0.0 if self.num_failures == 1 else min(2.0 ** min(self.num_failures - 2, 10), MAX_DELAY_S)
 
 
-class Restarts(ABC):
+class RestartableProcesses(ABC):
     """Base class of `ApiWorkers` and `Replicas`: processes, or groups of processes, by index. Failed ones are restarted."""
 
     def __init__(self, supervisor: Supervisor, addresses: IpcAddresses, num: int) -> None:
@@ -83,7 +83,7 @@ class Restarts(ABC):
 
 def wait_and_restart(
     supervisor: Supervisor,
-    owners: Sequence[Restarts],
+    owners: Sequence[RestartableProcesses],
     until: Callable[[], bool],
     wake: Any,
     timeout_s: float = math.inf,

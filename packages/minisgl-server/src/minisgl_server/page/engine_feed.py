@@ -58,7 +58,7 @@ class EngineFeed:
     async def _poll_engine(self) -> dict[str, Any]:
         last = self._steps[-1]["step"] if self._steps else 0
         state: EngineSnapshot = await asyncio.wait_for(
-            self._client.state(last, self._with_text, self._replica), TIMEOUT_S
+            self._client.snapshot(last, self._with_text, self._replica), TIMEOUT_S
         )
         if state.replica != self._shown or state.step < last:  # the cached steps are those of another engine
             self._shown = state.replica

@@ -89,7 +89,7 @@ class ChatFormat:
         self._template = str((template or tokenizer.chat_template) or "")
         name = detect_tool_parser(self._template) if tool_parser == AUTO else tool_parser
         self._tool_parser = None if name in (None, NONE) else TOOL_PARSERS[name]
-        self._knows_calls = "tools" in self._template or "tool_calls" in self._template
+        self._template_has_calls = "tools" in self._template or "tool_calls" in self._template
         self._special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
 
     def using(self, template: str | None) -> "ChatFormat":
@@ -115,7 +115,7 @@ class ChatFormat:
                 tools = chat.tools.offered
             else:
                 messages = describe_tools_in_system_prompt(messages, chat.tools.offered, parser)
-        elif not self._knows_calls:
+        elif not self._template_has_calls:
             about_tools = (each.get("tool_calls") or each.get("role") == "tool" for each in messages)
             if (index := next((index for index, is_about in enumerate(about_tools) if is_about), None)) is not None:
                 parser = self._parser_for_tools(f"messages[{index}]", "a call or its result")
@@ -163,7 +163,7 @@ class ChatFormat:
             )
             splitter = ReasoningSplitter(False if is_constrained else self._begins_with_reasoning(chat, prompt))
         if chat.tools is not None:
-            strict = chat.tools.strict_names if _is_structural(chat) else ()
+            strict = chat.tools.strict_names if _needs_structural_tag(chat) else ()
             tools = self._parser_for_tools()(chat.tools.names, chat.tools.parallel, strict)
         return None if splitter is None and tools is None else ChatOutputParser(splitter, tools, chat.include_reasoning)
 
@@ -192,7 +192,7 @@ class ChatFormat:
         """Return the grammar of the output: structured output, tool calls, or either. Reasoning content stays free."""
         structured = chat.sampling.structured_outputs
         source = structured.source(chat.grammar_name) if structured is not None else None
-        if chat.tools is not None and _is_structural(chat):
+        if chat.tools is not None and _needs_structural_tag(chat):
             return self._strict_grammar(chat.tools)  # it leaves reasoning content free by itself
         if chat.tools is not None and (chat.tools.is_required or source is not None):
             source = self._tool_grammar(chat.tools, source)
@@ -235,7 +235,7 @@ class ChatFormat:
         for function in (tool["function"] for tool in tools.offered):
             is_strict = function["name"] in strict_names
             schema = arguments_schema(function) if is_strict else {"type": "object"}
-            for trigger, begin, end in parser.spellings:
+            for trigger, begin, end in parser.structural_tags:
                 # After a tag, any function may be called. Without a tag, only calls of strict functions are constrained.
                 if is_strict or trigger == parser.begin:
                     triggers.append(trigger.replace("NAME", function["name"]))
@@ -253,7 +253,7 @@ class ChatFormat:
             otherwise = {"type": "object"} if structured.kind == "json_object" else _schema(structured)
         parser = self._parser_for_tools()
         chosen = [tool["function"] for tool in tools.offered if tools.named in (None, tool["function"]["name"])]
-        prefix, suffix, separator = parser.tagged
+        prefix, suffix, separator = parser.call_delimiters
         text = {
             "prefix": prefix,
             "schema": {"anyOf": [call_schema(function, parser.arguments_key) for function in chosen]},
@@ -265,8 +265,8 @@ class ChatFormat:
         return GrammarSource("tagged_json", json.dumps(text), "tools" if structured is None else structured.name)
 
 
-def _is_structural(chat: Tokenize) -> bool:
-    """Return True if the output is free except for calls of strict functions."""
+def _needs_structural_tag(chat: Tokenize) -> bool:
+    """Return True if the output is free text in which a structural tag constrains the calls of strict functions."""
     tools, structured = chat.tools, chat.sampling.structured_outputs
     return tools is not None and bool(tools.strict_names) and not tools.is_required and structured is None
 
@@ -290,7 +290,7 @@ def describe_tools_in_system_prompt(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], parser: type[ToolParser]
 ) -> list[dict[str, Any]]:
     """Return messages for a template without tools: calls become text, and the system prompt describes the tools."""
-    prefix, suffix, _ = parser.tagged
+    prefix, suffix, _ = parser.call_delimiters
     call = f'{prefix}{{"name": <name of the function>, "{parser.arguments_key}": <object of its arguments>}}{suffix}'
     lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
     text = "\n".join(
@@ -313,7 +313,7 @@ def _as_text(message: Mapping[str, Any], parser: type[ToolParser]) -> dict[str, 
     calls = message.get("tool_calls")
     if not calls:
         return dict(message)
-    prefix, suffix, separator = parser.tagged
+    prefix, suffix, separator = parser.call_delimiters
     texts = [
         f'{prefix}{{"name": {json.dumps(each["function"]["name"])}, '
         f'"{parser.arguments_key}": {json.dumps(each["function"]["arguments"], ensure_ascii=False)}}}{suffix}'

@@ -65,7 +65,7 @@ class ToolCallReader:
 
         Args:
             known: function names that make a call; None for any name.
-            prefixes: for some functions, the only allowed texts of a call up to its arguments.
+            prefixes: allowed texts before the arguments, by function; other functions may have any.
             emit: called with pieces of the arguments.
         """
         self._known, self._prefixes, self._emit = known, prefixes, emit

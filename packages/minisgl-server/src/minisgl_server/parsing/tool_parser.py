@@ -29,12 +29,12 @@ class ToolParser:
     """Characters that may separate calls that share one tag."""
     arguments_key: ClassVar[str]
     """Key of the arguments in this format."""
-    tagged: ClassVar[tuple[str, str, str]]
-    """Texts before, after and between the calls of a constrained output."""
-    spellings: ClassVar[tuple[tuple[str, str, str], ...]]
-    """Forms of a call in an otherwise free output: its trigger, the text before its arguments, and the text after them.
+    call_delimiters: ClassVar[tuple[str, str, str]]
+    """Texts before, after and between tool calls, for the grammar of an output that must be calls, and for prompts."""
+    structural_tags: ClassVar[tuple[tuple[str, str, str], ...]]
+    """Structural tags of calls in otherwise free text: trigger, text before the arguments, and text after them.
 
-    NAME stands for the function's name. A form whose trigger is `begin` constrains calls of all functions, the others only those
+    NAME stands for the function's name. A tag whose trigger is `begin` constrains calls of all functions, the others only those
     of strict functions.
     """
 
@@ -44,10 +44,10 @@ class ToolParser:
         Args:
             functions: names of the tools.
             parallel: False ends the output after the first call.
-            strict: functions whose calls are recognized in one of the `spellings` only, as the grammar constrains only those.
+            strict: functions whose calls must be one of the `structural_tags`, as the grammar constrains only those.
         """
         self._functions, self._parallel = frozenset(functions), parallel
-        prefixes = [begin.removeprefix(self.begin).lstrip() for _, begin, _ in self.spellings]
+        prefixes = [begin.removeprefix(self.begin).lstrip() for _, begin, _ in self.structural_tags]
         self._prefixes = {name: frozenset(prefix.replace("NAME", name) for prefix in prefixes) for name in strict}
         self._finder = StopFinder((self.begin,))
         self._reader: ToolCallReader | None = None
@@ -112,7 +112,7 @@ class ToolParser:
         is_new = reader.name is None
         reader.push(char)
         if is_new and reader.name is not None:
-            self._announce(reader.name)
+            self._add_call(reader.name)
         if reader.state == "open":
             return
         self._flush_arguments()
@@ -176,7 +176,7 @@ class ToolParser:
         self._tag = tag
         self._reader = ToolCallReader(self._functions if known_only else None, self._prefixes, self._arguments.append)
 
-    def _announce(self, name: str) -> None:
+    def _add_call(self, name: str) -> None:
         """Add a new call."""
         self._space = []
         call_id = f"call_{uuid.uuid4().hex[:24]}"
@@ -217,8 +217,8 @@ class HermesParser(ToolParser):
     begin = "<tool_call>"
     end = "</tool_call>"
     arguments_key = "arguments"
-    tagged = ("<tool_call>\n", "\n</tool_call>", "\n")
-    spellings = (("<tool_call>", '<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>"),)
+    call_delimiters = ("<tool_call>\n", "\n</tool_call>", "\n")
+    structural_tags = (("<tool_call>", '<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>"),)
 
 
 class Llama3JsonParser(ToolParser):
@@ -228,8 +228,8 @@ class Llama3JsonParser(ToolParser):
     bare_start = True
     separators = ";,"
     arguments_key = "parameters"
-    tagged = ("", "", "; ")
-    spellings = (
+    call_delimiters = ("", "", "; ")
+    structural_tags = (
         ("<|python_tag|>", '<|python_tag|>{"name": "NAME", "parameters": ', "}"),
         ('{"name": "NAME"', '{"name": "NAME", "parameters": ', "}"),
         ('{"type": "function", "name": "NAME"', '{"type": "function", "name": "NAME", "parameters": ', "}"),

@@ -34,7 +34,7 @@ from minisgl_core.runtime.supervisor import Supervisor
 from minisgl_server.api.app import create_app
 from minisgl_server.api.engine_client import EngineClient
 from minisgl_server.api.http.middleware import add_middleware
-from minisgl_server.api.openai.requests import start_numbers
+from minisgl_server.api.openai.requests import start_request_numbers
 from minisgl_server.metrics.endpoint import Families, merge
 from minisgl_server.options import ServerOptions
 from minisgl_server.ray import request_router
@@ -54,9 +54,9 @@ METRICS_S = 5.0
 MAX_ATTEMPTS = 3
 """Replicas that are tried for a request, which fails when the last of them is lost."""
 SPARE_ENTRIES = 8
-"""Entries of the routing table for stopping replicas. An entry is free once the requests of its last replica have ended."""
+"""Additional entries of the routing table: the entry of a stopping replica is not reused before its requests have ended."""
 TICK_S = 1.0
-"""Time between two calls of `RoutingTable.tick`."""
+"""Interval of `RoutingTable.tick`."""
 
 
 def requests_per_replica(config: EngineConfig) -> int:
@@ -99,7 +99,9 @@ class API:
         self._attempts: dict[str, int] = {}
         self._outputs, self._address = open_receiver(CacheEvents)
         self._proxies = Connections()
-        start_numbers(secrets.randbits(31))  # ids of requests must differ from those of other replicas of the API
+        start_request_numbers(
+            secrets.randbits(31)
+        )  # ids of requests must differ from those of other replicas of the API
         self.client = EngineClient(self._addresses)
         names = [f"tokenizer {index}" for index in range(len(self._workers))]
         for index, name in enumerate(names):

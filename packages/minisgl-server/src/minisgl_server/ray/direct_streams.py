@@ -1,7 +1,7 @@
 """Event streams that go from the API to Serve's proxies over ZeroMQ, because a chunk costs too much CPU time in Serve's calls.
 
     client <-- proxy <------- call of Serve: headers, and an empty body at the end ------- API
-                  ^------- ZeroMQ: events, one message per turn of the API's event loop ----'
+                  ^------- ZeroMQ: events, one message per iteration of the API's event loop ----'
 
 The call lasts as long as the stream, so Serve counts it and tells when the API is lost. `proxy_middleware` adds its
 address to the ASGI scope, which clients cannot do. Without that middleware, as with HAProxy, the events stay in the call.
@@ -18,8 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from minisgl_server.ray.connections import Connections
 
 EXTENSION = "minisgl.stream"
-"""Key of two values. In the ``extensions`` of an ASGI scope: the address of the proxy, and the number of the stream there. In the
-first message of a response: True if the body goes to this address, and not through Serve."""
+"""Key by which proxy and API agree on a direct stream. The proxy sets it in the ``extensions`` of the ASGI scope, to its address
+and the number of the stream. The API sets it to True in the first message of a response whose body goes to that address."""
 
 
 class Chunk(msgspec.Struct, array_like=True):
@@ -55,7 +55,7 @@ class DirectStreams:
     def __init__(self, app: ASGIApp, proxies: Connections) -> None:
         self._app, self._proxies = app, proxies
         self._chunks: dict[str, list[Chunk]] = {}
-        """Chunks of this turn of the event loop, by address."""
+        """Chunks of this iteration of the event loop, by address."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, and its response to the proxy."""

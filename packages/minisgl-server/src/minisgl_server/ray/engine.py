@@ -40,7 +40,7 @@ from minisgl_server.router.cache_events import VARIABLE as ROUTER_EVENTS_VARIABL
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 2.0
-"""Time between two heartbeats to each caller."""
+"""Interval of the heartbeats to each caller."""
 HEALTH_CHECK_S = 15.0
 """Longest time that the scheduler may take to answer a health check."""
 MAX_MISSED_CHECKS = 3

@@ -33,7 +33,7 @@ ENGINES_APP = "minisgl-engines-"
 PROXY_ENVIRONMENT = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "minisgl_server.ray.proxy_middleware:middlewares"}
 """Environment variables of Serve's proxies, which have them from the controller."""
 POLL_S = 1.0
-"""Time between two looks at the state of the applications."""
+"""Interval at which the state of the applications is polled."""
 DRAIN_SLACK_S = 10.0
 """Time beyond ``--drain-timeout`` that an application has to end."""
 HEAD_S = 15.0

@@ -27,7 +27,7 @@ from minisgl_server.ray.connections import open_receiver
 from minisgl_server.ray.direct_streams import EXTENSION, Chunk, Chunks
 
 POLL_S = 2.0
-"""Time between two calls to the head of the cluster."""
+"""Interval of the calls to the head of the cluster."""
 HEAD_S = float(os.environ.get("RAY_gcs_rpc_server_reconnect_timeout_s", "60")) - 20.0  # noqa: SIM112  # Ray's name
 """Longest time that the head may take to answer, some seconds less than Ray's own limit, after which Ray ends this process."""
 LAST_CHUNK_S = 10.0
@@ -209,7 +209,7 @@ class ProxiedResponse:
             await self._send({"type": "http.response.body", "body": error_event(error, path, self._num_events)})
 
     def find_application(self) -> None:
-        """Note if the request is for the API; only callers in the context of the request can tell."""
+        """Record whether Serve routes the request to the API. Serve stores that in a context variable of the request."""
         self._is_of_api = _get_serve_request_context().app_name == API_APP
 
 

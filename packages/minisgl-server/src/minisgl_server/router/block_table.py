@@ -16,7 +16,7 @@ _HALF = np.uint64(32)
 _MAX_TIME = int(np.iinfo(np.uint32).max)
 
 
-class Found(NamedTuple):
+class Lookup(NamedTuple):
     """Stored blocks of a prompt: their indices in the prompt, ascending, and their slots in the table."""
 
     indices: npt.NDArray[np.int64]
@@ -57,14 +57,14 @@ class BlockTable:
         """Number of entries."""
         return len(self._keys)
 
-    def find(self, keys: BlockKeys) -> Found:
+    def find(self, keys: BlockKeys) -> Lookup:
         """Return the blocks that are stored."""
         sets = self._sets(keys)
         hits = np.flatnonzero(self._keys_by_set.take(sets, axis=0) == keys[:, None])  # a key is in one entry at most
         indices = hits >> WAY_BITS
-        return Found(indices, (sets[indices] << WAY_BITS) | (hits & (WAYS - 1)))
+        return Lookup(indices, (sets[indices] << WAY_BITS) | (hits & (WAYS - 1)))
 
-    def num_held(self, found: Found) -> npt.NDArray[np.int64]:
+    def num_held(self, found: Lookup) -> npt.NDArray[np.int64]:
         """Return how many blocks each replica holds of a prompt, counted up to the last one that it holds.
 
         Args:
@@ -82,7 +82,7 @@ class BlockTable:
         bits = np.unpackbits(holders[is_last].view(np.uint8), axis=1, count=self._num_replicas, bitorder="little")
         return (bits * (indices[is_last, None] + 1)).max(axis=0, initial=0)  # type: ignore[no-any-return]
 
-    def add(self, keys: BlockKeys, replica: int, found: Found | None = None) -> None:
+    def add(self, keys: BlockKeys, replica: int, found: Lookup | None = None) -> None:
         """Add a replica to the holders of these blocks, and mark the blocks as used. `found`: result of `find`, if known."""
         self._advance_clock()
         indices, present = found or self.find(keys)
@@ -121,7 +121,7 @@ class BlockTable:
         return int(np.count_nonzero(self._keys))
 
     def _advance_clock(self) -> None:
-        """Count a use. Before the count exceeds 32 bits, all times move back; those of the older half become equal."""
+        """Count a use. Before it exceeds 32 bits, half of the range is subtracted from all times, and those below become 0."""
         if self._now == _MAX_TIME:
             self._now -= _MAX_TIME // 2
             self._last_used -= np.minimum(self._last_used, _MAX_TIME // 2)

@@ -73,7 +73,7 @@ class _Routed(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Counting:
+class _PendingCount:
     """`RequestCounts` that some replicas have not answered yet."""
 
     message: RequestCounts
@@ -104,7 +104,7 @@ class RouterWorker:
         """Requests that wait for a replica, in order."""
         self._has_failed = False
         """True if no replica is ready, and none is expected to be soon."""
-        self._counting: dict[int, _Counting] = {}
+        self._counting: dict[int, _PendingCount] = {}
         self._last_count = 0
         self._asked: dict[tuple[int, int], tuple[Replica, SnapshotRequest]] = {}
         """By worker and `SnapshotRequest.replica`: the last request, and the replica that it was sent to."""
@@ -250,7 +250,7 @@ class RouterWorker:
             return
         self._last_count += 1
         message.counts["router"] = len(self._requests) + len(self._waiting)
-        counting = self._counting[self._last_count] = _Counting(message, {each.replica for each in self._ready()})
+        counting = self._counting[self._last_count] = _PendingCount(message, {each.replica for each in self._ready()})
         for each in self._ready():
             assert each.send is not None
             correlation_id = self._last_count * len(self.replicas) + each.replica

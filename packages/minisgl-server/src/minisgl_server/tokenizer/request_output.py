@@ -11,8 +11,7 @@ from minisgl_core.text.tokens import TokenBytes
 from minisgl_server.parsing.chat_format import ChatOutputParser
 
 MAX_TEXT_TOKENS = 1024
-"""Number of tokens after which output that is held back continues in another `Text`. The API server serves no other client while
-it encodes a `Text`."""
+"""Maximum tokens per `Text` of buffered output: encoding a `Text` blocks the event loop of the API server."""
 
 
 @dataclass(slots=True)
@@ -25,12 +24,11 @@ class RequestOutput:
         pending: the next `Text`; it also holds tokens whose characters are not complete yet.
         is_chat: True for a chat, False for a completion.
         only_prompt: True if the generated tokens are not returned.
-        only_whole: True if nothing is returned before the output is complete.
+        is_buffered: True if nothing is returned before the output is complete.
         parser: separates reasoning content and tool calls from text; None if all output is text.
-        held: earlier parts of output that is held back. A part has at most `MAX_TEXT_TOKENS` tokens. Reasoning content, text and
-            tool calls have parts of their own, so that log-probabilities are in the part of their tokens. Log-probabilities
-            of a long prompt are in parts before the output.
-        num_shown: number of tokens of `pending` up to the newest one with output. Those after it belong to the next output.
+        buffered: `Text` messages before `pending` that are not returned yet. Reasoning content, text and tool calls are in
+            separate messages, each with the log-probabilities of its tokens. Those of a long prompt come first.
+        num_shown: number of tokens of `pending` up to the last one that added output. The text of later tokens is incomplete.
     """
 
     detokenizer: OutputText
@@ -38,9 +36,9 @@ class RequestOutput:
     pending: Text
     is_chat: bool = False
     only_prompt: bool = False
-    only_whole: bool = False
+    is_buffered: bool = False
     parser: ChatOutputParser | None = None
-    held: list[Text] = field(default_factory=list)
+    buffered: list[Text] = field(default_factory=list)
     num_shown: int = 0
 
     def push(self, out: TokenOut) -> Piece:
@@ -65,10 +63,10 @@ class RequestOutput:
     def take(self) -> list[Text]:
         """Return the new output, and begin the next. Empty if there is no new text and the output continues."""
         pending = self.pending
-        has_new = bool(pending.text or pending.reasoning or pending.tool_calls) and not self.only_whole
+        has_new = bool(pending.text or pending.reasoning or pending.tool_calls) and not self.is_buffered
         if pending.finish_reason is None and not has_new:
             return []
-        taken, self.held = [*self.held, pending], []
+        taken, self.buffered = [*self.buffered, pending], []
         self._begin_part()
         return taken
 
@@ -83,10 +81,10 @@ class RequestOutput:
         )
         self.num_shown = 0
 
-    def _hold_shown(self) -> None:
-        """Hold the part up to the newest token with output, and begin the next part with the tokens after it."""
+    def _buffer_shown(self) -> None:
+        """Buffer `pending` up to the last token that added output, and begin the next part with the other tokens."""
         shown, num_shown = self.pending, self.num_shown
-        self.held.append(shown)
+        self.buffered.append(shown)
         self._begin_part()
         shown.token_ids, self.pending.token_ids = shown.token_ids[:num_shown], shown.token_ids[num_shown:]
         if shown.logprobs is not None:
@@ -97,7 +95,7 @@ class RequestOutput:
         self, token_ids: list[int], finish_reason: str | None = None, stop_token_id: int | None = None
     ) -> Piece:
         if len(self.pending.token_ids) >= MAX_TEXT_TOKENS:
-            self.held.append(self.pending)
+            self.buffered.append(self.pending)
             self._begin_part()
         parser, pending = self.parser, self.pending
         piece = self.detokenizer.push(token_ids, finish_reason, stop_token_id)
@@ -108,7 +106,7 @@ class RequestOutput:
             kinds = bool(parsed.reasoning), bool(parsed.content), bool(parsed.tool_calls)
             kinds_before = bool(pending.reasoning), bool(pending.text), bool(pending.tool_calls)
             if any(kinds) and any(kinds_before) and kinds != kinds_before:
-                self._hold_shown()
+                self._buffer_shown()
                 pending = self.pending
             pending.num_reasoning_tokens = parser.num_reasoning_tokens
             pending.text += parsed.content
@@ -136,7 +134,7 @@ class RequestOutput:
 
     def _push_prompt_logprobs(self, out: TokenOut, logprobs: list[TokenLogprobs | None]) -> None:
         """Add the prompt's log-probabilities in parts, before the output. The first part has all of the prompt's tokens."""
-        last, parts = self.held[0] if self.held else self.pending, list[Text]()
+        last, parts = self.buffered[0] if self.buffered else self.pending, list[Text]()
         num_before = max(len(logprobs) - 1, 0) // MAX_TEXT_TOKENS * MAX_TEXT_TOKENS
         for start in range(0, num_before, MAX_TEXT_TOKENS):
             part = Text(request_id=last.request_id, text="", token_ids=[])
@@ -147,7 +145,7 @@ class RequestOutput:
         if parts:
             parts[0].prompt_text, parts[0].prompt_token_ids = last.prompt_text, last.prompt_token_ids
             last.prompt_text = last.prompt_token_ids = None
-            self.held = [*parts, *self.held]
+            self.buffered = [*parts, *self.buffered]
         for part in (*parts, last):
             for token in (part.prompt_token_ids or ())[:1]:  # it has no log-probability
                 part.token_bytes[token] = self.token_bytes[token]

@@ -150,7 +150,7 @@ class TokenizerWorker:
             case SnapshotRequest():
                 self._to_scheduler(message)
             case EngineSnapshot():
-                self._add_previews(message)
+                self._add_text(message)
                 self._to_api(message)
             case NoSnapshot():
                 self._to_api(message)
@@ -201,7 +201,7 @@ class TokenizerWorker:
 
             def new_output(request_id: str) -> RequestOutput:
                 request = self._new_output(message, request_id, prompt, sampling, grammar)
-                request.only_whole = self._has_router and not message.is_streamed  # so that it can be submitted again
+                request.is_buffered = self._has_router and not message.is_streamed  # so that it can be submitted again
                 if returns_prompt:
                     request.pending.prompt_text, request.pending.prompt_token_ids = prompt_text, token_ids
                 return request
@@ -277,7 +277,7 @@ class TokenizerWorker:
             self._to_scheduler(Ended(request_ids))
 
     def _was_lost(self, engine_id: int) -> bool:
-        """Return True if an engine has ended; False for -1, which is none."""
+        """Return True if an engine has ended. The id -1 stands for no engine."""
         return 0 <= engine_id <= self._lost.get(engine_id % self._num_replicas, -1)
 
     def _retry(self, request_id: str) -> None:
@@ -316,7 +316,7 @@ class TokenizerWorker:
             else:
                 self._drop(texts[0].request_id)
 
-    def _add_previews(self, state: EngineSnapshot) -> None:
+    def _add_text(self, state: EngineSnapshot) -> None:
         """Replace token ids by text. Special tokens are included, incomplete characters are left out."""
         shown: list[PrefixTreeNodeSnapshot | RequestSnapshot] = [*state.nodes, *state.requests]
         for each in shown:

@@ -10,7 +10,7 @@ from minisgl_server.api.anthropic.translate import template_hints, to_chat_reque
 from minisgl_server.api.errors import ANTHROPIC_ID_HEADER
 from minisgl_server.api.openai.chat import count_prompt_tokens, start_chat
 from minisgl_server.api.openai.event_stream import EventStreamResponse
-from minisgl_server.api.openai.requests import json_response, parse_request, run_sized, served_model
+from minisgl_server.api.openai.requests import json_response, parse_request, run_in_thread_if_large, served_model
 from minisgl_server.api.openapi import route_docs
 
 router = APIRouter()
@@ -24,7 +24,7 @@ async def messages(request: Request) -> Response:
     """Generate content blocks for a conversation."""
     _, model = served_model(request.app)
     body = await parse_request(MessagesRequest, request)
-    chat, field_names = await run_sized(request, to_chat_request, body)
+    chat, field_names = await run_in_thread_if_large(request, to_chat_request, body)
     with field_names.renaming_errors():
         choices = await start_chat(request, chat, "msg", template_hints(body))
     message = MessageObject(model, choices)
@@ -40,7 +40,7 @@ async def messages(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """Count the tokens of the prompt of a message, without generating it."""
     body = await parse_request(CountTokensRequest, request)
-    chat, field_names = await run_sized(request, to_chat_request, body)
+    chat, field_names = await run_in_thread_if_large(request, to_chat_request, body)
     with field_names.renaming_errors():
         count = await count_prompt_tokens(request, chat, template_hints(body))
     return _with_request_id(json_response({"input_tokens": count}))

@@ -16,13 +16,13 @@ class CacheControl(StrictModel):
     ttl: Literal["5m", "1h"] | None = None
 
 
-class Cached(StrictModel):
+class CacheControlled(StrictModel):
     """Base class of models that may have a cache breakpoint."""
 
     cache_control: CacheControl | None = Field(None, description="Accepted; every prefix is cached anyway.")
 
 
-class TextBlock(Cached):
+class TextBlock(CacheControlled):
     """Text block."""
 
     type: Literal["text"]
@@ -36,7 +36,7 @@ class Caller(StrictModel):
     type: Literal["direct"]
 
 
-class ToolUseBlock(Cached):
+class ToolUseBlock(CacheControlled):
     """Tool call of the model."""
 
     type: Literal["tool_use"]
@@ -46,7 +46,7 @@ class ToolUseBlock(Cached):
     caller: Caller | None = None
 
 
-class ToolResultBlock(Cached):
+class ToolResultBlock(CacheControlled):
     """Result of a tool call."""
 
     type: Literal["tool_result"]
@@ -79,7 +79,7 @@ class MessageParam(StrictModel):
     content: str | list[Block]
 
 
-class ToolParam(Cached):
+class ToolParam(CacheControlled):
     """Tool that the model may call; client tools are the only kind."""
 
     type: Literal["custom"] | None = None
@@ -134,7 +134,7 @@ class Metadata(StrictModel):
     user_id: str | None = Field(None, description="Accepted and ignored; nothing is logged.")
 
 
-class MessagePrompt(Cached):
+class MessagePrompt(CacheControlled):
     """Fields that make up the prompt."""
 
     model: str = Field(description="Name of the served model.")

@@ -43,9 +43,9 @@ class JsonSizeCounter:
             self._text_bytes = 0
         else:
             self._text_bytes = len(parts[-1]) + (self._text_bytes if len(parts) == 1 else 0)
-        if self.num_values > self._limits.values:
-            raise body_too_large(f"has more than {self._limits.values} JSON values. Send fewer prompts at once")
-        if self._text_bytes > _MAX_ESCAPE_BYTES * self._limits.text:
+        if self.num_values > self._limits.max_values:
+            raise body_too_large(f"has more than {self._limits.max_values} JSON values. Send fewer prompts at once")
+        if self._text_bytes > _MAX_ESCAPE_BYTES * self._limits.max_chars:
             raise body_too_large(
-                f"has a string of more than {self._limits.text} characters, which cannot fit the context"
+                f"has a string of more than {self._limits.max_chars} characters, which cannot fit the context"
             )

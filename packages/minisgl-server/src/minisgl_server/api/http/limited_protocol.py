@@ -19,12 +19,12 @@ from minisgl_server.api.http.connection_limits import ConnectionLimits
 MAX_HEADERS = 100
 """Maximum number of headers and trailers per request."""
 MAX_HEADER_BYTES = 64 * 2**10
-"""Maximum bytes of request line and headers, and of consecutive bytes that neither complete headers nor belong to a body."""
+"""Maximum bytes of the request line and headers. It also limits other bytes outside a body, such as chunk extensions."""
 MAX_PIPELINED = 16
 """Maximum number of requests per connection that wait for the response to an earlier one."""
 _SLICE_BYTES = 16 * 2**10
-"""Bytes parsed at a time. The count of unfinished bytes restarts when a request's headers or body end. So it misses the start of
-the next request in the same slice, but no more than this."""
+"""Bytes parsed at a time. The end of headers or of a body resets the count of unfinished bytes for the whole slice. So the count
+may be too low by this much."""
 _LINGER_S, _LINGER_BYTES = 1.0, 2**20
 """Limits of the input that is dropped after a refusal. Closing at once would reset the connection and lose the response."""
 

@@ -39,7 +39,7 @@ def add_middleware(
     def max_body_bytes() -> int:
         if (info := api.state.client.info) is None:
             return options.max_body_size or MAX_BODY_BYTES
-        return RequestLimits.of(info, options.max_body_size).body_bytes
+        return RequestLimits.of(info, options.max_body_size).max_body_bytes
 
     app: ASGIApp = RequestLimitMiddleware(
         api, max_body_bytes, options.max_concurrent_requests, counts=counts, index=index

@@ -12,7 +12,7 @@ class PathMiddleware:
     It does not redirect, as several clients drop the body of a POST request when they follow a redirect.
 
     Args:
-        routes: its routes; the slash is kept if only the path with the slash matches one.
+        routes: routes of the application. The slash is kept if only the path with the slash matches one.
     """
 
     def __init__(self, app: ASGIApp, routes: Sequence[BaseRoute]) -> None:

@@ -36,7 +36,7 @@ class BodyMemory:
         Raises:
             ApiError: 429, raised by the function: this body and others are large.
         """
-        max_bytes, own = _MAX_LARGE_BODIES * limits.body_bytes, 0
+        max_bytes, own = _MAX_LARGE_BODIES * limits.max_body_bytes, 0
 
         def add(num_bytes: int) -> None:
             nonlocal own
@@ -65,8 +65,8 @@ async def read_body(request: Request, limits: RequestLimits, add_bytes: Callable
     _check_content_type(request.headers)
     body, json_size = bytearray(), JsonSizeCounter(limits)
     async for piece in _pieces(request):
-        if len(body) + len(piece) > limits.body_bytes:
-            raise body_too_large(f"is larger than {limits.body_bytes} bytes (--max-body-size)")
+        if len(body) + len(piece) > limits.max_body_bytes:
+            raise body_too_large(f"is larger than {limits.max_body_bytes} bytes (--max-body-size)")
         json_size.add(piece)
         try:
             add_bytes(len(piece))

@@ -46,7 +46,7 @@ def access_record(scope: Scope) -> AccessRecord:
 
 
 class RequestLogMiddleware:
-    """Outermost middleware.
+    """Gives every request an id and logs it; the outermost middleware.
 
     The id of a request is its X-Request-Id header, or a new id if there is none or it is invalid. Every response returns it
     in the same header, and all log records of the request have it; see `minisgl_core.utils.logs`.

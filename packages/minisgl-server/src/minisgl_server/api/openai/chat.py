@@ -14,7 +14,7 @@ from minisgl_server.api.openai.requests import (
     new_query_id,
     parse_request,
     request_limits,
-    run_sized,
+    run_in_thread_if_large,
     served_model,
 )
 from minisgl_server.api.openai.sampling import request_sampling
@@ -59,13 +59,15 @@ async def start_chat(
         template_hints: see `Tokenize`.
     """
     info, model = served_model(request.app)
-    choices = Choices(prefix, model, [await run_sized(request, chat_prompt, request, chat, template_hints)], info)
+    choices = Choices(
+        prefix, model, [await run_in_thread_if_large(request, chat_prompt, request, chat, template_hints)], info
+    )
     return await choices.start(request.app.state.client, request)
 
 
 async def count_prompt_tokens(request: Request, chat: ChatRequest, template_hints: dict[str, Any] | None = None) -> int:
     """Count the tokens of a chat's prompt, without running it."""
-    prompt = await run_sized(request, chat_prompt, request, chat, template_hints)
+    prompt = await run_in_thread_if_large(request, chat_prompt, request, chat, template_hints)
     query = msgspec.structs.replace(prompt, request_id=new_query_id(), only_tokens=True)
     tokens = await request.app.state.client.query(query, request.receive)
     return len(tokens.token_ids)

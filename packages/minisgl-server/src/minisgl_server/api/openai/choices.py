@@ -14,15 +14,15 @@ from minisgl_core.utils.logs import REQUEST_ID
 from minisgl_server.api.engine_client import EngineClient, Generation
 from minisgl_server.api.errors import ApiError
 from minisgl_server.api.http.request_log import access_record
-from minisgl_server.api.openai.requests import next_number
+from minisgl_server.api.openai.requests import next_request_number
 from minisgl_server.api.openai.sampling import RequestSampling
 from minisgl_server.api.openai.schemas import GenerationRequest
 
 _MAX_COPIED_BYTES = 32 * 2**20
 """Maximum bytes of the fields that every output of a request has its own copy of, over all outputs."""
 _MAX_INLINE_TOKENS = 64
-"""`Choices.collect` lets the event loop run after an output with more tokens than this. A tokenizer worker has held such an
-output back, and its further parts may have arrived together with it."""
+"""`Choices.collect` yields to the event loop after an output with more tokens than this. A tokenizer worker has buffered such an
+output, and its other parts may have arrived, too."""
 _MAX_SESSION_CHARS = 1024
 """Maximum length of the header X-Session-Id, of which every output has a copy, too."""
 _MAX_LOGPROBS_HELD = 2**20
@@ -30,9 +30,9 @@ _MAX_LOGPROBS_HELD = 2**20
 
 
 class Choices:
-    """Outputs of one HTTP request to any of the APIs: n per prompt, with consecutive indices per prompt.
+    """Engine requests of one HTTP request, and their token counts: n outputs per prompt, in order of the prompts.
 
-    Builds the messages to the engine, and counts the tokens of their outputs, which its `Generation` delivers.
+    `Generation` delivers the outputs, and each route encodes them.
 
     Attributes:
         generation: source of the outputs; it detects by itself that the client disconnected. Set by `start`.
@@ -41,7 +41,7 @@ class Choices:
     Args:
         prefix: prefix of the response's id, such as ``chatcmpl``.
         prompts: one `Tokenize` per prompt, without ids; its `sampling` has the request's n.
-        is_held: all outputs are held in memory until the last one is complete; by default if they are not streamed.
+        is_buffered: all outputs are kept in memory until the last one is complete; by default if they are not streamed.
 
     Raises:
         ApiError: 400, there are more outputs than the engine holds at a time, or too many copies of large parameters.
@@ -51,9 +51,9 @@ class Choices:
     first: list[tuple[int, Text]]
 
     def __init__(
-        self, prefix: str, model: str, prompts: Sequence[Tokenize], info: EngineInfo, is_held: bool | None = None
+        self, prefix: str, model: str, prompts: Sequence[Tokenize], info: EngineInfo, is_buffered: bool | None = None
     ) -> None:
-        self.id = f"{prefix}-{REQUEST_ID.get()}-{next_number():x}"
+        self.id = f"{prefix}-{REQUEST_ID.get()}-{next_request_number():x}"
         self._model = model
         self._created = int(time.time())
         self.sampling = prompts[0].sampling
@@ -74,8 +74,8 @@ class Choices:
             for prompt, first in zip(prompts, range(0, count, n), strict=True)
         ]
         self._field_names = prompts[0].field_names
-        is_held = not prompts[0].is_streamed if is_held is None else is_held
-        self._max_logprobs = max(_MAX_LOGPROBS_HELD, (MAX_LOGPROBS + 1) * info.max_seq_len) if is_held else None
+        is_buffered = not prompts[0].is_streamed if is_buffered is None else is_buffered
+        self._max_logprobs = max(_MAX_LOGPROBS_HELD, (MAX_LOGPROBS + 1) * info.max_seq_len) if is_buffered else None
         self._num_logprobs = 0
         if self._max_logprobs is not None and self._most_logprobs(info.max_seq_len) > self._max_logprobs:
             # With streaming, the log-probabilities are counted here as they arrive. Without, the tokenizer worker would hold all

@@ -21,18 +21,18 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 _MAX_INLINE_BYTES = 2**16
-"""Larger bodies are handled on a thread; see `run_sized`."""
+"""Larger bodies are handled on a thread; see `run_in_thread_if_large`."""
 _numbers = itertools.count(1)
 
 
-def start_numbers(process_id: int) -> None:
-    """Have `next_number` return numbers that no other process of the API returns; `process_id` has up to 31 bits."""
+def start_request_numbers(process_id: int) -> None:
+    """Start the request numbers of this process, which no other API worker uses; `process_id` has up to 31 bits."""
     global _numbers
     _numbers = itertools.count(process_id << 32 | 1)
 
 
-def next_number() -> int:
-    """Return a number that makes an id unique, as clients may send the same X-Request-Id twice."""
+def next_request_number() -> int:
+    """Return a new number for an id, as clients may send the same X-Request-Id twice."""
     return next(_numbers)
 
 
@@ -49,7 +49,7 @@ async def parse_request(model: type[R], request: Request) -> R:
     with memory.reserve(limits) as add_bytes:
         data = await read_body(request, limits, add_bytes)
         request.state.num_body_bytes = len(data)
-        body = await run_sized(request, _validate, model, data, limits)
+        body = await run_in_thread_if_large(request, _validate, model, data, limits)
     if (name := getattr(body, "model", None)) not in (None, served):
         raise model_not_found(name, served)
     if getattr(body, "stream_options", None) is not None and not getattr(body, "stream", None):
@@ -57,7 +57,7 @@ async def parse_request(model: type[R], request: Request) -> R:
     return body
 
 
-async def run_sized(request: Request, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+async def run_in_thread_if_large(request: Request, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call a function whose time grows with the body of `request`: on a thread if the body is large.
 
     The event loop still waits for each single call into pydantic, which holds the GIL: up to about 0.3 s for a body with as
@@ -106,4 +106,4 @@ def json_response(body: dict[str, Any] | list[dict[str, Any]]) -> Response:
 
 def new_query_id() -> str:
     """Return an id for a query to a tokenizer worker."""
-    return f"tokens-{REQUEST_ID.get()}-{next_number():x}"
+    return f"tokens-{REQUEST_ID.get()}-{next_request_number():x}"

@@ -70,8 +70,8 @@ class StructuredOutputsField(StrictModel):
     )
 
 
-class OutputSamplingFields(StrictModel):
-    """Sampling parameters that have the same name on all routes, `POST /v1/responses` too; see `SamplingParams`."""
+class CommonSamplingFields(StrictModel):
+    """Sampling parameters of all OpenAI routes and ``POST /generate``; see `SamplingParams`."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -88,7 +88,7 @@ class OutputSamplingFields(StrictModel):
     skip_special_tokens: bool | None = None
 
 
-class SamplingFields(OutputSamplingFields):
+class SamplingFields(CommonSamplingFields):
     """Sampling parameters of all routes that can return several outputs."""
 
     n: Int | None = None

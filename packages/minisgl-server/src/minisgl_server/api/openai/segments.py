@@ -49,7 +49,7 @@ class Segments:
         """Add new output; return the new pieces with their segments."""
         self.last = text
         # The rest of a call comes first, as the call is still the last segment. A `Text` may have all parts of several calls,
-        # as tokenizer workers hold the output back that may have to be generated again (`RequestOutput.only_whole`).
+        # as tokenizer workers hold the output back that may have to be generated again (`RequestOutput.is_buffered`).
         calls = deque(text.tool_calls)
         new: list[tuple[Segment, str]] = []
         while calls and calls[0].id is None:
@@ -71,7 +71,7 @@ class Segments:
         for segment, piece in new:
             segment.pieces.append(piece)
         if text.finish_reason is not None and self.all and self.all[-1].kind == "text":
-            self.all[-1].logprobs += self._logprobs  # those of tokens without text, such as a stop text's
+            self.all[-1].logprobs += self._logprobs  # those of tokens without text, such as the tokens of a stop string
             self._logprobs = []
         return new
 

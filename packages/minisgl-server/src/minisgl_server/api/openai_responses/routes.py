@@ -12,7 +12,13 @@ from minisgl_server.api.field_names import FieldNames
 from minisgl_server.api.http.request_body import BodyMemory
 from minisgl_server.api.openai.chat import count_prompt_tokens, start_chat
 from minisgl_server.api.openai.event_stream import EventStreamResponse
-from minisgl_server.api.openai.requests import json_response, parse_request, request_limits, run_sized, served_model
+from minisgl_server.api.openai.requests import (
+    json_response,
+    parse_request,
+    request_limits,
+    run_in_thread_if_large,
+    served_model,
+)
 from minisgl_server.api.openai.schemas import ChatRequest
 from minisgl_server.api.openai_responses.events import ResponseEvents
 from minisgl_server.api.openai_responses.response_models import (
@@ -60,7 +66,7 @@ async def create(request: Request) -> Response:
         raise InvalidValueError("store", True, allowed)
     is_stored = store.is_enabled and body.store is not False
     chat, conversation, field_names = await _translate(request, body)
-    items = await run_sized(request, _input_items, body) if is_stored else b""
+    items = await run_in_thread_if_large(request, _input_items, body) if is_stored else b""
     with field_names.renaming_errors():
         choices = await start_chat(request, chat, "resp", template_hints(body))
     response = ResponseObject(body, model, is_stored, choices)
@@ -160,7 +166,7 @@ async def _translate(request: Request, body: PromptFields) -> tuple[ChatRequest,
     memory: BodyMemory = request.app.state.body_memory
     with memory.reserve(request_limits(request.app)) as add_bytes:
         add_bytes(len(history))
-        return await run_sized(request, to_chat_request, body, history)
+        return await run_in_thread_if_large(request, to_chat_request, body, history)
 
 
 def _query_params(request: Request, known: Mapping[str, tuple[str, ...] | None]) -> Mapping[str, str]:

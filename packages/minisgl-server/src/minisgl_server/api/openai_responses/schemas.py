@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, Tag
 
 from minisgl_server.api.limits import Bound
-from minisgl_server.api.openai.schemas import FunctionName, OutputSamplingFields
+from minisgl_server.api.openai.schemas import CommonSamplingFields, FunctionName
 from minisgl_server.api.strict_model import Int, StrictModel
 from minisgl_server.api.type_discriminator import type_discriminator
 
@@ -206,7 +206,7 @@ class InputTokensRequest(PromptFields):
     """Body of ``POST /v1/responses/input_tokens``."""
 
 
-class ResponsesRequest(OutputSamplingFields, PromptFields):
+class ResponsesRequest(CommonSamplingFields, PromptFields):
     """Body of ``POST /v1/responses``."""
 
     store: bool | None = Field(None, description="Store the response; true by default.")

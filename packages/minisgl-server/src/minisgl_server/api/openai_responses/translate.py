@@ -7,7 +7,7 @@ import msgspec
 
 from minisgl_core.errors import InvalidValueError
 from minisgl_server.api.field_names import FieldNames
-from minisgl_server.api.openai.schemas import ChatRequest, OutputSamplingFields
+from minisgl_server.api.openai.schemas import ChatRequest, CommonSamplingFields
 from minisgl_server.api.openai.segments import Segment
 from minisgl_server.api.openai.template_fields import effort_hints
 from minisgl_server.api.openai_responses.schemas import (
@@ -25,7 +25,7 @@ from minisgl_server.api.openai_responses.schemas import (
 
 LOGPROBS = "message.output_text.logprobs"
 _SAME_NAMES = (
-    *OutputSamplingFields.model_fields,
+    *CommonSamplingFields.model_fields,
     *("model", "min_tokens", "priority", "user", "stream", "chat_template_kwargs"),
 )
 _NAMES = {

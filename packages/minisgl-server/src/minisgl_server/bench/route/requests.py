@@ -12,7 +12,7 @@ from minisgl_server.bench.trace.format import BLOCK_TOKENS, TraceRequest
 
 VOCAB_SIZE = 2**31 - 1
 _NUM_SHARED_IDS = 2**30
-"""Smaller token ids are those of blocks with a hash; the others belong to one request."""
+"""Token ids below this are those of blocks with a hash. The others are unique to a request."""
 
 TokenIds = npt.NDArray[np.int32]
 

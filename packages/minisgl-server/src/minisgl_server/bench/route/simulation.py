@@ -91,7 +91,7 @@ class _Simulation:
         self._router = router
         self._now_s = 0.0
         self._due: list[tuple[float, int]] = []
-        """Heap of the times at which replicas end what runs; entries with another time than `next_s` are void."""
+        """Heap of the times at which replicas end what runs. An entry is stale if its time differs from `next_s`."""
         self._ttft_s, self._tpot_s = np.full(num_requests, np.nan), np.full(num_requests, np.nan)
         self._decision_s = np.full(num_requests, np.nan)
         self._chosen = 0

@@ -23,7 +23,7 @@ from minisgl_server.bench.environment import hardware, versions, write_json
 _VOCAB_SIZE = 150_000
 _EOS_ID = 2
 _FIRST_ID = 3
-"""Smallest token that a prompt or an output has, so that no request ends."""
+"""Lower bound of the random token ids. The EOS token is below it, so that no request ends."""
 _WARM_UP_STEPS = 8
 _PREFIX_PAGES = 16
 """Pages per cached prefix."""

@@ -26,7 +26,7 @@ COLUMNS = (
 )
 PERCENTILE_TITLES = ("run", "ms", "mean", "p50", "p90", "p99", "max")
 BUSY_FRACTION = 0.8
-"""Fraction of a core from which on the load generator may limit the measurement."""
+"""CPU load of the load generator, in cores, above which it may limit the measurement."""
 _NO_ENDPOINT = r"^HTTP (404(?!.*\bmodel\b)|405|501)\b"
 _OTHER_ENDPOINT = {
     "chat": re.compile(rf"{_NO_ENDPOINT}|chat model|chat/completions|not support (the )?completions", re.IGNORECASE),

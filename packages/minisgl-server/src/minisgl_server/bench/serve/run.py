@@ -40,7 +40,7 @@ INTERRUPTED_STATUS = 130
 WARM_UP_TOKENS = 8
 """Maximum output tokens per request of the warm-up."""
 WARM_UP = Run(-1, math.inf, 1, None)
-"""Run before the first one, with prompts of its own."""
+"""Parameters of the warm-up run, whose prompts no measured run has."""
 
 if sys.platform == "win32":
     new_event_loop = asyncio.new_event_loop
@@ -161,7 +161,7 @@ def _measure(
 
 
 def _warm_up(workload: _Workload, num_requests: int) -> Iterator[Conversation]:
-    """Yield the first conversations of a variant that no run has, with short outputs."""
+    """Yield conversations with short outputs, and with prompts that no measured run has."""
     for each in limited(workload.conversations(WARM_UP), num_requests) if num_requests else ():
         turns = [turn.capped(WARM_UP_TOKENS) for turn in each.turns]
         yield Conversation(each.number, 0.0, each.prefix, turns)
