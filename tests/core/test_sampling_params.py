@@ -148,9 +148,9 @@ def test_the_first_of_several_outputs_has_the_seed_of_one(seed: int) -> None:
 
 
 def test_sizes_of_sampling_parameters_are_bounded() -> None:
-    with pytest.raises(InvalidValueError, match="stop='257 texts' is not valid: must be at most 256 texts"):
+    with pytest.raises(InvalidValueError, match="stop='257 strings' is not valid: must be at most 256 strings"):
         SamplingParams(stop=["a"] * 257)
-    with pytest.raises(InvalidValueError, match="bad_words='1025 texts' is not valid: must be at most 1024 texts"):
+    with pytest.raises(InvalidValueError, match="bad_words='1025 strings' is not valid: must be at most 1024 strings"):
         SamplingParams(bad_words=("a",) * 1025)
     with pytest.raises(InvalidValueError, match="must be at most 16384 characters in all"):
         SamplingParams(bad_words=("a" * 9000, "b" * 9000))

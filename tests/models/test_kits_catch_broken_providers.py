@@ -135,8 +135,8 @@ class HasNoStageForItsNorm(LlamaForCausalLM):
         if build.layers is not None and self.stage.has_lm_head:
             self.model.norm = None
 
-    def weights_elsewhere(self) -> tuple[str, ...]:
-        return *super().weights_elsewhere(), "model.norm.*"
+    def weights_of_other_stages(self) -> tuple[str, ...]:
+        return *super().weights_of_other_stages(), "model.norm.*"
 
 
 class AddsBeforeTheAllReduce(LlamaForCausalLM):

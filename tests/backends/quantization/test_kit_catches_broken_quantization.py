@@ -135,7 +135,7 @@ class TakesTheFirstColumns(Fp8):
 
 
 def from_the_start(shard: Shard) -> Shard:
-    return Shard(0, shard.num_real, shard.size, shard.total)
+    return Shard(0, shard.unpadded_size, shard.size, shard.total)
 
 
 class OneScaleForFusedParts(OtherOp):

@@ -212,7 +212,7 @@ def test_an_option_may_be_given_several_times(run: Run):
         assert run.values["name"] == ("a", "b")
     assert run(file='name = "a"').exit_code == 0
     assert run.values["name"] == ("a",)
-    assert "a text or a list of texts" in run(file="name = [1]").output
+    assert "a string or a list of strings" in run(file="name = [1]").output
     printed = run("--name", "a", "--name", 'b"', "--print-config").output
     assert tomllib.loads(printed)["name"] == ["a", 'b"']
 

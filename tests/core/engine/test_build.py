@@ -233,7 +233,7 @@ def test_a_start_that_fails_closes_what_it_joined(
     config, registry = of_two(provider)
     monkeypatch.setattr("minisgl_core.engine.build.load_weights", fail)
     with pytest.raises(PluginError, match=error):
-        build_model_runner(config, registry, Hooks(), progress=False, joined=joined.append)
+        build_model_runner(config, registry, Hooks(), progress=False, on_joined=joined.append)
     [communicator] = joined
     assert communicator.calls == ["abort", "close"]
 

@@ -65,7 +65,7 @@ class OfRank(SingleRank):
 @given(total=st.integers(1, 200), size=st.integers(1, 16))
 def test_shards_cover_a_dimension_once(total: int, size: int) -> None:
     shards = [Shard.of(total, build_for(OfRank(rank, size))) for rank in range(size)]
-    covered = [i for shard in shards for i in range(total)[shard.index] if shard.num_real]
+    covered = [i for shard in shards for i in range(total)[shard.index] if shard.unpadded_size]
     assert covered == list(range(total))
     assert len({shard.size for shard in shards}) == 1
     assert shards[0].size * size - total < size

@@ -81,7 +81,7 @@ def test_the_last_stage_sends_each_result_to_rank_0(monkeypatch: pytest.MonkeyPa
     with stage() as (built, inbox, sender, own, rank0), Receiver[Any](rank0, worker.FromLastStage) as results:
         for plan in (*plans, Stop()):
             sender.send(plan)
-        worker.follow_stage(built, inbox, own, rank0)
+        worker.run_stage_plans(built, inbox, own, rank0)
         assert len(expected) == len(plans)
         for right in expected:
             found = results.receive()
@@ -100,7 +100,7 @@ def test_a_step_that_fails_later_ends_the_rank_with_its_error(monkeypatch: pytes
         monkeypatch.setattr(PendingStep, "result", fail)
         sender.send(profile_batch(2, 4, 8, tiny.VOCAB_SIZE))
         with pytest.raises(RuntimeError, match="the device failed"):
-            worker.follow_stage(built, inbox, own, rank0)
+            worker.run_stage_plans(built, inbox, own, rank0)
 
 
 class Backlog:

@@ -43,7 +43,7 @@ REFUSED = {
     "an enum of objects": ({"json": {"enum": [{"a": n, "b": "x"} for n in range(10_000)]}}, "must be compiled within"),
     "100,000 alternatives": ({"grammar": "start: " + " | ".join(json.dumps(each) for each in CHOICES)}, "65536 bytes"),
     "100,000 choices": ({"choice": CHOICES}, "at most 16384 are allowed"),
-    "12,000 choices": ({"choice": CHOICES[:12_000]}, "at most 10000 texts"),
+    "12,000 choices": ({"choice": CHOICES[:12_000]}, "at most 10000 strings"),
     "a pattern of 10 MB": ({"regex": "a" * 10_000_000}, "which cannot fit the context"),
     "a pattern of 1 MB": ({"regex": "a" * 1_000_000}, "at most 65536 bytes"),
     "nested parentheses": ({"grammar": "start: " + "(" * 20_000 + '"a"' + ")" * 20_000}, "too deeply nested"),

@@ -120,7 +120,7 @@ class _Running:
         if piece.finish_reason is not None:
             output.finish_reason, output.stop_reason, self.done = piece.finish_reason, piece.stop_reason, True
             output.prompt_token_ids = self.prompt.tolist()
-        return piece.is_early
+        return piece.needs_abort
 
 
 class LLM:
@@ -400,9 +400,9 @@ class LLM:
             self._is_busy = False
         return ended
 
-    def _ended(self, request_id: str, running: _Running, is_early: bool) -> list[str]:
+    def _ended(self, request_id: str, running: _Running, needs_abort: bool) -> list[str]:
         """Return the id of a request if it has ended, and forget the request then."""
-        if is_early:
+        if needs_abort:
             self._loop.scheduler.abort(request_id, "stop")
         if not running.done:
             return []

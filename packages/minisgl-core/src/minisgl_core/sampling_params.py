@@ -180,12 +180,12 @@ class SamplingParams:
 def _texts(name: str, value: Any) -> tuple[str, ...]:
     texts = () if value is None else (value,) if isinstance(value, str) else value
     if not isinstance(texts, Collection) or not all(isinstance(text, str) and text for text in texts):
-        raise InvalidValueError(name, value, "a text or a list of texts, none of them empty")
+        raise InvalidValueError(name, value, "a string or a list of strings, none of them empty")
     most, most_chars = (MAX_STOPS, MAX_STOP_CHARS) if name == "stop" else (MAX_BAD_WORDS, MAX_BAD_WORDS_CHARS)
     if len(texts) > most:
-        raise InvalidValueError(name, f"{len(texts)} texts", f"at most {most} texts")
+        raise InvalidValueError(name, f"{len(texts)} strings", f"at most {most} strings")
     if (num_chars := sum(map(len, texts))) > most_chars:
-        raise InvalidValueError(name, f"{num_chars} characters", f"at most {most_chars} characters in all texts")
+        raise InvalidValueError(name, f"{num_chars} characters", f"at most {most_chars} characters in all strings")
     return tuple(texts)
 
 

@@ -252,6 +252,6 @@ class Gemma3ForConditionalGeneration(Model):
         own = (f"language_model.{name}" for name in ("lm_head.weight",) if self.config.tie_embeddings)
         return *super().ignored_weights(), *own, "vision_tower.*", "multi_modal_projector.*"
 
-    def weights_elsewhere(self) -> tuple[str, ...]:
+    def weights_of_other_stages(self) -> tuple[str, ...]:
         """Return the text model's patterns, with the prefix that its tensors have in this checkpoint."""
-        return tuple(f"language_model.{name}" for name in super().weights_elsewhere())
+        return tuple(f"language_model.{name}" for name in super().weights_of_other_stages())

@@ -47,4 +47,4 @@ def zero_neighbor_rows(gate_up: torch.Tensor, inner: Shard, loaded: Shard) -> No
     rows = gate_up.view(len(gate_up), 2, loaded.size, -1)
     first = inner.start - loaded.start
     rows[:, :, :first] = 0
-    rows[:, :, first + inner.num_real :] = 0
+    rows[:, :, first + inner.unpadded_size :] = 0

@@ -64,7 +64,7 @@ class CheckpointMatrix:
         self._columns, self._block, self._parts = columns, block, []
         row = 0
         for part in parts:
-            self._parts.append((part, slice(row, row + part.rows.num_real)))
+            self._parts.append((part, slice(row, row + part.rows.unpadded_size)))
             row += part.rows.size
         self._block_scales = []
         if block is not None:
@@ -86,7 +86,7 @@ class CheckpointMatrix:
 
     def convert(self) -> None:
         """Convert block scales to one scale per row, in place."""
-        if self._block is None or not self._columns.num_real:
+        if self._block is None or not self._columns.unpadded_size:
             return
         height, width = self._block
         column_blocks = _block_indices(self._columns, width, self.codes.device)
@@ -96,7 +96,7 @@ class CheckpointMatrix:
             largest = block_scales.amax(1, keepdim=True).clamp_min(LEAST_SCALE)
             self.scales[rows] = largest[row_blocks, 0]
             factors = block_scales / largest
-            for start in range(0, part.rows.num_real, num_rows):
+            for start in range(0, part.rows.unpadded_size, num_rows):
                 codes = self.codes[rows][start : start + num_rows, : len(column_blocks)]
                 wide = factors[row_blocks[start : start + num_rows]].index_select(1, column_blocks)
                 codes.copy_(wide.mul_(codes.float()))  # factors are at most 1, so nothing saturates

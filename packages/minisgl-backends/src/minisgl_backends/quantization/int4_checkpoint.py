@@ -121,7 +121,7 @@ class CheckpointPart:
 
     def __init__(self, part: LinearPart, spec: LinearSpec, checkpoint_format: Int4Format) -> None:
         self.name, self._columns, self._format = part.name, spec.columns, checkpoint_format
-        self.rows, columns, self.num_columns = part.rows, spec.columns, spec.columns.num_real
+        self.rows, columns, self.num_columns = part.rows, spec.columns, spec.columns.unpadded_size
         self.has_index = checkpoint_format.layout == "gptq" or checkpoint_format.has_group_index
         # A group has all inputs if its size exceeds them. The kernels' block is a multiple of 32.
         most = -(-max(columns.total, 1) // _BLOCK) * _BLOCK
@@ -144,7 +144,7 @@ class CheckpointPart:
             del self._shards["zeros"]
         self._held = {
             kind: torch.empty(
-                [shard.num_real for shard in shards],
+                [shard.unpadded_size for shard in shards],
                 dtype=spec.dtype if kind == "scales" else torch.int32,
                 device=spec.device,
             )
@@ -184,7 +184,7 @@ class CheckpointPart:
 
     def store(self, weight: PackedRows, row: int, columns: Columns) -> None:
         """Repack the loaded tensors as the rows of `weight` from `row` on."""
-        count, device = self.rows.num_real, weight.codes.device
+        count, device = self.rows.unpadded_size, weight.codes.device
         rows = weight.rows_of(row, count)
         groups = columns.groups.to(device)
         scales = self._held["scales"]
@@ -221,7 +221,7 @@ class CheckpointPart:
         zeros = unpack(words + self._format.zero_point_offset * 0x11111111)
         if self._format.layout == "awq":
             zeros = _in_awq_order(zeros)
-        return zeros[:, self._skipped_rows :][:, : self.rows.num_real]
+        return zeros[:, self._skipped_rows :][:, : self.rows.unpadded_size]
 
     @property
     def _skipped_rows(self) -> int:
@@ -235,7 +235,7 @@ class CheckpointPart:
             words = words[:, first // _WORD : -(-(self._skipped_rows + stop) // _WORD)]
             return _in_awq_order(unpack(words))[:, first % _WORD :][:, : stop - start].t()
         words = words[:, start:stop].t() if self._format.layout == "gptq" else words[start:stop]
-        return unpack(words)[:, self._columns.start % _WORD :][:, : self._columns.num_real]
+        return unpack(words)[:, self._columns.start % _WORD :][:, : self._columns.unpadded_size]
 
 
 def _in_awq_order(codes: torch.Tensor) -> torch.Tensor:
@@ -253,7 +253,7 @@ class CheckpointInt4Linear(LinearMethod):
         self._bias = spec.empty(spec.out_features) if spec.bias else None
         # AutoGPTQ stores biases of zeros for layers without a bias.
         self._zero_biases = (
-            [torch.zeros(p.rows.num_real, dtype=spec.dtype) for p in spec.parts]
+            [torch.zeros(p.rows.unpadded_size, dtype=spec.dtype) for p in spec.parts]
             if checkpoint_format.layout == "gptq"
             else []
         )

@@ -11,7 +11,7 @@ from minisgl_core.errors import ModelFormatError
 MAX_LAYERS = 1024
 """Maximum number of layers. Lists with an entry per layer are allocated before a checkpoint's tensors are read."""
 MAX_HEADS = 2**16
-"""Maximum number of heads, and of dimensions per head. Loops over them find the sizes of `--tp` and the angles of RoPE."""
+"""Maximum number of heads, and of dimensions per head. The allowed ``--tp`` and RoPE's frequencies take time for each of them."""
 MAX_EXPERTS = 2**12
 """Maximum number of experts per layer. Each of them has names of tensors."""
 MAX_CONTEXT = 2**24

@@ -97,7 +97,7 @@ class CacheOptions:
     num_pages: int | None = option(None, "Number of KV pages; derived from --memory-ratio by default.", low=2)
     memory_ratio: float = option(
         0.9,
-        "Fraction of the device's memory for weights, steps and KV; on a CPU, fraction of half the free memory, for KV.",
+        "Fraction of the device's memory for weights, steps and KV; on a CPU, KV gets this fraction of half of the free memory.",
         low=0.05,
         high=1.0,
     )
@@ -123,7 +123,7 @@ class SchedulerOptions:
     policy: str = option("fcfs", "Order of the waiting requests.", kind="policy")
     disable_overlap: bool | str = option(
         AUTO,
-        "Schedule a step only after the step before it; auto overlaps them if the device runs asynchronously.",
+        "Schedule each step only after the last one has ended; auto overlaps steps if the device runs asynchronously.",
         env=("MINISGL_DISABLE_OVERLAP_SCHEDULING",),
     )
     cuda_graph_max_bs: int | str = option(
@@ -244,7 +244,7 @@ def check_value(name: str, value: Any, item: dataclasses.Field[Any]) -> Any:
     if words == [LIST]:
         values = [value] if isinstance(value, str) else value
         if not isinstance(values, (list, tuple)) or not all(isinstance(each, str) for each in values):
-            raise InvalidValueError(name, "(hidden)" if meta.secret else value, "a text or a list of texts")
+            raise InvalidValueError(name, "(hidden)" if meta.secret else value, "a string or a list of strings")
         return tuple(values)
     kind: Any = {"int": int, "float": float, "bool": bool, "str": str}[words[0]]
     if isinstance(value, os.PathLike) and "str" in words:
@@ -278,9 +278,9 @@ def type_words(item: dataclasses.Field[Any]) -> list[str]:
 
 
 def _expected(words: list[str]) -> str:
-    """Return a phrase with the allowed values of these types. The only text that a number or boolean allows is ``auto``."""
-    texts = ["a text"] if words[0] == "str" else [AUTO]
-    named = {"int": ["a whole number"], "float": ["a number"], "bool": ["true", "false"], "str": texts, "None": []}
+    """Return a phrase with the allowed values of these types. The only string that a number or boolean allows is ``auto``."""
+    strings = ["a string"] if words[0] == "str" else [AUTO]
+    named = {"int": ["a whole number"], "float": ["a number"], "bool": ["true", "false"], "str": strings, "None": []}
     *others, last = [each for word in words for each in named[word]]
     return f"{', '.join(others)} or {last}" if others else last
 

@@ -254,7 +254,7 @@ class AttentionBackend(ABC):
 
     plugin_api: ClassVar[str] = ">=2,<3"
     capabilities: AttentionCapabilities = AttentionCapabilities()
-    """Capabilities, set on the class. Undeclared capabilities are refused, and their optional methods are never called."""
+    """Capabilities, set on the class. A spec that needs others is refused, and their optional methods are never called."""
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> list[str]:

@@ -72,16 +72,16 @@ class LinearSpec:
         padded = self.columns.is_padded or any(part.rows.is_padded for part in self.parts)
         return (torch.zeros if padded else torch.empty)(shape, dtype=dtype or self.dtype, device=self.device)
 
-    def matrix_targets(self, kind: str, held: torch.Tensor) -> Targets:
-        """Yield the target of ``NAME.kind`` for each part, for a tensor of shape [out_features, in_features]."""
-        return self._targets(kind, held, self.columns)
+    def matrix_targets(self, kind: str, tensor: torch.Tensor) -> Targets:
+        """Yield the target of ``NAME.kind`` for each part. `tensor` receives all parts, [out_features, in_features]."""
+        return self._targets(kind, tensor, self.columns)
 
-    def row_targets(self, kind: str, held: torch.Tensor) -> Targets:
-        """Yield the target of ``NAME.kind`` for each part, for a tensor of shape [out_features, ...], such as the bias."""
-        return self._targets(kind, held)
+    def row_targets(self, kind: str, tensor: torch.Tensor) -> Targets:
+        """Yield the target of ``NAME.kind`` for each part. `tensor` receives all parts, [out_features, ...], such as the bias."""
+        return self._targets(kind, tensor)
 
-    def _targets(self, kind: str, held: torch.Tensor, *columns: Shard) -> Targets:
-        rows = torch.split_with_sizes(held, [part.rows.size for part in self.parts])
+    def _targets(self, kind: str, tensor: torch.Tensor, *columns: Shard) -> Targets:
+        rows = torch.split_with_sizes(tensor, [part.rows.size for part in self.parts])
         for part, destination in zip(self.parts, rows, strict=True):
             yield f"{part.name}.{kind}", sharded_target(destination, part.rows, *columns)
 

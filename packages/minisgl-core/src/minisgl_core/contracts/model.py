@@ -207,7 +207,7 @@ class Model(Layer, ABC):
         tied = ("lm_head.weight",) if self.config.tie_embeddings else ()
         return "*.rotary_emb.inv_freq", "*.[qkv]_scale", "*.[qkv]_proj.output_scale", *tied
 
-    def weights_elsewhere(self) -> tuple[str, ...]:
+    def weights_of_other_stages(self) -> tuple[str, ...]:
         """Return patterns (fnmatch) of checkpoint tensors that only other pipeline stages load; empty for a whole model.
 
         Override it if the checkpoint's names are not those of Llama (``model.layers.0``, ``model.embed_tokens`` and so on).

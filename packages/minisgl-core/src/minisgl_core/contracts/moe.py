@@ -154,7 +154,7 @@ class MoeKernel(ABC):
 
     plugin_api: ClassVar[str] = ">=2,<3"
     capabilities: MoeCapabilities = MoeCapabilities()
-    """Capabilities, set on the class. Undeclared capabilities are refused."""
+    """Capabilities, set on the class. A spec that needs others is refused."""
 
     @classmethod
     def unsupported(cls, spec: MoeSpec) -> list[str]:

@@ -50,19 +50,19 @@ class Shard:
         return cls(0, total, total, total)
 
     @property
-    def num_real(self) -> int:
+    def unpadded_size(self) -> int:
         """Length without padding."""
         return self.stop - self.start
 
     @property
     def is_padded(self) -> bool:
         """Return True if this rank has padding."""
-        return self.num_real < self.size
+        return self.unpadded_size < self.size
 
     @property
     def index(self) -> slice:
         """Slice of the whole dimension that this rank holds; `slice(None)` for all of it."""
-        return slice(None) if self.num_real == self.total else slice(self.start, self.stop)
+        return slice(None) if self.unpadded_size == self.total else slice(self.start, self.stop)
 
     def shifted(self, start: int, total: int) -> Shard:
         """Return this shard as a part of a fused dimension of `total`, in which the sharded dimension begins at `start`."""
@@ -71,21 +71,21 @@ class Shard:
     def in_blocks(self, size: int) -> Shard:
         """Return the shard counted in blocks of `size` elements, such as the shard of block scales."""
         start = self.start // size
-        stop = -(-self.stop // size) if self.num_real else start
+        stop = -(-self.stop // size) if self.unpadded_size else start
         return Shard(start, stop, stop - start, -(-self.total // size))
 
 
-def sharded_target(held: torch.Tensor, *shards: Shard) -> WeightTarget:
+def sharded_target(tensor: torch.Tensor, *shards: Shard) -> WeightTarget:
     """Return the target of a checkpoint tensor's shard on this rank.
 
     Args:
-        held: this rank's tensor: `Shard.size` elements along each sharded dimension, and all of the others.
+        tensor: this rank's tensor: `Shard.size` elements along each sharded dimension, and all of the others.
         shards: shards of the first dimensions.
     """
-    unsharded = tuple(held.shape[len(shards) :])
+    unsharded = tuple(tensor.shape[len(shards) :])
     for dim, shard in enumerate(shards):
-        held = held.narrow(dim, 0, shard.num_real)
+        tensor = tensor.narrow(dim, 0, shard.unpadded_size)
     index = [shard.index for shard in shards]
     while len(index) > 1 and index[-1] == slice(None):
         index.pop()
-    return WeightTarget(held, tuple(index), shape=(*(shard.total for shard in shards), *unsharded))
+    return WeightTarget(tensor, tuple(index), shape=(*(shard.total for shard in shards), *unsharded))

@@ -158,7 +158,7 @@ class StructuredOutputs:
             object.__setattr__(self, "choice", _texts(self.choice))
         for name in ("regex", "grammar"):
             if not isinstance(value := getattr(self, name), str | None):
-                raise InvalidValueError(f"structured_outputs.{name}", value, "a text")
+                raise InvalidValueError(f"structured_outputs.{name}", value, "a string")
         for name in ("json", "structural_tag", "regex", "grammar"):
             if (text := getattr(self, name)) is not None:
                 check_grammar_size(_KINDS[name], text, f"structured_outputs.{name}")
@@ -171,7 +171,7 @@ class StructuredOutputs:
             ("disable_any_whitespace", is_disabled, bool),
         ):
             if not isinstance(value, kind | None):
-                allowed = "a text" if kind is str else "true or false"
+                allowed = "a string" if kind is str else "true or false"
                 raise InvalidValueError(f"structured_outputs.{name}", value, allowed)
             if value is not None and self.json is None and not self.json_object:
                 raise InvalidValueError(f"structured_outputs.{name}", value, "left out without json or json_object")
@@ -216,7 +216,7 @@ def _schema(text: str, name: str) -> dict[str, Any]:
 
 def _json_text(value: Any, name: str) -> str:
     if not isinstance(value, str | dict):
-        raise InvalidValueError(name, value, "a JSON object, as a dictionary or as text")
+        raise InvalidValueError(name, value, "a JSON object, as a dictionary or a string")
     if isinstance(value, str):
         return value
     try:
@@ -228,7 +228,7 @@ def _json_text(value: Any, name: str) -> str:
 def _texts(choice: Any) -> tuple[str, ...]:
     is_list = isinstance(choice, Sequence) and not isinstance(choice, str)
     if not is_list or not choice or not all(isinstance(each, str) for each in choice):
-        raise InvalidValueError("structured_outputs.choice", choice, "a list of one or more texts")
+        raise InvalidValueError("structured_outputs.choice", choice, "a list of one or more strings")
     if len(choice) > MAX_CHOICES:
-        raise InvalidValueError("structured_outputs.choice", f"{len(choice)} texts", f"at most {MAX_CHOICES} texts")
+        raise InvalidValueError("structured_outputs.choice", f"{len(choice)} strings", f"at most {MAX_CHOICES} strings")
     return tuple(choice)

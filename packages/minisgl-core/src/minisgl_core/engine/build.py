@@ -71,7 +71,7 @@ def build_model_runner(
     hooks: Hooks,
     placement: RankPlacement = RankPlacement(),  # noqa: B008  # frozen
     progress: bool = True,
-    joined: Callable[[Communicator], None] = lambda communicator: None,
+    on_joined: Callable[[Communicator], None] = lambda communicator: None,
 ) -> BuiltModelRunner:
     """Build one rank's model runner. Every rank calls this with the same options.
 
@@ -83,7 +83,7 @@ def build_model_runner(
         hooks: installed hook modules.
         placement: placement of this rank.
         progress: True to show progress bars on rank 0.
-        joined: called with each communicator as soon as it exists, so that it can be aborted if another rank fails.
+        on_joined: called with each communicator as soon as it exists, so that it can be aborted if another rank fails.
 
     Raises:
         MinisglError: an option, the model or a provider is not supported.
@@ -97,7 +97,7 @@ def build_model_runner(
     registry.load("policy", config.scheduler.policy)
     phases.done("opened the checkpoint")
     with platform.stream():
-        groups = join_groups(config, registry, placement, platform.device, joined)
+        groups = join_groups(config, registry, placement, platform.device, on_joined)
         model_runner: ModelRunner | None = None
         try:
             if config.parallel.size > 1:
@@ -124,7 +124,7 @@ def build_model_runner(
             piecewise = factory.piecewise_sizes(bool(graphs))
             num_captures = 0 if platform.has_host_graphs else len(graphs) + len(piecewise)
             pool = size_pool(factory.smallest_pool, config, platform, groups, factory.run_profile_batch, num_captures)
-            max_seq_len = min(factory.longest, (pool.num_pages - 1) * pool.page_size)
+            max_seq_len = min(factory.max_seq_len, (pool.num_pages - 1) * pool.page_size)
             phases.done("sized the memory")
             model_runner = factory.model_runner(pool, max_seq_len)
             if graphs:
@@ -159,9 +159,9 @@ class Resolution:
     def attention_spec(self, device: torch.device) -> AttentionSpec:
         """Return the requirements of a rank with this device on its attention backend."""
         config = self.resolved.config
-        longest, page_size = int(config.model.max_seq_len_override or 0), int(config.cache.page_size)
+        max_seq_len, page_size = int(config.model.max_seq_len_override or 0), int(config.cache.page_size)
         return attention_spec(
-            config, self.checkpoint.config, longest, page_size, getattr(torch, config.model.dtype), device
+            config, self.checkpoint.config, max_seq_len, page_size, getattr(torch, config.model.dtype), device
         )
 
 

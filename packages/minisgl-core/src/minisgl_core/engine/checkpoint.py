@@ -46,7 +46,7 @@ class Checkpoint:
 def open_checkpoint(config: EngineConfig, registry: Registry) -> Checkpoint:
     """Find the model, on a hub if necessary, load its class, and read its config.
 
-    It reads no tensors but a stored copy of the LM head.
+    No tensor is read, except to compare an LM head with the embedding if the config ties the two.
 
     Raises:
         MinisglError: the model is not found, or is not supported.

@@ -220,5 +220,5 @@ class DecodeGraphs:
             run(torch.clone)
             io.restart()
             if not torch.allclose(replayed, results[1], 0, 0, equal_nan=True):
-                raise MinisglError("a replay returns other logits than a direct run; a kernel is called without torch")
+                raise MinisglError("a replay returns different logits; a kernel bypasses torch and cpu_graphs.call")
         return captured

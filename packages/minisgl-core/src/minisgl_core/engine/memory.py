@@ -80,8 +80,8 @@ def size_pool(
         num_graphs: number of capture sizes.
 
     Raises:
-        OutOfMemoryError: the requested pages do not fit, or not even one page of tokens does. Or the free memory of a
-            stage's ranks differs by more than 2 GiB.
+        OutOfMemoryError: the requested pages do not fit, or not even one page of tokens does. Or the memory
+            for KV differs by more than 2 GiB between a stage's ranks.
     """
     if config.cache.num_pages is not None:
         given = replace(spec, num_pages=config.cache.num_pages)

@@ -47,7 +47,7 @@ class ModelRunnerFactory:
 
     Attributes:
         attention: classes of the attention backends; the last one serves decodes.
-        longest: longest sequence by the options, in tokens.
+        max_seq_len: maximum length of a sequence by the options, in tokens. The size of the pool may limit it further.
         smallest_pool: spec of the smallest pool.
     """
 
@@ -64,9 +64,9 @@ class ModelRunnerFactory:
         self._config, self._model_config, self._platform, self._groups = config, model_config, platform, groups
         self._model, self._ops = model, ops
         self.attention = [registry.load("attention", name) for name in config.backends.attn.split(",")]
-        self.longest = int(config.model.max_seq_len_override or 0)
+        self.max_seq_len = int(config.model.max_seq_len_override or 0)
         page_size, layers = int(config.cache.page_size), model.attention_layers()
-        spec = attention_spec(config, model_config, self.longest, page_size, ops.dtype, platform.device)
+        spec = attention_spec(config, model_config, self.max_seq_len, page_size, ops.dtype, platform.device)
         reasons = check_layers(spec, layers)
         if spec.value_head_dim not in (None, spec.head_dim):
             reasons.append("the KV pool stores keys and values of one head dimension")
@@ -92,8 +92,8 @@ class ModelRunnerFactory:
         """Run the step that needs the most memory on a model runner with the smallest pool."""
         limits = self._config.scheduler
         prefill, vocab = int(limits.max_prefill_length), self._model_config.vocab_size
-        plan = profile_batch(limits.max_running_requests, prefill, self.longest, vocab)
-        self.model_runner(self.smallest_pool, self.longest).launch(plan).result()
+        plan = profile_batch(limits.max_running_requests, prefill, self.max_seq_len, vocab)
+        self.model_runner(self.smallest_pool, self.max_seq_len).launch(plan).result()
 
     def _reasons_against_graphs(self) -> list[str]:
         """Return why no CUDA graph can be captured; empty if they can."""

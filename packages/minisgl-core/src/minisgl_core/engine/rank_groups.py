@@ -88,9 +88,9 @@ def join_groups(
     registry: Registry,
     placement: RankPlacement,
     device: torch.device,
-    joined: Callable[[Communicator], None],
+    on_joined: Callable[[Communicator], None],
 ) -> RankGroups:
-    """Join this rank's groups. Each group is passed to `joined` as soon as there is one.
+    """Join this rank's groups. Each group is passed to `on_joined` as soon as there is one.
 
     Raises:
         ProviderUnsupportedError: a communicator does not support its group.
@@ -105,7 +105,7 @@ def join_groups(
         url = urls.of(f"stage-{stage}", is_leader=tp_rank == 0)
         spec = CommunicatorSpec(tp_rank, tp, device, url, _TIMEOUT_S, spans_hosts=placement.spans_hosts(tp))
         tensor = _join(within, registry, spec)
-    joined(tensor)
+    on_joined(tensor)
     if pp == 1:
         return RankGroups(tensor)
     try:
@@ -118,7 +118,7 @@ def join_groups(
             with suppress(Exception):  # the first error is the one to report
                 leave()
         raise
-    joined(pipeline)
+    on_joined(pipeline)
     return RankGroups(tensor, pipeline, urls.store)
 
 

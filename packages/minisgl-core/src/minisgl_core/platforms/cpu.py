@@ -65,5 +65,5 @@ class CpuPlatform(Platform):
     def weak_ref(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         memory = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
-        borrowed = torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype)
-        return borrowed.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        alias = torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype)
+        return alias.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

@@ -34,8 +34,10 @@ def call(function: Callable[..., object], *arguments: object) -> None:
 
     Tensors are passed as addresses. The graph keeps the memory of tensors that torch's functions allocate during the capture.
     Other tensors must outlive the graph.
-    A function may have an attribute `sequence`, which merges adjacent calls of functions with an equal `sequence`. It takes a
-    list of pairs of a function and its arguments, and returns a function without arguments, for replays.
+
+    A replay can run several kernels in one call. For this, `function` has an attribute `sequence`: a function that takes a list
+    of (function, arguments) pairs, and returns a function without arguments that runs them all. The graph calls it once for
+    each run of adjacent calls whose functions have the same `sequence`.
     """
     function(*arguments)
     if _current.graph is not None:

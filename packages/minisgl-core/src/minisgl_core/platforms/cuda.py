@@ -121,10 +121,10 @@ class CudaPlatform(Platform):
 
     def weak_ref(self, tensor: torch.Tensor) -> torch.Tensor:
         integers = tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
-        borrowed = torch.as_tensor(_Memory(integers), device=self.device).view(tensor.dtype)
-        if borrowed.data_ptr() != tensor.data_ptr():
+        alias = torch.as_tensor(_Memory(integers), device=self.device).view(tensor.dtype)
+        if alias.data_ptr() != tensor.data_ptr():
             raise RuntimeError(f"the memory at {tensor.data_ptr():#x} is not addressed by {self.device}")
-        return borrowed
+        return alias
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

@@ -188,7 +188,7 @@ def reasons_of(entry: Entry, provider: Any, *spec: Any) -> list[str]:
     """Return ``provider.unsupported(*spec)``: the reasons why it cannot be used, one sentence each; empty if it can.
 
     Raises:
-        ProviderLoadError: the call fails, or its result is not a list of texts.
+        ProviderLoadError: the call fails, or its result is not a list of strings.
     """
     what = f"the {KINDS[entry.kind].label} {entry.name!r} of {entry} cannot be used"
     try:
@@ -197,7 +197,9 @@ def reasons_of(entry: Entry, provider: Any, *spec: Any) -> list[str]:
         cause = " ".join(f"{type(error).__name__}: {error}".split())
         raise ProviderLoadError(f"{what}: its unsupported() failed: {cause}.") from error
     if not isinstance(reasons, list) or not all(isinstance(reason, str) for reason in reasons):
-        raise ProviderLoadError(f"{what}: its unsupported() must return a list of texts, but returned {reasons!r:.80}.")
+        raise ProviderLoadError(
+            f"{what}: its unsupported() must return a list of strings, but returned {reasons!r:.80}."
+        )
     return reasons
 
 

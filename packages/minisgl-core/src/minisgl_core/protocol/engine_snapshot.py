@@ -43,7 +43,7 @@ class SnapshotRequest(msgspec.Struct, tag=True, kw_only=True):
 
 
 class StepSnapshot(msgspec.Struct, kw_only=True):
-    """Batch of one step: the numbers of its requests, decodes first, and the number of tokens computed for each."""
+    """Batch of one step."""
 
     step: int
     time_s: float
@@ -52,8 +52,9 @@ class StepSnapshot(msgspec.Struct, kw_only=True):
     num_tokens: int
     """Tokens of all requests, including those left out of the arrays."""
     requests: np.ndarray
+    """`RequestSnapshot.number` of its requests, int32, decodes first."""
     num_new: np.ndarray
-    """int32, as long as `requests`."""
+    """Tokens computed for each of `requests`, int32."""
 
 
 class RequestSnapshot(msgspec.Struct, kw_only=True):
@@ -104,7 +105,10 @@ class PrefixTreeNodeSnapshot(msgspec.Struct, kw_only=True):
 
 
 class PagesSnapshot(msgspec.Struct, kw_only=True):
-    """Counts and owners of the pages. ``num_free + num_private + num_locked + num_evictable == capacity``."""
+    """Counts and owners of the pages. ``num_free + num_private + num_locked + num_evictable == capacity``.
+
+    The page map shows the owner of each page. For a large pool, it has only every `stride`-th page, from page 1 on.
+    """
 
     page_size: int
     capacity: int
@@ -115,11 +119,10 @@ class PagesSnapshot(msgspec.Struct, kw_only=True):
     """Cached pages that requests read."""
     num_evictable: int
     stride: int
-    """Distance between the pages on the map: pages 1, 1 + stride, ..."""
     num_mapped: int
-    """Number of pages on the map."""
+    """Number of pages in the page map."""
     map_starts: np.ndarray
-    """Start of each run of pages with the same owner, int32, ascending from 0, counted in pages on the map."""
+    """Index in the page map at which each run of pages with one owner starts, int32, ascending from 0."""
     map_owners: np.ndarray
     """Owner of each run of pages, int64: 0 is free, n > 0 is cached node n, -1 is an unlisted cached node, -1 - n is request
     n."""

@@ -25,7 +25,7 @@ from minisgl_core.runtime.worker import FromLastStage, run_worker
 class Build(Protocol):
     """Function that builds rank 0's model runner, with all other arguments bound."""
 
-    def __call__(self, *, placement: RankPlacement, joined: Callable[[Communicator], None]) -> BuiltModelRunner:
+    def __call__(self, *, placement: RankPlacement, on_joined: Callable[[Communicator], None]) -> BuiltModelRunner:
         """Build the model runner; see `build_model_runner`."""
 
 
@@ -74,7 +74,7 @@ class OtherRanks:
 
         def run() -> None:
             try:
-                built.set_result(build(placement=self._placement, joined=self._joined))
+                built.set_result(build(placement=self._placement, on_joined=self._communicators.append))
             except BaseException as error:
                 # The frames refer to the model, whose memory the caller may need after this error.
                 traceback.clear_frames(error.__traceback__)
@@ -102,9 +102,6 @@ class OtherRanks:
             os.close(reader)
         self._watch()
         return result
-
-    def _joined(self, communicator: Communicator) -> None:
-        self._communicators.append(communicator)
 
     def _watch(self) -> None:
         """Watch the ranks in a thread, so that the end of one is noticed while this process waits for the device."""

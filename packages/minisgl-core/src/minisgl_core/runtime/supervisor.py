@@ -36,8 +36,8 @@ _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 GRACE_S = 3.0
 """Time from `END_SIGNAL` to SIGKILL."""
 _KILLED_S = 1.0
-"""After a child fails, the supervisor waits this long for another one to turn out to be killed by a signal, and then reports that
-one."""
+"""Longest wait, after a child failed, for the exit status of a child that a signal killed. The killed child is reported, since
+others fail because of it."""
 _MAX_WAIT_S = 3600.0
 """Longest timeout of one system call, which counts milliseconds in 32 bits."""
 

@@ -66,9 +66,9 @@ def run_worker(
         built = build_model_runner(config, registry, hooks, placement)
         report(Ready(process=f"scheduler rank {rank}"))
         if config.parallel.pp == 1:
-            follow(built, from_rank0)
+            run_plans(built, from_rank0)
         else:
-            follow_stage(built, from_rank0, placement.address, placements[0].address)
+            run_stage_plans(built, from_rank0, placement.address, placements[0].address)
 
 
 def _run_rank0(
@@ -185,7 +185,7 @@ def load_grammar_backend(built: BuiltModelRunner, registry: Registry) -> Grammar
     return provider(checkpoint.source.tokenizer(), checkpoint.config.vocab_size, checkpoint.config.eos_token_ids)
 
 
-def follow(built: BuiltModelRunner, from_rank0: Receiver[FromRank0]) -> None:
+def run_plans(built: BuiltModelRunner, from_rank0: Receiver[FromRank0]) -> None:
     """Run the plans of rank 0 in order, until it stops.
 
     Step n + 2 is launched after step n is done, so that a rank is at most two steps ahead.
@@ -198,7 +198,7 @@ def follow(built: BuiltModelRunner, from_rank0: Receiver[FromRank0]) -> None:
             pending = launched
 
 
-def follow_stage(
+def run_stage_plans(
     built: BuiltModelRunner, from_rank0: Receiver[FromRank0], own_address: str, rank0_address: str
 ) -> None:
     """Run the plans of rank 0 on a rank of a pipeline, until rank 0 stops.
@@ -307,7 +307,7 @@ def _counts(scheduler: Scheduler) -> dict[str, int]:
 
 
 def _deliver(outputs: Outputs, workers: list[Sender], engine_id: int) -> None:
-    """Send outputs to the tokenizer workers. Of an output with `rejected`, only that message is sent."""
+    """Send outputs to the tokenizer workers. If an output has `rejected`, only that message is sent."""
     for worker, batch in outputs:
         batch.engine_id = engine_id
         kept = []

@@ -44,7 +44,7 @@ def main(fd: int, provider: str, cpu_limit_s: float) -> None:
         os.nice(_NICENESS)
     pipe = Connection(fd)
     try:
-        checker: type[GrammarBackend] = Registry.from_environment().load("grammar", provider)
+        backend: type[GrammarBackend] = Registry.from_environment().load("grammar", provider)
     except MinisglError as error:
         pipe.send_bytes(encode(Verdict(plugin_error=str(error))))
         return
@@ -52,11 +52,11 @@ def main(fd: int, provider: str, cpu_limit_s: float) -> None:
     silent = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silent, 2)  # hide messages about failed allocations, which the exit status reports
     with suppress(BrokenPipeError):
-        while status := _run_trials(pipe, checker, cpu_limit_s):
+        while status := _run_trials(pipe, backend, cpu_limit_s):
             pipe.send_bytes(encode(Verdict(exit_status=status)))
 
 
-def _run_trials(pipe: Connection, checker: type[GrammarBackend], cpu_limit_s: float) -> int:
+def _run_trials(pipe: Connection, backend: type[GrammarBackend], cpu_limit_s: float) -> int:
     """Run trials in a forked process. Return its exit status, which is 0 if the other end of the pipe closed."""
     child = os.fork()
     if child == 0:
@@ -64,7 +64,7 @@ def _run_trials(pipe: Connection, checker: type[GrammarBackend], cpu_limit_s: fl
             with suppress(AttributeError):  # on systems other than Linux, it ends after its trial
                 ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             threading.stack_size(_STACK_BYTES)
-            worker = threading.Thread(target=_serve, args=(pipe, checker, cpu_limit_s))
+            worker = threading.Thread(target=_serve, args=(pipe, backend, cpu_limit_s))
             worker.start()
             worker.join()
         finally:
@@ -72,9 +72,9 @@ def _run_trials(pipe: Connection, checker: type[GrammarBackend], cpu_limit_s: fl
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def _serve(pipe: Connection, checker: type[GrammarBackend], cpu_limit_s: float) -> None:
+def _serve(pipe: Connection, backend: type[GrammarBackend], cpu_limit_s: float) -> None:
     with suppress(Exception):  # it also fails in the trials, which report it
-        checker.check("json_object", "", "")  # what the provider makes once does not count as memory of a trial
+        backend.check("json_object", "", "")  # what the provider makes once does not count as memory of a trial
     _limit_memory()
     decode = Decoder(Trial)
     while True:
@@ -82,18 +82,18 @@ def _serve(pipe: Connection, checker: type[GrammarBackend], cpu_limit_s: float) 
             trial: Trial = decode(pipe.recv_bytes())
         except (EOFError, OSError):
             os._exit(0)
-        verdict = _verdict(checker, trial.source, cpu_limit_s)
+        verdict = _verdict(backend, trial.source, cpu_limit_s)
         verdict.number = trial.number
         pipe.send_bytes(encode(verdict))
 
 
-def _verdict(checker: type[GrammarBackend], source: GrammarSource, cpu_limit_s: float) -> Verdict:
+def _verdict(backend: type[GrammarBackend], source: GrammarSource, cpu_limit_s: float) -> Verdict:
     before = _reset_peak()
     signal.setitimer(signal.ITIMER_PROF, cpu_limit_s)
     try:
         for name, schema in source.parts:
-            checker.check("json_schema", schema, name)
-        checker.check(source.kind, source.text, source.name)
+            backend.check("json_schema", schema, name)
+        backend.check(source.kind, source.text, source.name)
     except InvalidValueError as error:
         return Verdict(name=error.name, allowed=error.allowed, remedy=error.remedy)
     except MemoryError:

@@ -47,8 +47,8 @@ class SchedulerLimits:
         if num_tokens == 0:
             raise InvalidValueError("prompt", "", "at least one token long")
         if num_tokens >= self.max_seq_len:
-            is_limited_by_pool = bounds_context(self.num_pages, self.page_size, self.max_seq_len)
-            remedy = "A larger --num-pages gives a longer context." if is_limited_by_pool else ""
+            is_limited = is_limited_by_pool(self.num_pages, self.page_size, self.max_seq_len)
+            remedy = "A larger --num-pages gives a longer context." if is_limited else ""
             raise ContextLengthError("prompt", num_tokens, 1, self.max_seq_len, remedy=remedy)
         if num_tokens + submit.sampling.max_tokens > self.max_seq_len:
             raise ContextLengthError("max_tokens", num_tokens, submit.sampling.max_tokens, self.max_seq_len)
@@ -89,6 +89,6 @@ class SchedulerLimits:
         return InvalidValueError(name, token, f"a token id from 0 to {self.vocab_size - 1}")
 
 
-def bounds_context(num_pages: int, page_size: int, max_seq_len: int) -> bool:
-    """Return True if a larger pool would allow longer sequences. One page of the pool is for padding."""
+def is_limited_by_pool(num_pages: int, page_size: int, max_seq_len: int) -> bool:
+    """Return True if the size of the pool limits the context. One page of the pool is for padding."""
     return max_seq_len == (num_pages - 1) * page_size

@@ -34,7 +34,7 @@ MAX_REQUESTS = 64
 MAX_NODES = 128
 """Most nodes of the prefix tree per snapshot."""
 MAX_MAPPED_PAGES = 4096
-"""Most pages on the map; of a larger pool, every second, fourth, ... page is on it."""
+"""Most pages in the page map. For a larger pool, it has every second, fourth, ... page; see `PagesSnapshot`."""
 NUM_TEXT_TOKENS = 24
 """Tokens of a node or request that a snapshot contains as a preview."""
 

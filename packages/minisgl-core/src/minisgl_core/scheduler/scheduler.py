@@ -300,7 +300,7 @@ class Scheduler:
         """Return the rows that decode in the next step, and those of prefills."""
         decodes, prefills = self._running.schedulable()
         if self.limits.num_micro_batches > 1:
-            # An even part of the requests, so that the other batches in flight get as many.
+            # An equal share of the requests per micro-batch in flight.
             most = -(-len(decodes) // self.limits.num_micro_batches)
             decodes = decodes[self._running.num_pending[decodes] == 0][:most]
         return decodes, prefills
@@ -359,9 +359,9 @@ class Scheduler:
     def _schedule_prefills(self, num_decodes: int, rows: Int32) -> list[Chunk]:
         most = self.limits.max_prefill_tokens
         budget = self.step_times.prompt_tokens(num_decodes, most)
-        # If `max_step_s` limits the prompt tokens, half of the budget is a reserve. Once a step has a chunk, `_admit` adds a
-        # further request only if more than the reserve is left. While few requests wait, its whole prompt must fit above the
-        # reserve. Otherwise the step stays shorter, so that the prompts in it get their first tokens earlier.
+        # A shorter step returns the first tokens of its prompts earlier. So if `max_step_s` limits the prompt tokens, the first
+        # chunk may use the whole budget, but `_admit` adds further requests only while more than half of it, the reserve, is
+        # left. While few requests wait, the reserve must even be left after the whole prompt of the added request.
         reserve = 0 if budget == most else budget // 2
         chunks: list[Chunk] = []
         for row in rows.tolist():

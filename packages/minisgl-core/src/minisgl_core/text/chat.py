@@ -217,7 +217,7 @@ def _content_text(content: Any, name: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise InvalidValueError(name, content, "a text or a list of text parts")
+        raise InvalidValueError(name, content, "a string or a list of text parts")
     for index, part in enumerate(content):
         is_text = isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
         if not is_text:

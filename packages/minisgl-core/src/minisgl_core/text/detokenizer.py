@@ -86,8 +86,8 @@ class _WindowDecoder:
     """Decoder that calls the tokenizer with the new tokens and those of the step before.
 
     A decoder may treat the first token of a text differently: that of sentencepiece drops its leading space. A decoder with
-    byte fallback decodes a run of byte tokens as a whole. With an incomplete character at its end, the
-    complete characters before it become replacement characters, too.
+    byte fallback decodes a run of byte tokens as a whole. With an incomplete character at its end, the complete characters
+    before it become replacement characters, too.
     """
 
     def __init__(self, tokens: TokenBytes, skip_special_tokens: bool) -> None:
@@ -144,13 +144,13 @@ class Piece(NamedTuple):
         text: new text.
         finish_reason: ``stop``, ``length``, ``abort``, or None while running.
         stop_reason: the stop string or token that ended it; None for an EOS token or a limit.
-        is_early: True if a stop string ended it and the scheduler still runs it, so that it has to be aborted there.
+        needs_abort: True if a stop string ended it, so that the scheduler still runs the request and has to abort it.
     """
 
     text: str
     finish_reason: str | None
     stop_reason: str | int | None
-    is_early: bool
+    needs_abort: bool
 
 
 class OutputText:
@@ -178,6 +178,6 @@ class OutputText:
             token_ids = token_ids[:-1]
         text, stop = self._detokenizer.push(token_ids, finished) if self._detokenizer else ("", None)
         if stop is not None:
-            return Piece(text, "stop", stop, is_early=not finished)
+            return Piece(text, "stop", stop, needs_abort=not finished)
         stop_reason = stop_token_id if stop_token_id in self._stop_token_ids else None
-        return Piece(text, finish_reason, stop_reason, is_early=False)
+        return Piece(text, finish_reason, stop_reason, needs_abort=False)

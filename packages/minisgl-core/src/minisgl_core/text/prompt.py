@@ -25,7 +25,7 @@ def list_prompts(prompts: Any) -> list[Any]:
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, Sequence):
-        raise InvalidValueError("prompts", prompts, "a text, a list of token ids, or a list of those")
+        raise InvalidValueError("prompts", prompts, "a string, a list of token ids, or a list of those")
     return [prompts] if prompts and isinstance(prompts[0], Integral) else list(prompts)
 
 
@@ -40,7 +40,7 @@ def token_array(ids: Any) -> npt.NDArray[np.int32]:
     except ValueError:  # lists of different lengths
         array = np.empty((0, 0))
     if array.ndim != 1 or (len(array) and array.dtype.kind not in "iu"):
-        raise InvalidValueError("prompt", ids, "a text or a list of token ids")
+        raise InvalidValueError("prompt", ids, "a string or a list of token ids")
     small = array.astype(np.int32)
     if not np.array_equal(small, array):
         small = array.astype(np.int64).clip(-(2**31), 2**31 - 1).astype(np.int32)

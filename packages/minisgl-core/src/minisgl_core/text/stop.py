@@ -1,4 +1,4 @@
-"""Search for stop texts in a stream."""
+"""Search for stop strings in a stream."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 
 class StopFinder:
-    """Filter that passes a stream of text on and ends it before the first stop text.
+    """Filter that passes a stream of text on and ends it before the first stop string.
 
-    Text that may be the beginning of a stop text is held back until that is decided. An Aho-Corasick automaton (Comm. ACM 18,
-    1975) of all stop texts makes this O(1) per character, however many and however long they are.
+    Text that may be the beginning of a stop string is held back until that is decided. An Aho-Corasick automaton (Comm. ACM 18,
+    1975) of all stop strings makes this O(1) per character, however many and however long they are.
     """
 
     def __init__(self, stop: tuple[str, ...], include_found: bool = False) -> None:
-        """`include_found`: keep the stop text in the output."""
+        """`include_found`: keep the stop string in the output."""
         self._stop, self._include_found = stop, include_found
         self._first_chars = {text[0] for text in stop}
         self._automaton = _automaton(stop)
@@ -26,7 +26,10 @@ class StopFinder:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Return the text that is ready, and the stop text that was found, or None. If two end together, the longer one wins."""
+        """Return the text that is ready, and the stop string that was found, or None.
+
+        If two stop strings end together, the longer one is returned.
+        """
         if not self._stop:
             return text, None
         self._held += text
@@ -51,14 +54,14 @@ class StopFinder:
 
 
 class _Automaton(NamedTuple):
-    """Trie of the stop texts: each node is a beginning of some of them, and node 0 is empty. Nodes are in order of their depth.
+    """Trie of the stop strings: each node is a beginning of some of them, and node 0 is empty. Nodes are in order of their depth.
 
     Attributes:
         chars: last character of each node. Children of a node follow each other, in order of these characters.
         first_children: first child of each node; those of the next node follow its last one.
         failures: node of the longest proper suffix of each node.
         depths: length of each node.
-        found: number, from 1, of the longest stop text that is a suffix of each node; 0 for none.
+        found: number, from 1, of the longest stop string that is a suffix of each node; 0 for none.
     """
 
     chars: array[int]
@@ -80,7 +83,7 @@ class _Automaton(NamedTuple):
         return child
 
 
-@lru_cache(maxsize=64)  # outputs of one prompt have the same stop texts
+@lru_cache(maxsize=64)  # outputs of one prompt have the same stop strings
 def _automaton(stop: tuple[str, ...]) -> _Automaton:
     numbers = {text: number for number, text in enumerate(stop, start=1)}
     texts = sorted(numbers)

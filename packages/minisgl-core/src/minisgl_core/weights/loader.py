@@ -91,7 +91,7 @@ def _generate(source: WeightGenerator, targets: Targets, advance: Callable[[], N
 
 def _copy(model: Model, source: WeightSource, targets: Targets, advance: Callable[[], None]) -> None:
     missing, unexpected = {name for name in targets if not targets[name][0].optional}, []
-    ignored = *model.ignored_weights(), *model.weights_elsewhere()
+    ignored = *model.ignored_weights(), *model.weights_of_other_stages()
     for stored, tensor in source.stored_tensors(model.config, targets):
         name = model.tensor_name(stored)
         if name is None:

@@ -11,7 +11,7 @@ from minisgl_core.errors import ContextLengthError, InvalidValueError, PluginErr
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.protocol.messages import EngineInfo, Tokenize
 from minisgl_core.sampling_params import SamplingParams
-from minisgl_core.scheduler.limits import bounds_context
+from minisgl_core.scheduler.limits import is_limited_by_pool
 from minisgl_core.text.prompt import encode_prompt
 from minisgl_server.parsing.chat_format import ChatFormat
 
@@ -41,7 +41,7 @@ class PromptEncoder:
             return self._encode_text(message, prompt, bool(message.add_special_tokens)), prompt
         if message.text is not None:
             if not message.text and not message.only_tokens:
-                raise InvalidValueError("prompt", "", "a text that is not empty")
+                raise InvalidValueError("prompt", "", "a string that is not empty")
             return self._encode_text(message, message.text, message.add_special_tokens is not False), message.text
         assert message.token_ids is not None
         self.check_token_ids("prompt", message.token_ids)
@@ -109,8 +109,8 @@ class PromptEncoder:
         limit_name = "min_tokens" if message.max_tokens_is_default else "max_tokens"
         num_output = max(getattr(sampling, limit_name), 1)
         if room < 1:
-            is_limited_by_pool = bounds_context(self._info.num_pages, self._info.page_size, limit)
-            remedy = "A larger --num-pages gives a longer context." if is_limited_by_pool else ""
+            is_limited = is_limited_by_pool(self._info.num_pages, self._info.page_size, limit)
+            remedy = "A larger --num-pages gives a longer context." if is_limited else ""
             raise self._too_long(message, token_ids, num_output, name, remedy)
         self.check_token_ids("stop_token_ids", sampling.stop_token_ids)
         self.check_token_ids("logit_bias", sampling.logit_bias)

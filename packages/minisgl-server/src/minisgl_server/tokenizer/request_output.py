@@ -115,7 +115,7 @@ class RequestOutput:
             if any(kinds):
                 self.num_shown = len(pending.token_ids) + len(token_ids)
             if parser.is_done and piece.finish_reason is None:
-                piece = piece._replace(finish_reason="stop", is_early=True)
+                piece = piece._replace(finish_reason="stop", needs_abort=True)
             if parser.has_calls and piece.finish_reason == "stop":
                 piece = piece._replace(finish_reason="tool_calls")
         pending.token_ids += token_ids

@@ -257,7 +257,7 @@ class TokenizerWorker:
         except Exception:
             self._drop(request_id)
             return []
-        if piece.is_early:
+        if piece.needs_abort:
             self._to_scheduler(Abort(request_id, "stop"))
         if piece.finish_reason is not None:
             del self._requests[request_id]

@@ -120,7 +120,7 @@ def to_chat_request(request: PromptFields, history_json: bytes) -> tuple[ChatReq
     if request.input is None and not history:
         raise InvalidValueError("input", None, "given, or previous_response_id is")
     if not conversation.messages:
-        raise InvalidValueError("input", [], "a text or a list of one or more items")
+        raise InvalidValueError("input", [], "a string or a list of one or more items")
     chat: dict[str, Any] = {"messages": conversation.messages}
     chat |= {name: value for name in _SAME_NAMES if (value := getattr(request, name, None)) is not None}
     chat |= _tools(request)
