@@ -228,16 +228,6 @@ def test_a_secret_is_not_shown(run: Run):
         assert "ghijkl" not in output
 
 
-def test_a_command_may_handle_print_config_itself():
-    @click.command()
-    @with_options(ServerOptions, print_config=False)
-    @click.option("--print-config", is_flag=True)
-    def launch(values: dict[str, Any], sources: dict[str, str], print_config: bool) -> None:
-        click.echo(f"{print_config} {values['port']} {sources['port']}")
-
-    assert CliRunner().invoke(launch, ["--print-config", "--port", "5"]).stdout == "True 5 flag --port\n"
-
-
 scalars = st.one_of(st.booleans(), st.integers(-(2**62), 2**62), st.floats(allow_nan=False), st.text())
 
 

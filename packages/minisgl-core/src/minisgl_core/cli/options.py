@@ -15,8 +15,9 @@ The options of a command are fields of dataclasses, made with `minisgl_core.conf
         server = ServerOptions(**pick(values, ServerOptions))
 
 ``values`` has all options by field name, checked and converted. ``sources`` describes where each value came from. The order of
-precedence is flag, environment variable, config file, default. `with_options` adds ``--config`` and ``--print-config``. The
-group passes its `Registry` as the context's object.
+precedence is flag, environment variable, config file, default. `with_options` adds ``--config`` and ``--print-config``, which
+prints the options and exits before the function runs. It fails if a selected provider is not installed. The group passes its
+`Registry` as the context's object.
 """
 
 import dataclasses
@@ -42,14 +43,11 @@ _HIDDEN = object()
 """Stands for a secret value that is set and not shown."""
 
 
-def with_options(*sections: type, print_config: bool = True) -> Callable[[F], F]:
+def with_options(*sections: type) -> Callable[[F], F]:
     """Decorate a command's function with the options of `sections`; see the module's docstring.
 
     Args:
         sections: dataclasses whose fields are options, or whose defaults are such dataclasses (`EngineConfig`).
-        print_config: add ``--print-config``, which prints the options and exits before the function runs. It fails if a
-            selected provider is not installed. A command that resolves more options passes False, adds the flag itself and
-            calls `print_config`.
 
     Returns:
         A decorator; the function is called with keywords ``values: dict[str, Any]`` and ``sources: dict[str, str]``,
@@ -65,16 +63,13 @@ def with_options(*sections: type, print_config: bool = True) -> Callable[[F], F]
             ctx = click.get_current_context()
             values = {name: params.pop(name) for name in names}
             sources = {param.name: param.source(ctx) for param in ctx.command.params if isinstance(param, ConfigOption)}
-            if print_config and params.pop("print_config"):
+            if params.pop("print_config"):
                 check_providers(values, ctx.find_object(Registry) or Registry.from_environment())
                 return click.echo(format_config(_shown(values, declared), sources), nl=False)
             return function(*args, values=values, sources=sources, **params)
 
-        decorated: Any = run
-        if print_config:
-            help = "Print the options and where each comes from, as a config file, and exit."
-            decorated = click.option("--print-config", is_flag=True, help=help)(decorated)
-        decorated = _config_option(decorated)
+        help = "Print the options and where each comes from, as a config file, and exit."
+        decorated: Any = _config_option(click.option("--print-config", is_flag=True, help=help)(run))
         for item in reversed(declared):
             decorated = click.option(*_declarations(item), cls=ConfigOption, item=item)(decorated)
         return decorated  # type: ignore[no-any-return]
@@ -91,11 +86,6 @@ def _shown(values: Mapping[str, Any], declared: Sequence[dataclasses.Field[Any]]
 def pick(values: Mapping[str, Any], *sections: type) -> dict[str, Any]:
     """Return the `values` that are options of `sections`."""
     return {item.name: values[item.name] for section in sections for item in _option_fields(section)}
-
-
-def print_config(values: Mapping[str, Any], sources: Mapping[str, str]) -> None:
-    """Write `format_config` to standard output."""
-    click.echo(format_config(values, sources), nl=False)
 
 
 def format_config(values: Mapping[str, Any], sources: Mapping[str, str]) -> str:

@@ -43,10 +43,6 @@ class PrefixMatch:
     pages: PageIds
     handle: Any
 
-    def num_tokens(self, page_size: int) -> int:
-        """Return the number of tokens of the prefix."""
-        return len(self.pages) * page_size
-
 
 @dataclass(frozen=True, slots=True)
 class PrefixInsert:

@@ -3,10 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from rich.console import Console
-from rich.progress import track
-
 from minisgl_core.errors import MinisglError
+from minisgl_core.utils.progress import progress_bar
 
 
 class CapturedStep(Protocol):
@@ -43,13 +41,11 @@ def capture_sizes(
         MinisglError: a size cannot be captured.
     """
     captured: dict[int, Captured] = {}
-    console = Console(stderr=True)
-    disable = not (progress and console.is_terminal)
-    largest_first = sorted(sizes, reverse=True)
     try:
-        for size in track(largest_first, f"Capturing {what}", console=console, disable=disable, transient=True):
-            captured[size] = capture(size, pool)
-            pool = pool or captured[size].graphs[0].pool()
+        with progress_bar(progress) as bar:
+            for size in bar.track(sorted(sizes, reverse=True), description=f"Capturing {what}"):
+                captured[size] = capture(size, pool)
+                pool = pool or captured[size].graphs[0].pool()
     except BaseException as error:
         free(captured)
         if isinstance(error, Exception):

@@ -130,7 +130,7 @@ def _request_snapshot(request: Request, now_s: float, num_tokens: int) -> Reques
         number=request.arrival,
         is_running=request.row > 0,
         age_s=now_s - request.arrival_s,
-        num_prompt=request.num_prompt,
+        num_prompt=request.num_prompt_tokens,
         num_cached=request.num_cached,
         num_computed=request.num_computed,
         num_output=request.num_output,

@@ -74,7 +74,9 @@ class Planner:
             known = [c.request.tokens.view[c.start : c.start + c.num_new] for c in chunks]
             token_ids = np.concatenate((token_ids, *known))
         with_logprobs = [
-            i for i, c in enumerate(chunks) if c.request.prompt_logprobs is not None and c.start < c.request.num_prompt
+            i
+            for i, c in enumerate(chunks)
+            if c.request.prompt_logprobs is not None and c.start < c.request.num_prompt_tokens
         ]
         return BatchPlan(
             num_decodes=num_decodes,
@@ -91,7 +93,7 @@ class Planner:
 
     def _sample_plan(self, index: Int32, all_rows: Int32) -> SamplePlan:
         rows = all_rows[index]
-        counters = self._running.lengths[rows] - self._running.num_prompt[rows]
+        counters = self._running.lengths[rows] - self._running.num_prompt_tokens[rows]
         return SamplePlan(
             index=index,
             temperature=self._temperature[rows],
@@ -119,8 +121,7 @@ class Planner:
             if request.sampling.has_penalties:
                 has_penalties = True
                 if is_new:
-                    known = request.tokens.view
-                    prompt, output = known[: request.num_prompt].copy(), known[request.num_prompt :].copy()
+                    prompt, output = np.split(request.tokens.view.copy(), [request.num_prompt_tokens])
                     penalty_states.append(PenaltyState(row=row, prompt_ids=prompt, output_ids=output))
             if len(request.bias_ids):
                 biased.append(i)
@@ -146,7 +147,7 @@ class Planner:
 def _banned(request: Request) -> Int32:
     """Return the tokens that a request without a mask must not sample next."""
     banned: frozenset[int] = frozenset() if request.token_rules is None else request.token_rules.banned
-    if request.length - request.num_prompt < request.sampling.min_tokens:
+    if request.length - request.num_prompt_tokens < request.sampling.min_tokens:
         banned |= request.stop_ids
     return np.fromiter(banned, np.int32, len(banned)) if banned else _NO_INTS
 
@@ -154,6 +155,7 @@ def _banned(request: Request) -> Int32:
 def _targets(chunk: Chunk) -> Int32:
     """Return the token after each token of the chunk; -1 past the end of the prompt."""
     targets = np.full(chunk.num_new, -1, np.int32)
-    known = chunk.request.tokens.view[chunk.start + 1 : min(chunk.start + chunk.num_new + 1, chunk.request.num_prompt)]
+    end = min(chunk.start + chunk.num_new + 1, chunk.request.num_prompt_tokens)
+    known = chunk.request.tokens.view[chunk.start + 1 : end]
     targets[: len(known)] = known
     return targets

@@ -29,7 +29,7 @@ class Request:
         request_id: id of the request in messages.
         worker: index of the tokenizer worker that the output goes to.
         arrival: number in order of arrival, from 1.
-        num_prompt: length of the prompt in tokens.
+        num_prompt_tokens: length of the prompt in tokens.
         max_length: length of the sequence at which the output ends, prompt and output together.
         stop_ids: tokens that end the output: stop tokens and, without ignore_eos, EOS tokens.
         num_cached: prompt tokens found in the cache at the first admission, for the usage report; -1 before.
@@ -71,8 +71,8 @@ class Request:
         self.first_token_s: float | None = None
         self.num_preemptions = 0
         self._tokens = Int32Buffer(submit.token_ids)
-        self.num_prompt = len(submit.token_ids)
-        self.max_length = self.num_prompt + sampling.max_tokens
+        self.num_prompt_tokens = len(submit.token_ids)
+        self.max_length = self.num_prompt_tokens + sampling.max_tokens
         self.seed = np.uint64((seed if sampling.seed is None else sampling.seed) % 2**64)
         self.stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_ids)
         self.bias_ids, self.bias_values = submit.bias_ids, submit.bias_values
@@ -125,14 +125,9 @@ class Request:
         return int(self._running.num_inflight[self.row])
 
     @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt; the name that policies use."""
-        return self.num_prompt
-
-    @property
     def num_output(self) -> int:
         """Output tokens known to the host."""
-        return len(self.tokens) - self.num_prompt
+        return len(self.tokens) - self.num_prompt_tokens
 
     @property
     def max_tokens_left(self) -> int:
@@ -153,7 +148,7 @@ class Request:
         """Return the tokens that the mask of the next token has to exclude."""
         rules, has_grammar = self.token_rules, self.constraint is not None
         banned: frozenset[int] = (
-            frozenset() if rules is None else rules.banned_after(self.tokens.view[self.num_prompt :])
+            frozenset() if rules is None else rules.banned_after(self.tokens.view[self.num_prompt_tokens :])
         )
         if self.num_output < self.sampling.min_tokens:
             return banned | self.stop_ids | (eos_ids if has_grammar else frozenset())
@@ -169,7 +164,7 @@ class Request:
         return RequestRecord(
             request_id=self.request_id,
             finish_reason=finish_reason,
-            num_prompt_tokens=self.num_prompt,
+            num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=max(self.num_cached, 0),
             num_output_tokens=self.num_output,
             num_preemptions=self.num_preemptions,

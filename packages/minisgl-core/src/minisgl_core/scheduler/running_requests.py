@@ -26,7 +26,7 @@ class RunningRequests:
     The state of row 0 and of free rows is 0. Only `last_token`, `worker` and `request_id` keep the values of the last request.
 
     Attributes:
-        tokens, pages, num_prompt, num_computed, num_pending, num_inflight: as in `Request`.
+        tokens, pages, num_prompt_tokens, num_computed, num_pending, num_inflight: as in `Request`.
         max_length: as in `Request`; 0 once the request has ended.
         last_token: last token known to the host.
         is_plain: True for a request without a grammar and without log-probabilities, so that its new tokens need no further work.
@@ -38,7 +38,7 @@ class RunningRequests:
         rows = num_rows + 1
         self.tokens, self.pages = RowBuffers(rows), RowBuffers(rows)
         numbers = np.zeros((7, rows), np.int32)
-        self.num_prompt, self.num_computed, self.num_pending, self.num_inflight = numbers[:4]
+        self.num_prompt_tokens, self.num_computed, self.num_pending, self.num_inflight = numbers[:4]
         self.max_length, self.last_token, self.worker = numbers[4:]
         self.is_plain = np.zeros(rows, np.bool_)
         self.request_id = np.full(rows, "", object)
@@ -52,7 +52,7 @@ class RunningRequests:
         """Assign a row to a waiting request, which `admit` or `remove` must follow."""
         self.tokens.set_buffer(row, request.tokens)
         request.row = row
-        self.num_prompt[row], self.max_length[row] = request.num_prompt, request.max_length
+        self.num_prompt_tokens[row], self.max_length[row] = request.num_prompt_tokens, request.max_length
         self.last_token[row] = request.tokens.view[-1]
         self.worker[row], self.request_id[row] = request.worker, request.request_id
         self.is_plain[row] = request.constraint is None and request.sampling.logprobs is None
@@ -71,7 +71,7 @@ class RunningRequests:
             self._num_stopping[list(request.stop_ids)] -= 1
         self.tokens.clear(row)
         self.pages.clear(row)
-        for array in (self.num_prompt, self.num_computed, self.num_pending, self.num_inflight, self.max_length):
+        for array in (self.num_prompt_tokens, self.num_computed, self.num_pending, self.num_inflight, self.max_length):
             array[row] = 0
         self.is_plain[row] = False
         request.row = 0
@@ -104,7 +104,7 @@ class RunningRequests:
         lengths, rows = self.lengths, self.rows
         num_left = lengths - self.num_computed
         wants_step = lengths < self.max_length
-        decodes = wants_step & (num_left == 1) & (lengths > self.num_prompt)
+        decodes = wants_step & (num_left == 1) & (lengths > self.num_prompt_tokens)
         prefills = wants_step & (num_left > 0) & ~decodes
         return rows[decodes[rows]], rows[prefills[rows]]
 
@@ -128,7 +128,7 @@ class RunningRequests:
         self.last_token[rows] = token_ids
         lengths = self.tokens.lengths[rows]
         continues = (lengths < self.max_length[rows]) & (self._num_stopping[token_ids] == 0)
-        is_token_only: Bools = continues & self.is_plain[rows] & (lengths > self.num_prompt[rows] + 1)
+        is_token_only: Bools = continues & self.is_plain[rows] & (lengths > self.num_prompt_tokens[rows] + 1)
         return is_token_only
 
     def end(self, request: Request) -> None:
@@ -142,12 +142,12 @@ class RunningRequests:
 
     def removable(self, rows: Int32) -> list[Request]:
         """Return the requests among the rows that have ended and are in no step in flight."""
-        is_removable = (self.num_inflight[rows] + self.max_length[rows] == 0) & (self.num_prompt[rows] > 0)
+        is_removable = (self.num_inflight[rows] + self.max_length[rows] == 0) & (self.num_prompt_tokens[rows] > 0)
         return [self._requests[row] for row in rows[is_removable].tolist()]
 
     def check(self) -> None:
         """Verify that free rows have no state, and that the arrays agree with the requests. For tests."""
-        numbers = (self.num_prompt, self.num_computed, self.num_pending, self.num_inflight, self.max_length)
+        numbers = (self.num_prompt_tokens, self.num_computed, self.num_pending, self.num_inflight, self.max_length)
         for row in range(len(self.worker)):
             for buffers in (self.tokens, self.pages):
                 assert len(buffers[row]) == buffers.lengths[row], "a length is wrong"

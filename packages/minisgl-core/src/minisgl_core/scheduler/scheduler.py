@@ -416,7 +416,7 @@ class Scheduler:
                 request.scheduled_s = time.monotonic()
                 if request.num_cached > 0:
                     self.pages.cache.count_hit(request.handle)
-                self.stats.num_prompt_tokens += request.num_prompt
+                self.stats.num_prompt_tokens += request.num_prompt_tokens
                 self.stats.num_cached_tokens += request.num_computed
             budget -= self._add_chunk(request, budget, chunks)
             reserved += self.pages.missing_pages(request, request.length + 1)
@@ -445,7 +445,9 @@ class Scheduler:
             output = self._finish(request, reason, [token])
             output.stop_token_id = token if token in request.stop_ids else None
         else:
-            output = TokenOut(request_id=request.request_id, token_ids=[token], num_prompt_tokens=request.num_prompt)
+            output = TokenOut(
+                request_id=request.request_id, token_ids=[token], num_prompt_tokens=request.num_prompt_tokens
+            )
         output.num_cached_tokens = max(request.num_cached, 0)
         if logprobs is not None:
             output.logprobs = [logprobs]
@@ -483,7 +485,7 @@ class Scheduler:
             request_id=request.request_id,
             token_ids=token_ids,
             finish_reason=reason,
-            num_prompt_tokens=request.num_prompt,
+            num_prompt_tokens=request.num_prompt_tokens,
             num_cached_tokens=max(request.num_cached, 0),
         )
         if request.constraint is not None and (why := request.constraint.error):
