@@ -19,19 +19,26 @@ from minisgl_backends.attention.triton_backend import TritonAttention
 from minisgl_core.contracts.attention import AttentionBatch, AttentionLayer, AttentionSpec
 from minisgl_core.contracts.kv_cache import KVPoolSpec
 from minisgl_core.kv.pool import KVPool
+from minisgl_core.utils.fp8 import FP8
 
 DEVICE = torch.device("cuda")
 NUM_LAUNCHES = 100
 
 
 def times_us(
-    provider: type[TritonAttention], lengths: list[int], heads: tuple[int, int], dim: int, page_size: int
+    provider: type[TritonAttention],
+    lengths: list[int],
+    heads: tuple[int, int],
+    dim: int,
+    page_size: int,
+    kv_dtype: torch.dtype,
+    window: int | None,
 ) -> Iterator[float]:
     """Yield the microseconds of the device, then of a launch on the host."""
     pages = -(-max(lengths) // page_size)
     table = torch.arange(pages * (len(lengths) + 1), dtype=torch.int32, device=DEVICE).view(-1, pages)
-    pool = KVPool(KVPoolSpec(1, table.numel(), page_size, heads[1], dim, torch.bfloat16, DEVICE))
-    pool.data.normal_()
+    pool = KVPool(KVPoolSpec(1, table.numel(), page_size, heads[1], dim, kv_dtype, DEVICE))
+    pool.data.copy_(torch.randn_like(pool.data, dtype=torch.bfloat16))
     spec = AttentionSpec(
         num_q_heads=heads[0],
         num_kv_heads=heads[1],
@@ -40,8 +47,9 @@ def times_us(
         max_batch=len(lengths),
         max_seq_len=max(lengths),
         dtype=torch.bfloat16,
-        kv_dtype=torch.bfloat16,
+        kv_dtype=kv_dtype,
         device=DEVICE,
+        sliding_windows=() if window is None else (window,),
     )
     backend = provider(spec, pool, table)
     host = np.array(lengths, np.int32)
@@ -55,7 +63,7 @@ def times_us(
         seq_lens_host=host,
     )
     q = torch.randn(sum(lengths), heads[0], dim, dtype=torch.bfloat16, device=DEVICE)
-    layer, plan, out = AttentionLayer(0, dim**-0.5), backend.plan(batch), torch.empty_like(q)
+    layer, plan, out = AttentionLayer(0, dim**-0.5, window), backend.plan(batch), torch.empty_like(q)
 
     def attend() -> None:
         backend.attend_stored(q, layer, plan, out)
@@ -74,15 +82,26 @@ def times_us(
 @click.option("--heads", "all_heads", multiple=True, default=("40x8", "16x8", "32x4"))
 @click.option("--dim", type=int, default=128)
 @click.option("--page-size", "page_sizes", type=int, multiple=True, default=(16, 64))
+@click.option("--fp8-kv", is_flag=True)
+@click.option("--window", type=int, help="Sliding window in tokens. TFLOP/s then count the visible keys alone.")
 @torch.inference_mode()
-def main(prompts: tuple[str, ...], all_heads: tuple[str, ...], dim: int, page_sizes: tuple[int, ...]) -> None:
+def main(
+    prompts: tuple[str, ...],
+    all_heads: tuple[str, ...],
+    dim: int,
+    page_sizes: tuple[int, ...],
+    fp8_kv: bool,
+    window: int | None,
+) -> None:
     """See the module's text."""
     print(torch.cuda.get_device_name())
     for heads, each, page_size in product(all_heads, prompts, page_sizes):
         (count, length), (q_heads, kv_heads) = (map(int, pair.split("x")) for pair in (each, heads))
-        operations = 4 * q_heads * dim * count * length * (length + 1) // 2
+        seen = min(window or length, length)
+        operations = 4 * q_heads * dim * count * (seen * (seen + 1) // 2 + (length - seen) * seen)
         for name, provider in (("hopper", HopperAttention), ("triton", TritonAttention)):
-            device, host = times_us(provider, [length] * count, (q_heads, kv_heads), dim, page_size)
+            kv_dtype = FP8 if fp8_kv else torch.bfloat16
+            device, host = times_us(provider, [length] * count, (q_heads, kv_heads), dim, page_size, kv_dtype, window)
             rate = operations / device / 1e6
             print(
                 f"{heads:6} {each:8} pages of {page_size:3} {name}: {device:8.1f} us, {rate:4.0f} TFLOP/s, host {host:5.1f} us"

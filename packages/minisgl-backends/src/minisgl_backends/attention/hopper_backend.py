@@ -1,5 +1,7 @@
 """Paged attention for Hopper GPUs, in CUDA C++."""
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from minisgl_backends.attention.triton_backend import StepPlan, TritonAttention
@@ -8,14 +10,29 @@ from minisgl_backends.cuda.requirements import hopper_missing
 from minisgl_core.contracts.attention import AttentionBatch, AttentionCapabilities, AttentionLayer, AttentionSpec
 from minisgl_core.contracts.kv_cache import KVPages
 from minisgl_core.contracts.ops import Rope
+from minisgl_core.utils.fp8 import FP8
+
+if TYPE_CHECKING:
+    from minisgl_backends.kernels.paged_decode import SplitKVWorkspace
 
 
 class HopperAttention(TritonAttention):
-    """Kernels for Hopper: decode prefetches keys (PDL) and fuses RoPE and KV store, prefill is like FlashAttention-3."""
+    """Kernels for Hopper: decode prefetches keys (PDL) and fuses RoPE and KV store, prefill is like FlashAttention-3.
+
+    Decodes use Triton's kernel if the model has sliding windows, soft caps, sinks, an FP8 pool or more than `decode.MAX_GROUP`
+    query heads per KV head.
+    """
 
     head_dims = decode.HEAD_DIMS
     capabilities = AttentionCapabilities(
-        fused_kv_store=True, fused_rope_decode=True, cuda_graphs=True, graph_reads_page_table=True
+        fused_kv_store=True,
+        fused_rope_decode=True,
+        cuda_graphs=True,
+        graph_reads_page_table=True,
+        fp8_kv=True,
+        sliding_windows=True,
+        soft_cap=True,
+        sinks=True,
     )
 
     @classmethod
@@ -25,25 +42,33 @@ class HopperAttention(TritonAttention):
             return reasons
         reasons = super().unsupported(spec)
         group = spec.num_q_heads // spec.num_kv_heads
-        if group > decode.MAX_GROUP:
-            reasons.append(f"it supports up to {decode.MAX_GROUP} query heads per KV head, not {group}")
+        if group > prefill.MAX_GROUP:
+            reasons.append(f"it supports up to {prefill.MAX_GROUP} query heads per KV head, not {group}")
         if not decode.supports_page_size(spec.page_size):
             reasons.append(f"it supports pages of 8, 16, 32 or a multiple of 64 tokens, not of {spec.page_size}")
         return reasons
 
     def __init__(self, spec: AttentionSpec, pool: KVPages, page_table: torch.Tensor) -> None:
         super().__init__(spec, pool, page_table)
-        self._hopper_decode = decode.HopperDecode(pool, spec.num_q_heads)
-        self._hopper_prefill = prefill.HopperPrefill(pool, spec.num_q_heads)
+        has_extras = spec.sliding_windows or spec.soft_caps or spec.has_sinks
+        is_wide = spec.num_q_heads > decode.MAX_GROUP * spec.num_kv_heads
+        needs_triton = has_extras or spec.kv_dtype == FP8 or is_wide
+        self._hopper_decode = None if needs_triton else decode.HopperDecode(pool, spec.num_q_heads)
+        self._hopper_prefill = prefill.HopperPrefill(spec, pool)
         self._num_pairs = self._hopper_prefill.num_pairs
 
-    def _begin_decodes(self, num_requests: int) -> None:
-        """Start a step of `HopperDecode`, which has a workspace of its own."""
+    def _begin_decodes(self, num_requests: int) -> "SplitKVWorkspace | None":
+        """Start a step of `HopperDecode`, which has a workspace of its own, or of Triton's kernel."""
+        if self._hopper_decode is None:
+            return super()._begin_decodes(num_requests)
         self._hopper_decode.begin_step()
+        return None
 
     def supports_fused_rope(self, plan: StepPlan, rope: Rope) -> bool:
         """Return True in steps without prefills, for RoPE over whole heads. See `AttentionBackend.supports_fused_rope`."""
-        return plan.prefills is None and self._hopper_decode.supports_fused_rope(rope)
+        if self._hopper_decode is None or plan.prefills is not None:
+            return False
+        return self._hopper_decode.supports_fused_rope(rope)
 
     def attend_fused_rope(
         self,
@@ -57,13 +82,10 @@ class HopperAttention(TritonAttention):
         """See `AttentionBackend.attend_fused_rope`."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        self._attend(q, layer, plan, out, decode.RopeAndStore(k, v, rope, plan.batch.slots))
+        self._decode(q, layer, plan, out, decode.RopeAndStore(k, v, rope, plan.batch.slots))
         return out
 
-    def _decode(self, q: torch.Tensor, layer: AttentionLayer, plan: StepPlan, out: torch.Tensor) -> None:
-        self._attend(q, layer, plan, out)
-
-    def _attend(
+    def _decode(
         self,
         q: torch.Tensor,
         layer: AttentionLayer,
@@ -71,12 +93,15 @@ class HopperAttention(TritonAttention):
         out: torch.Tensor,
         rope_and_store: decode.RopeAndStore | None = None,
     ) -> None:
-        metadata = self.page_table, plan.batch.rows, plan.batch.seq_lens
-        self._hopper_decode(q, layer.index, layer.scale, *metadata, out, rope_and_store)
+        if self._hopper_decode is None:
+            super()._decode(q, layer, plan, out)
+        else:
+            metadata = self.page_table, plan.batch.rows, plan.batch.seq_lens
+            self._hopper_decode(q, layer.index, layer.scale, *metadata, out, rope_and_store)
 
     def _prefill(
         self, q: torch.Tensor, layer: AttentionLayer, prefills: AttentionBatch, tiles: torch.Tensor, out: torch.Tensor
     ) -> None:
         if q.data_ptr() % 16 or any(stride % 8 for stride in q.stride()[:2]):
             q = q.contiguous()  # TMA needs multiples of 16 bytes
-        self._hopper_prefill(q, layer.index, layer.scale, self.page_table, prefills, tiles, out)
+        self._hopper_prefill(q, layer, self.page_table, prefills, tiles, out)

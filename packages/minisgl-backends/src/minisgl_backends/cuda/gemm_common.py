@@ -46,11 +46,12 @@ def load_kernel(variant: GemmVariant, name: str, device: torch.device) -> tuple[
         return kernel, kernel.max_resident_blocks()
 
 
-def wgmma_source(rows: int, *, from_registers: bool = False, columns: bool = False) -> str:
+def wgmma_source(rows: int, *, from_registers: bool = False, columns: bool = False, dtype: str = "bf16") -> str:
     """Return the source that gemm_common.cuh includes as WGMMA: a wgmma of 64 rows of a, `rows` of b and 16 inputs.
 
     With `from_registers`, the rows of a are in registers, ``const u32 (&a)[4]`` instead of a descriptor. With
-    `columns` as well, b is MN-major (transposed): for each input, the values of the `rows` rows are contiguous.
+    `columns` as well, b is MN-major (transposed): for each input, the values of the `rows` rows are contiguous. `dtype` is that
+    of a and b, ``bf16`` or ``f16``.
     """
     count = rows // 2
     sums = ", ".join(f"%{i}" for i in range(count))
@@ -65,7 +66,7 @@ def wgmma_source(rows: int, *, from_registers: bool = False, columns: bool = Fal
     else:
         parameter, values, transposes = "u64 a", '"l"(a)', "0, 0"
         operand, next_operand = f"%{count}", count + 1
-    instruction = f"wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.bf16.bf16"
+    instruction = f"wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.{dtype}.{dtype}"
     return (
         f"__device__ __forceinline__ void wgmma(float (&sums)[{count}], {parameter}, u64 b, int keep) {{\n"
         f'  asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{next_operand + 1}, 0;"\n'

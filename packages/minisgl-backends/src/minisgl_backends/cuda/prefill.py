@@ -9,11 +9,14 @@ from dataclasses import dataclass
 import torch
 
 from minisgl_backends.cuda.compiler import compile_async, program
-from minisgl_backends.cuda.driver import Kernel, TensorMap
+from minisgl_backends.cuda.driver import Argument, Kernel, TensorMap
 from minisgl_backends.cuda.gemm_common import wgmma_source
-from minisgl_core.contracts.attention import AttentionBatch
+from minisgl_core.contracts.attention import AttentionBatch, AttentionLayer, AttentionSpec
 from minisgl_core.contracts.kv_cache import KVPages
+from minisgl_core.utils.fp8 import FP8
 
+MAX_GROUP = 64
+"""Largest number of query heads per KV head: a warpgroup's rows of a tile."""
 _ROWS = 128
 """Rows of a tile: (query, head of the group) pairs."""
 _KEYS = 128
@@ -21,6 +24,10 @@ _KEYS = 128
 _THREADS = 384
 _SHARED_BYTES = 6 * _ROWS * 128 * 2 + 1024
 """Two tiles each of queries, K and V with heads of 128, and what aligns them."""
+_FP8_BYTES = 2 * _KEYS * 128
+"""A tile each of K and V in FP8."""
+_QUERY_SCALE = 1 / 64
+"""Factor on the queries with an FP8 pool; QUERY_SCALE of prefill.cu."""
 _MAX_QUERY_MAPS = 1024
 """Tensor maps of queries that are kept. Steps with the same number of tokens often have the same buffers."""
 
@@ -33,27 +40,38 @@ class Variant:
         group: query heads per KV head.
         dim: head dimension.
         page_size: tokens per page.
+        is_fp8: the pool is in float8_e4m3fn.
+        has_extras: support sliding windows, soft caps and sinks.
     """
 
     group: int
     dim: int
     page_size: int
+    is_fp8: bool = False
+    has_extras: bool = False
 
     def source(self) -> str:
         """Return the program's source."""
         macros = {"GROUP": self.group, "DIM": self.dim, "PAGE": self.page_size}
-        gemms = wgmma_source(_KEYS), wgmma_source(self.dim, from_registers=True, columns=True)
+        macros |= {"FP8": int(self.is_fp8), "EXTRAS": int(self.has_extras)}
+        dtype = "f16" if self.is_fp8 else "bf16"
+        gemms = (
+            wgmma_source(_KEYS, dtype=dtype),
+            wgmma_source(self.dim, from_registers=True, columns=True, dtype=dtype),
+        )
         return program("prefill.cu", macros).replace("#include WGMMA", "\n".join(gemms))
 
 
 class HopperPrefill:
-    """Causal prefill attention in bfloat16."""
+    """Causal prefill attention in bfloat16, over a pool in bfloat16 or float8_e4m3fn."""
 
-    def __init__(self, pool: KVPages, num_q_heads: int) -> None:
-        """Start compiling for a bfloat16 pool of layout NHD."""
+    def __init__(self, requirements: AttentionSpec, pool: KVPages) -> None:
+        """Start compiling for a pool of layout NHD."""
         spec = pool.spec
         self._pool = pool
-        self._variant = Variant(num_q_heads // spec.num_kv_heads, spec.head_dim, spec.page_size)
+        has_extras = bool(requirements.sliding_windows or requirements.soft_caps or requirements.has_sinks)
+        group = requirements.num_q_heads // spec.num_kv_heads
+        self._variant = Variant(group, spec.head_dim, spec.page_size, spec.dtype == FP8, has_extras)
         self.num_pairs = _ROWS // self._variant.group * self._variant.group
         """(Query, head of the group) pairs of a tile."""
         compile_async(self._variant.source())
@@ -66,8 +84,7 @@ class HopperPrefill:
     def __call__(
         self,
         q: torch.Tensor,
-        layer: int,
-        scale: float,
+        layer: AttentionLayer,
         page_table: torch.Tensor,
         batch: AttentionBatch,
         tiles: torch.Tensor,
@@ -77,22 +94,32 @@ class HopperPrefill:
 
         Args:
             q: [T, Hq, D], contiguous in the last dimension; its address and other strides are multiples of 16 bytes.
-            layer: index in the pool.
-            scale: factor on the scores, above 0.
+            layer: scales, window, soft cap and sinks. The factor on the scores is above 0.
             page_table: int32 [R, M].
             batch: the requests, whose keys and values are stored.
             tiles: request and first pair of each tile, int32 [tiles, 2]; first pairs are multiples of `num_pairs`.
             out: [T, Hq, D], contiguous.
         """
-        spec = self._pool.spec
+        spec, variant = self._pool.spec, self._variant
         if self._kernel is None:
-            cubin = compile_async(self._variant.source()).result()
-            self._kernel = Kernel(cubin, "prefill", num_threads=_THREADS, shared_bytes=_SHARED_BYTES, cluster=1)
+            cubin = compile_async(variant.source()).result()
+            shared_bytes = _SHARED_BYTES + _FP8_BYTES * variant.is_fp8
+            self._kernel = Kernel(cubin, "prefill", num_threads=_THREADS, shared_bytes=shared_bytes, cluster=1)
         num_blocks = min(self._num_sms, len(tiles) * spec.num_kv_heads)
-        maps = self._query_map(q), *self._maps_of(layer)
+        index, (k_scale, v_scale) = layer.index, layer.kv_scales
+        pages = (self._pool.k(index), self._pool.v(index)) if variant.is_fp8 else self._maps_of(index)
         metadata = page_table, batch.rows, batch.cu_seqlens_q, batch.seq_lens, tiles
         sizes = len(tiles), spec.num_kv_heads, page_table.stride(0), spec.num_pages * spec.page_size
-        self._kernel.launch(num_blocks, (*maps, *metadata, out, self._counter, scale * math.log2(math.e), *sizes))
+        scale = layer.scale * k_scale / (_QUERY_SCALE if variant.is_fp8 else 1)
+        scales = (layer.soft_cap or scale) * math.log2(math.e), v_scale
+        extras: tuple[Argument, ...] = ()
+        if variant.has_extras:
+            tanh_scale = 2 * math.log2(math.e) * scale / layer.soft_cap if layer.soft_cap else 0.0
+            sinks = 0 if layer.sinks is None else layer.sinks.to(torch.bfloat16)
+            extras = layer.sliding_window or 0, tanh_scale, sinks
+        self._kernel.launch(
+            num_blocks, (self._query_map(q), *pages, *metadata, out, self._counter, *scales, *sizes, *extras)
+        )
 
     def _query_map(self, q: torch.Tensor) -> TensorMap:
         key = q.data_ptr(), *q.shape, *q.stride()
