@@ -67,9 +67,9 @@ def test_unsupported_dtypes_and_head_dims_are_named(backend: type[AttentionBacke
 
 
 FIELDS: dict[str, tuple[dict[str, Any], str, list[type[AttentionBackend]]]] = {
-    "window": ({"sliding_windows": (8,)}, "sliding windows", BACKENDS),
-    "soft cap": ({"soft_caps": (30.0,)}, "soft caps", [FlashInferAttention, TritonAttention]),
-    "sinks": ({"has_sinks": True}, "attention sinks", [TritonAttention]),
+    "window": ({"sliding_windows": (8,)}, "sliding windows", [*BACKENDS, HopperAttention]),
+    "soft cap": ({"soft_caps": (30.0,)}, "soft caps", [FlashInferAttention, TritonAttention, HopperAttention]),
+    "sinks": ({"has_sinks": True}, "attention sinks", [TritonAttention, HopperAttention]),
     "value head": ({"value_head_dim": 32}, "values of head dimension 32", []),
 }
 """Change of a spec, the reason against it, and the backends that support it."""
