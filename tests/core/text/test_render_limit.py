@@ -24,8 +24,11 @@ FAILING = {
     "attribute": "{{ messages.a.b.c }}",
     "recursion": "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
     "private": "{{ messages.__class__.__mro__ }}",
-    "huge power": "{{ 'x' * 10**17 }}",
-    "huge number": "{{ (10**5000) | string }}",
+    "huge text": "{{ 'x' * 100000000000000000 }}",
+    "huge number": "{{ 10**10**10 }}",
+    "huge precision": "{{ 1 | round(10000000000, 'ceil') }}",
+    "huge precision by name": "{{ 1 | round(method='ceil', precision=10000000000) }}",
+    "huge precision of a list": "{{ [1] | map('round', 10000000000, 'ceil') | list }}",
 }
 ENDLESS = {
     "loops": "{% set r = range(99999) %}{% for a in r %}{% for b in r %}{% for c in r %}{% endfor %}{% endfor %}{% endfor %}",
@@ -33,6 +36,8 @@ ENDLESS = {
 }
 GROWING = {
     "joins": "{% set n = namespace(x='x') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "one operation": "{{ 'x' * 2000000000 }}",
+    "width": "{{ '%2000000000d' % 1 }}",
     "list": "{% set n = namespace(x=['x' * 1000]) %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
 }
 
@@ -55,6 +60,13 @@ def test_a_failing_template_is_a_typed_error(tokenizer: Any, name: str) -> None:
         render(tokenizer, FAILING[name])
     assert len(str(caught.value)) < 1000
     assert render(tokenizer, "{{ messages[0].content }}") == "Hi"
+
+
+def test_small_precisions_are_rendered(tokenizer: Any) -> None:
+    template = (
+        "{{ 1.26 | round(1) }} {{ [1.26] | map('round', precision=1) | join }} {{ [1.26] | map('round') | join }}"
+    )
+    assert render(tokenizer, template) == "1.3 1.3 1.0"
 
 
 @pytest.mark.parametrize("name", ENDLESS)

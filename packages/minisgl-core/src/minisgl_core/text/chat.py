@@ -12,6 +12,7 @@ from jinja2.parser import Parser
 
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.text.render_limit import run_limited
+from minisgl_core.text.template_numbers import check_numbers
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _FIELDS = {"assistant": {"tool_calls", "reasoning_content", "reasoning"}, "tool": {"tool_call_id"}}
@@ -137,6 +138,7 @@ def render_chat(
 
 
 def _apply(tokenizer: Any, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
+    check_numbers(_JINJA, options.get("chat_template", tokenizer.chat_template))
     text: str = run_limited(lambda: tokenizer.apply_chat_template(messages, tokenize=False, **options))
     return text
 

@@ -1,6 +1,8 @@
 """Limits on time and memory of a chat template, which is a program from a checkpoint."""
 
 import ctypes
+import math
+import resource
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +18,9 @@ MAX_SECONDS = 10.0
 MAX_GROWTH_BYTES = 512 * 2**20
 """Limit on the growth of the process's resident memory while a template runs."""
 _POLL_S = 0.05
+_RETRY_S = 1.0
+"""Time after which a template that goes on is stopped again: a destructor swallows exceptions. The code that handles the first
+exception must not be interrupted by a second one."""
 
 
 class RenderLimitError(Exception):
@@ -34,21 +39,27 @@ class _Render:
     started_s: float = field(default_factory=time.monotonic)
     first_bytes: int | None = None
     stopped_by: str = ""
+    stopped_s: float = -math.inf
 
 
 class _Watchdog:
     """Watchdog thread that stops templates. It runs only while a template runs.
 
     An exception can be raised in a Python thread between two bytecode instructions, and a template's loops consist of these.
+    A single operation such as ``'x' * 10000000000`` fails by RLIMIT_DATA. On systems without this limit, nothing stops it.
     """
 
     def __init__(self) -> None:
         self._lock, self._renders = threading.Lock(), set[_Render]()
         self._is_watching = False
+        self._data_limits = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+        """Limits of the process's memory before the templates that run."""
 
     def begin(self, render: _Render) -> None:
         """Start to watch a render."""
         with self._lock:
+            if not self._renders:
+                self._limit_memory()
             self._renders.add(render)
             if not self._is_watching:
                 self._is_watching = True
@@ -57,9 +68,18 @@ class _Watchdog:
     def end(self, render: _Render) -> None:
         """Stop watching a render, and cancel an exception that was not raised yet."""
         with self._lock:
+            if self._renders == {render}:
+                resource.setrlimit(resource.RLIMIT_DATA, self._data_limits)
             self._renders.discard(render)
             if render.stopped_by:
                 _raise_in(render.thread, None)  # the template may have ended before the exception was raised
+
+    def _limit_memory(self) -> None:
+        """Let the process allocate no more than `MAX_GROWTH_BYTES` while templates run."""
+        self._data_limits = soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        num_bytes = getattr(psutil.Process().memory_info(), "data", None)  # Linux has it
+        if num_bytes is not None and (soft == resource.RLIM_INFINITY or num_bytes + MAX_GROWTH_BYTES < soft):
+            resource.setrlimit(resource.RLIMIT_DATA, (num_bytes + MAX_GROWTH_BYTES, hard))
 
     def _watch(self) -> None:
         while True:
@@ -68,18 +88,25 @@ class _Watchdog:
                 if not self._renders:
                     self._is_watching = False
                     return
-                num_bytes = psutil.Process().memory_info().rss
+                try:
+                    num_bytes = psutil.Process().memory_info().rss
+                except MemoryError:  # the template fails by the same limit
+                    continue
                 for render in self._renders:
                     self._check(render, num_bytes)
 
     def _check(self, render: _Render, num_bytes: int) -> None:
         if render.first_bytes is None:
             render.first_bytes = num_bytes
-        if time.monotonic() - render.started_s > MAX_SECONDS:
+        now_s = time.monotonic()
+        if now_s - render.stopped_s < _RETRY_S:
+            return
+        if now_s - render.started_s > MAX_SECONDS:
             render.stopped_by = f"the template ran for more than {MAX_SECONDS:g} s"
         elif num_bytes - render.first_bytes > MAX_GROWTH_BYTES:
-            render.stopped_by = f"the template took more than {MAX_GROWTH_BYTES // 2**20} MiB of memory"
+            render.stopped_by = _memory_message()
         if render.stopped_by:
+            render.stopped_s = now_s
             _raise_in(render.thread, _Stop)
 
 
@@ -102,6 +129,12 @@ def run_limited(function: Callable[[], Result]) -> Result:
     except _Stop:
         _watchdog.end(render)
         raise RenderLimitError(render.stopped_by) from None
+    except MemoryError:
+        raise RenderLimitError(_memory_message()) from None
+
+
+def _memory_message() -> str:
+    return f"the template took more than {MAX_GROWTH_BYTES // 2**20} MiB of memory"
 
 
 def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
