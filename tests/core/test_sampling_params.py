@@ -154,6 +154,10 @@ def test_sizes_of_sampling_parameters_are_bounded() -> None:
         SamplingParams(bad_words=("a",) * 1025)
     with pytest.raises(InvalidValueError, match="must be at most 16384 characters in all"):
         SamplingParams(bad_words=("a" * 9000, "b" * 9000))
+    with pytest.raises(
+        InvalidValueError, match="bad_words='33 texts' is not valid: must be at most 32 texts, beside n=128"
+    ):
+        SamplingParams(n=128, bad_words=("a",) * 33)
     with pytest.raises(InvalidValueError, match=r"allowed_token_ids.* must be at most 8192 tokens, beside n=128"):
         SamplingParams(n=128, allowed_token_ids=tuple(range(8193)))
     biases = dict.fromkeys(range(10_000), 1.0)

@@ -24,6 +24,8 @@ MAX_BAD_WORDS = 1024
 """Most ``bad_words``."""
 MAX_BAD_WORDS_CHARS = 16_384
 """Most characters of all ``bad_words`` together. The tokenizer encodes each word twice."""
+MAX_BAD_WORDS_TIMES_N = 4096
+"""Most ``bad_words`` times ``n``. A step may compare the bad words of each output with its last tokens."""
 _MIN_TEMPERATURE = 1e-5
 """Lower temperatures mean greedy sampling: logits divided by a smaller number could overflow float32."""
 
@@ -95,6 +97,9 @@ class SamplingParams:
         self._check_numbers()
         self._check_allowed_tokens()
         self._check_num_tokens("logit_bias", len(self.logit_bias))
+        if self.n * len(self.bad_words) > MAX_BAD_WORDS_TIMES_N:
+            allowed = f"at most {MAX_BAD_WORDS_TIMES_N // self.n} texts, beside n={self.n}"
+            raise InvalidValueError("bad_words", f"{len(self.bad_words)} texts", allowed)
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(value := getattr(self, name), bool):
                 raise InvalidValueError(name, value, "true or false")
