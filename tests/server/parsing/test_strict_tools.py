@@ -126,3 +126,10 @@ def test_without_strict_functions_nothing_is_restricted() -> None:
     loose = ToolUse(tools=TOOLS[1:2])
     chat = Tokenize(request_id="1", sampling=SamplingParams(), messages=CHAT.messages, tools=loose)
     assert chats("hermes").grammar(chat, "") is None
+
+
+def test_the_template_of_a_request_is_inspected_once() -> None:
+    model = chats("hermes")
+    assert model.using(None) is model
+    assert model.using("{{ messages }}!") is model.using("{{ messages }}!")
+    assert model.using("{{ tools }}") is not model.using("{{ messages }}!")

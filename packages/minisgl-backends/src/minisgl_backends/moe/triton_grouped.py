@@ -320,6 +320,8 @@ def sum_choices(rows: torch.Tensor, out: torch.Tensor) -> None:
         out: [T, H].
     """
     num_tokens, hidden_size = out.shape
+    if num_tokens == 0:
+        return
     block = min(triton.next_power_of_2(hidden_size), 1024)
     grid = (num_tokens, triton.cdiv(hidden_size, block))
     _sum_choices[grid](rows, out, hidden_size, TOP_K=len(rows) // num_tokens, BLOCK=block)

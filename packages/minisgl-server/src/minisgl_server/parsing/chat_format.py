@@ -86,6 +86,8 @@ class ChatFormat:
         """
         self._tokenizer, self._reasoning_parser, self._own_template = tokenizer, reasoning_parser, template
         self._tool_parser_option = tool_parser
+        self._latest: ChatFormat | None = None
+        """Latest result of `using`, which is called several times per request."""
         self._template = str((template or tokenizer.chat_template) or "")
         name = detect_tool_parser(self._template) if tool_parser == AUTO else tool_parser
         self._tool_parser = None if name in (None, NONE) else TOOL_PARSERS[name]
@@ -96,7 +98,9 @@ class ChatFormat:
         """Return the format for a request's own chat template; itself if the request has none."""
         if template is None:
             return self
-        return ChatFormat(self._tokenizer, self._tool_parser_option, self._reasoning_parser, template)
+        if self._latest is None or self._latest._own_template != template:
+            self._latest = ChatFormat(self._tokenizer, self._tool_parser_option, self._reasoning_parser, template)
+        return self._latest
 
     def render(self, chat: Tokenize) -> str:
         """Return the prompt of a chat.

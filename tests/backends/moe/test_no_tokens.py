@@ -1,0 +1,16 @@
+"""Sums of the experts' outputs for a step without tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from minisgl_backends.moe.triton_grouped import sum_choices
+
+
+def test_the_sums_of_no_tokens_are_empty() -> None:
+    out = torch.empty(0, 8)
+    sum_choices(torch.empty(0, 8), out)
+    assert out.shape == (0, 8)
