@@ -291,7 +291,7 @@ def test_a_body_is_refused_before_it_is_whole(text: bytes, message: str) -> None
 def test_tokenizer_workers_do_not_hold_more_log_probabilities_than_the_limit(
     fields: dict[str, Any], is_sent_in_parts: bool
 ) -> None:
-    """With several replicas, a worker holds a whole output, so that it can be submitted again. Only the API server counts."""
+    """A worker of several replicas holds a whole output, so that it can be submitted again. The API server alone counts."""
     request = CompletionRequest.model_validate({"prompt": "x", **fields})
     prompt = make_tokenize(request, request_sampling(request, engine()), text="x")
     assert [each.is_streamed for each in Choices("x", "m", [prompt], engine())._requests] == [is_sent_in_parts]
