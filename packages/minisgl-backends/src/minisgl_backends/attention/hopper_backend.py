@@ -1,5 +1,6 @@
 """Paged attention for Hopper GPUs, in CUDA C++."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -7,7 +8,7 @@ import torch
 from minisgl_backends.attention.triton_backend import StepPlan, TritonAttention
 from minisgl_backends.cuda import decode, prefill
 from minisgl_backends.cuda.requirements import hopper_missing
-from minisgl_core.contracts.attention import AttentionBatch, AttentionCapabilities, AttentionLayer, AttentionSpec
+from minisgl_core.contracts.attention import AttentionBatch, AttentionLayer, AttentionSpec
 from minisgl_core.contracts.kv_cache import KVPages
 from minisgl_core.contracts.ops import Rope
 from minisgl_core.utils.fp8 import FP8
@@ -24,16 +25,7 @@ class HopperAttention(TritonAttention):
     """
 
     head_dims = decode.HEAD_DIMS
-    capabilities = AttentionCapabilities(
-        fused_kv_store=True,
-        fused_rope_decode=True,
-        cuda_graphs=True,
-        graph_reads_page_table=True,
-        fp8_kv=True,
-        sliding_windows=True,
-        soft_cap=True,
-        sinks=True,
-    )
+    capabilities = replace(TritonAttention.capabilities, fused_rope_decode=True)
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> list[str]:
@@ -50,9 +42,8 @@ class HopperAttention(TritonAttention):
 
     def __init__(self, spec: AttentionSpec, pool: KVPages, page_table: torch.Tensor) -> None:
         super().__init__(spec, pool, page_table)
-        has_extras = spec.sliding_windows or spec.soft_caps or spec.has_sinks
         is_wide = spec.num_q_heads > decode.MAX_GROUP * spec.num_kv_heads
-        needs_triton = has_extras or spec.kv_dtype == FP8 or is_wide
+        needs_triton = prefill.has_extras(spec) or spec.kv_dtype == FP8 or is_wide
         self._hopper_decode = None if needs_triton else decode.HopperDecode(pool, spec.num_q_heads)
         self._hopper_prefill = prefill.HopperPrefill(spec, pool)
         self._num_pairs = self._hopper_prefill.num_pairs

@@ -32,6 +32,11 @@ _MAX_QUERY_MAPS = 1024
 """Tensor maps of queries that are kept. Steps with the same number of tokens often have the same buffers."""
 
 
+def has_extras(spec: AttentionSpec) -> bool:
+    """Return True if the model needs the variant with sliding windows, soft caps and sinks."""
+    return bool(spec.sliding_windows or spec.soft_caps or spec.has_sinks)
+
+
 @dataclass(frozen=True, slots=True)
 class Variant:
     """Compile-time parameters of prefill.cu.
@@ -69,9 +74,8 @@ class HopperPrefill:
         """Start compiling for a pool of layout NHD."""
         spec = pool.spec
         self._pool = pool
-        has_extras = bool(requirements.sliding_windows or requirements.soft_caps or requirements.has_sinks)
         group = requirements.num_q_heads // spec.num_kv_heads
-        self._variant = Variant(group, spec.head_dim, spec.page_size, spec.dtype == FP8, has_extras)
+        self._variant = Variant(group, spec.head_dim, spec.page_size, spec.dtype == FP8, has_extras(requirements))
         self.num_pairs = _ROWS // self._variant.group * self._variant.group
         """(Query, head of the group) pairs of a tile."""
         compile_async(self._variant.source())
