@@ -5,14 +5,17 @@ The scales of a float8 weight ``X.weight`` are in ``X.weight_scale`` or, in Deep
 ``--quantization fp8`` quantizes activations per token.
 """
 
-from collections.abc import Container, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from __future__ import annotations
 
-import torch
+from collections.abc import Container, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from minisgl_core.contracts.checkpoint_quantization import CheckpointQuantization, block_shape, int4_format, is_int8
 from minisgl_core.contracts.weights import LazyTensor
 from minisgl_core.errors import ModelFormatError
+
+if TYPE_CHECKING:
+    import torch
 
 _SCALES = (".weight_scale", ".weight_scale_inv")
 _UNUSED = (".input_scale", ".activation_scale")
@@ -136,6 +139,8 @@ class ScaledTensor:
             )
 
     def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
+        import torch
+
         index = (*index, *(slice(None),) * (2 - len(index)))
         values = self.weight[index].float()
         scales = self.scales()

@@ -1,10 +1,11 @@
 """Folders of safetensors files, the format of the Hugging Face hub."""
 
+from __future__ import annotations
+
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from minisgl_core.contracts.model_config import ModelConfig
@@ -12,6 +13,9 @@ from minisgl_core.contracts.weights import LazyTensor
 from minisgl_core.errors import ModelFormatError
 from minisgl_core.weights.folder import FolderSource, read_json
 from minisgl_core.weights.fp8_checkpoint import join_scales, reasons_against_dequantization
+
+if TYPE_CHECKING:
+    import torch
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -92,7 +96,7 @@ class SafetensorsWeights(FolderSource):
         )
         return ModelFormatError(f"{self._path} cannot be dequantized: {'; '.join(reasons)}; {remedy}")
 
-    def _stored(self) -> "Iterator[tuple[str, _Slice]]":
+    def _stored(self) -> Iterator[tuple[str, _Slice]]:
         found: dict[str, Path] = {}
         for path, wanted in self._files().items():
             try:

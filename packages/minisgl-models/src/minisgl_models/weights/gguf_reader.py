@@ -4,20 +4,24 @@ The gguf package does the dequantization. Its own reader takes seconds for the h
 each of which it makes a numpy view. This reader takes a tenth of a second for the same header.
 """
 
+from __future__ import annotations
+
 import math
 import mmap
 import struct
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gguf
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from minisgl_core.errors import ModelFormatError
+
+if TYPE_CHECKING:
+    import torch
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -28,10 +32,10 @@ _MAX_ITEMS = 2**22
 _MAX_DIMS = 4
 _MIN_KEY_BYTES, _MIN_TENSOR_BYTES = 8 + 4 + 1, 8 + 4 + 8 + 4 + 8
 _TORCH_DTYPES = {
-    gguf.GGMLQuantizationType.F32: torch.float32,
-    gguf.GGMLQuantizationType.F16: torch.float16,
-    gguf.GGMLQuantizationType.BF16: torch.bfloat16,
-    gguf.GGMLQuantizationType.I8: torch.int8,
+    gguf.GGMLQuantizationType.F32: "float32",
+    gguf.GGMLQuantizationType.F16: "float16",
+    gguf.GGMLQuantizationType.BF16: "bfloat16",
+    gguf.GGMLQuantizationType.I8: "int8",
 }
 
 
@@ -93,7 +97,7 @@ class GgufTensor:
     @classmethod
     def from_data(
         cls, path: Path, name: str, data: npt.NDArray[np.uint8], shape: tuple[int, ...], ggml_type: int, offset: int
-    ) -> "GgufTensor":
+    ) -> GgufTensor:
         """Make the tensor at `offset` of the file's data section.
 
         Raises:
@@ -124,7 +128,7 @@ class GgufTensor:
         """Return True if the values are in quantized blocks."""
         return self.ggml_type not in _TORCH_DTYPES
 
-    def packed(self) -> "GgufTensor":
+    def packed(self) -> GgufTensor:
         """Return the tensor's bytes as an int8 tensor [..., bytes per row]."""
         return replace(self, shape=(*self.shape[:-1], self.rows.shape[1]), ggml_type=gguf.GGMLQuantizationType.I8)
 
@@ -137,6 +141,8 @@ class GgufTensor:
         Raises:
             ModelFormatError: the gguf package cannot dequantize this type.
         """
+        import torch
+
         block, block_bytes = gguf.GGML_QUANT_SIZES[self.ggml_type]
         start, stop, _ = columns.indices(self.shape[-1])
         first, last = start // block, -(-stop // block)
@@ -145,7 +151,7 @@ class GgufTensor:
             return torch.empty(len(data), stop - start)
         dtype = _TORCH_DTYPES.get(self.ggml_type)
         if dtype is not None:
-            return torch.from_numpy(data if data.flags.writeable else data.copy()).view(dtype)
+            return torch.from_numpy(data if data.flags.writeable else data.copy()).view(getattr(torch, dtype))
         try:
             values = gguf.dequantize(data, self.ggml_type)
         except NotImplementedError as error:

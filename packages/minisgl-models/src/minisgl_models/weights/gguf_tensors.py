@@ -1,9 +1,14 @@
 """Lazy views of a GGUF file's tensors in the layout of Hugging Face's checkpoints. Indexing reads only the slice."""
 
-import torch
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from minisgl_core.contracts.weights import LazyTensor
 from minisgl_models.weights.gguf_reader import GgufTensor
+
+if TYPE_CHECKING:
+    import torch
 
 Index = tuple[slice, ...]
 
@@ -74,6 +79,8 @@ class InterleavedExperts:
     def __getitem__(self, index: Index) -> torch.Tensor:
         experts, *others = index or (slice(None),)
         start, stop, _ = experts.indices(self.shape[0])
+        import torch
+
         whole = torch.stack([self._read(tensor, start, stop) for tensor in self._tensors], dim=-1).flatten(-2)
         return whole[(slice(None), *others)]
 
