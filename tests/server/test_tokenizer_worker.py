@@ -45,7 +45,7 @@ from minisgl_server.parsing.chat_format import ChatFormat, ParsedText
 from minisgl_server.tokenizer import request_output
 from minisgl_server.tokenizer.process import run_tokenizer_worker
 from minisgl_server.tokenizer.tokenizer_queue import TokenizerQueue
-from minisgl_server.tokenizer.worker import TokenizerWorker
+from minisgl_server.tokenizer.worker import MAX_ATTEMPTS, TokenizerWorker
 
 MAX_SEQ_LEN = 64
 
@@ -657,6 +657,19 @@ def test_requests_of_a_lost_engine_are_retried_or_fail(engine_tokenizer: Any) ->
     assert found["whole"][0].token_ids == engine_tokenizer(" new text")["input_ids"]
     ended = [name for message in rig.scheduler[5:] for name in message.request_ids if isinstance(message, Ended)]
     assert ended == ["waits", "half a character", "whole", "elsewhere"]
+    assert rig.worker.num_requests == len(rig.worker._retries) == 0
+
+
+def test_a_request_that_ends_its_engines_is_not_retried_forever(engine_tokenizer: Any) -> None:
+    rig = Rig(engine_tokenizer, num_replicas=8)
+    rig.submit("a")
+    for replica in range(MAX_ATTEMPTS):
+        assert rig.take() == []
+        assert len(rig.scheduler) == replica + 1
+        rig.worker.handle(ReplicaLost(replica, ["a"]))
+    assert rig.scheduler[MAX_ATTEMPTS:] == [Ended(["a"])]
+    [error] = rig.take()
+    assert (error.request_id, error.kind) == ("a", "replica_lost")
     assert rig.worker.num_requests == len(rig.worker._retries) == 0
 
 

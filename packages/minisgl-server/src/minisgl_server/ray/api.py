@@ -43,6 +43,7 @@ from minisgl_server.ray.direct_streams import DirectStreams
 from minisgl_server.ray.engine import prepare_process
 from minisgl_server.ray.request_router import HEARTBEAT_TIMEOUT_TICKS, RoutingTable
 from minisgl_server.router.factory import make_router
+from minisgl_server.tokenizer.worker import MAX_ATTEMPTS
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +52,6 @@ OUTPUT_S = 10.0
 """Longest time from the end of a call to the arrival of the request's last output."""
 METRICS_S = 5.0
 """Longest time that an engine may take to return its metrics."""
-MAX_ATTEMPTS = 3
-"""Replicas that are tried for a request, which fails when the last of them is lost."""
 SPARE_ENTRIES = 8
 """Additional entries of the routing table: the entry of a stopping replica is not reused before its requests have ended."""
 TICK_S = 1.0

@@ -7,7 +7,7 @@ check needs a tokenizer or the engine's limits; an invalid request is answered w
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -67,6 +67,25 @@ Message = (
 )
 
 
+MAX_ATTEMPTS = 3
+"""Engines that are tried for a request. A request that ends every engine must not end all of them in turn."""
+
+
+@dataclass(slots=True)
+class _Retry:
+    """Request that is submitted again if its engine is lost.
+
+    Attributes:
+        submit: message that submits it.
+        new_output: factory of its output state.
+        num_attempts: number of times that it was submitted.
+    """
+
+    submit: Submit
+    new_output: Callable[[str], RequestOutput]
+    num_attempts: int = 1
+
+
 class TokenizerWorker:
     """Logic of one worker, without its sockets.
 
@@ -104,8 +123,8 @@ class TokenizerWorker:
         self._token_bytes = TokenBytes(tokenizer)
         self._requests: dict[str, RequestOutput] = {}
         self._num_replicas, self._has_router = num_replicas, num_replicas > 1
-        self._retries: dict[str, tuple[Submit, Callable[[str], RequestOutput]]] = {}
-        """`Submit` and factory of the output state, of each request that has sent no text. Empty without a router."""
+        self._retries: dict[str, _Retry] = {}
+        """How to submit each request again that has sent no text. Empty without a router."""
         self._lost: dict[int, int] = {}
         """By replica: id of its newest lost engine. All older engines of the replica were lost too."""
 
@@ -230,7 +249,7 @@ class TokenizerWorker:
         for request_id, own_sampling in zip(requests, common.sampling.split(), strict=True):
             submit = msgspec.structs.replace(common, request_id=request_id, sampling=own_sampling)
             if self._has_router:
-                self._retries[request_id] = submit, new_output
+                self._retries[request_id] = _Retry(submit, new_output)
             self._to_scheduler(submit)
 
     def _new_output(
@@ -281,14 +300,20 @@ class TokenizerWorker:
         return 0 <= engine_id <= self._lost.get(engine_id % self._num_replicas, -1)
 
     def _retry(self, request_id: str) -> None:
-        """Submit a request of a lost engine again, or end it with an error if the client may have some of its output."""
-        if request_id in self._requests and request_id in self._retries:
-            submit, new_output = self._retries[request_id]
-            self._requests[request_id] = new_output(request_id)
-            self._to_scheduler(submit)
+        """Submit a request of a lost engine again, or end it with an error.
+
+        It fails if the client may have some of its output, or if it may be what ends the engines.
+        """
+        retry, why = self._retries.get(request_id), "after a part of the output"
+        if retry is not None:
+            retry.num_attempts += 1
+            why = f"as have {MAX_ATTEMPTS - 1} replicas before"
+        if retry is not None and retry.num_attempts <= MAX_ATTEMPTS:
+            self._requests[request_id] = retry.new_output(request_id)
+            self._to_scheduler(retry.submit)
             return
-        if self._requests.pop(request_id, None) is not None:
-            message = "The replica that ran the request has ended, after a part of the output. Please send it again."
+        if self._forget(request_id):
+            message = f"The replica that ran the request has ended, {why}. Please send it again."
             self._to_api(Rejected(request_id=request_id, kind="replica_lost", message=message))
         self._report_ended([request_id])
 
