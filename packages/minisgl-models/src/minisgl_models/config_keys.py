@@ -1,6 +1,6 @@
-"""Keys of a ``config.json``: those that an architecture refuses, defaults, and RoPE parameters per layer type."""
+"""Keys of a ``config.json``: those that an architecture refuses, defaults, and types and RoPE parameters of layers."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from minisgl_core.config.keys import MAX_LAYERS, Keys
@@ -78,6 +78,17 @@ def whole_number(raw: Mapping[str, Any], key: str, minimum: int = 0, maximum: in
         ModelFormatError: it is not; the message names the key.
     """
     return Keys(raw).whole(key, minimum, maximum=maximum)
+
+
+def layer_types(config: Mapping[str, Any], has_window: Callable[[int], bool]) -> list[str]:
+    """Return ``layer_types``; if the config has none, `has_window` selects the layers with a sliding window by their index.
+
+    Raises:
+        ModelFormatError: the number of layers is invalid.
+    """
+    full, sliding = _LAYER_TYPES
+    indices = range(whole_number(config, "num_hidden_layers", 1))
+    return config.get("layer_types") or [sliding if has_window(index) else full for index in indices]
 
 
 def rope_parameters_by_layer_type(raw: Mapping[str, Any], full_theta: float, sliding_theta: float) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """GLM-4 (arXiv 2406.12793; GLM-4-0414 and later): a norm before and after attention and MLP, and partial RoPE.
 
 Shape legend: T tokens of the step, N tokens whose hidden states are returned, H hidden size.
-`docs/plugins/model.md` walks through granite.py, a file like this one.
+All but the norms and the order of the rotated dimensions is Llama's.
 """
 
 from collections.abc import Mapping
@@ -11,20 +11,9 @@ import torch
 
 from minisgl_core.contracts.model import Attend, BuildContext
 from minisgl_core.contracts.model_config import ModelConfig
-from minisgl_core.contracts.ops import Rope
-from minisgl_core.layers import (
-    Attention,
-    CausalLM,
-    Layer,
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    RMSNorm,
-    RotaryEmbedding,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    check_activation,
-)
+from minisgl_core.layers import CausalLM, Layer, QKVParallelLinear, RMSNorm
 from minisgl_models.config_keys import unsupported_keys, with_defaults
+from minisgl_models.llama import LlamaAttention, LlamaMLP, LlamaModel
 
 _DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 151552,
@@ -41,52 +30,15 @@ _DEFAULTS: Mapping[str, Any] = {
 }
 
 
-class Glm4Attention(Layer):
-    """Grouped-query attention with partial RoPE in GPT-J style: adjacent dimensions are rotated together."""
+class Glm4Attention(LlamaAttention):
+    """`LlamaAttention` with partial RoPE in GPT-J style: adjacent dimensions are rotated together."""
 
     def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
         """Build the layers. `index` is the index of the decoder layer."""
-        hidden, dim, num_q, num_kv = config.hidden_size, config.head_dim, config.num_q_heads, config.num_kv_heads
-        rotary_dim = config.rope.rotary_dim
+        super().__init__(config, index, build, reduce=True)  # post_self_attn_layernorm needs the whole output
+        sizes = config.hidden_size, config.head_dim, config.num_q_heads, config.num_kv_heads
         # `heads` reorders the rotated dimensions to NeoX style (half-split), which Rope expects.
-        self.qkv_proj = QKVParallelLinear(
-            hidden, dim, num_q, num_kv, build, bias=config.qkv_bias, interleaved_dim=rotary_dim
-        )
-        # It all-reduces, since post_self_attn_layernorm needs the whole output.
-        self.o_proj = RowParallelLinear(num_q * dim, hidden, build)
-        self.attn = Attention(index, dim**-0.5, config.sliding_windows[index], build)
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        attend: Attend,
-        logits_index: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Map [T, H] to [T, H], or to [N, H] for the tokens at `logits_index`."""
-        q, k, v = self.qkv_proj.heads(hidden_states)
-        # If the backend supports it, RoPE and KV store are one kernel, or part of the attention kernel.
-        attn_output = self.attn.forward(q, k, v, attend, Rope(cos, sin))
-        if logits_index is not None:
-            attn_output = attn_output.index_select(0, logits_index)
-        return self.o_proj.forward(attn_output.flatten(1))
-
-
-class Glm4MLP(Layer):
-    """``down(silu(gate(x)) * up(x))`` (arXiv 2002.05202)."""
-
-    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        check_activation(config)
-        hidden, inner = config.hidden_size, config.intermediate_size
-        # One GEMM. Some kernels apply the activation in its epilogue.
-        self.gate_up_proj = MergedColumnParallelLinear(hidden, [inner, inner], build, silu_and_mul=True)
-        # It all-reduces, since post_mlp_layernorm needs the whole output.
-        self.down_proj = RowParallelLinear(inner, hidden, build)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map [T, H] to [T, H]."""
-        return self.down_proj.forward(self.gate_up_proj.forward(x))
+        self.qkv_proj = QKVParallelLinear(*sizes, build, bias=config.qkv_bias, interleaved_dim=config.rope.rotary_dim)
 
 
 class Glm4DecoderLayer(Layer):
@@ -98,7 +50,7 @@ class Glm4DecoderLayer(Layer):
         self.self_attn = Glm4Attention(config, index, build)
         self.post_self_attn_layernorm = RMSNorm(hidden, eps, build)
         self.post_attention_layernorm = RMSNorm(hidden, eps, build)
-        self.mlp = Glm4MLP(config, build)
+        self.mlp = LlamaMLP(config, build, reduce=True)  # post_mlp_layernorm needs the whole output
         self.post_mlp_layernorm = RMSNorm(hidden, eps, build)
 
     def forward(
@@ -120,43 +72,15 @@ class Glm4DecoderLayer(Layer):
         return self.post_mlp_layernorm.forward(self.mlp.forward(hidden_states)), residual
 
 
-class Glm4Model(Layer):
-    """Embedding, decoder layers and the final norm."""
+class Glm4Model(LlamaModel):
+    """`LlamaModel` with decoder layers whose outputs are whole, so that the final norm does not all-reduce."""
+
+    decoder_layer: ClassVar = Glm4DecoderLayer
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        self._stage = stage = build.stage(config)
-        if stage.has_embedding:
-            self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, build)
-        self.rotary_emb = RotaryEmbedding(config.rope, config.max_position, build)
-        self.layers = {index: Glm4DecoderLayer(config, index, build) for index in stage.layers}
-        if stage.has_lm_head:
+        super().__init__(config, build)
+        if self._stage.has_lm_head:
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
-
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        attend: Attend,
-        logits_index: torch.Tensor | None,
-        intermediate: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Return hidden states, [T, H], or [N, H] for the tokens at `logits_index`.
-
-        Between pipeline stages, `intermediate` and the result are hidden states and residual, [2, T, H].
-        """
-        cos, sin = self.rotary_emb.forward(positions)
-        if intermediate is None:
-            hidden_states, residual = self.embed_tokens.forward(input_ids), None
-        else:
-            hidden_states, residual = intermediate.unbind(0)
-        *layers, last = self.layers.values()
-        for layer in layers:
-            hidden_states, residual = layer.forward(hidden_states, residual, cos, sin, attend)
-        # After the last attention, only the tokens whose logits are computed are needed.
-        hidden_states, residual = last.forward(hidden_states, residual, cos, sin, attend, logits_index)
-        if not self._stage.has_lm_head:
-            return torch.stack((hidden_states, residual))
-        return self.norm.add(hidden_states, residual)[0]
 
 
 class Glm4ForCausalLM(CausalLM):
@@ -167,8 +91,8 @@ class Glm4ForCausalLM(CausalLM):
 
     @classmethod
     def standard_config(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Add the defaults of transformers' config class."""
-        return with_defaults(_DEFAULTS, raw)
+        """Add the defaults of transformers' config class; `attention_bias` is that of q, k and v."""
+        return {**with_defaults(_DEFAULTS, raw), "o_bias": False}
 
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:

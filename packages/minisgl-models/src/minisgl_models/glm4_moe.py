@@ -1,6 +1,6 @@
 """GLM-4.5 and later GLM with experts (arXiv 2508.06471): sigmoid routing with a correction bias, and shared experts.
 
-Shape legend: T tokens of the step, N tokens whose hidden states are returned, H hidden size, E experts.
+Shape legend: T tokens of the step, H hidden size, E experts.
 The decoder layer and the dense MLP are Llama's.
 """
 
@@ -11,22 +11,13 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from minisgl_core.contracts.model import Attend, BuildContext
+from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.model_config import ModelConfig, MoeConfig
 from minisgl_core.contracts.moe import RoutingSpec
 from minisgl_core.contracts.ops import Rope
-from minisgl_core.layers import (
-    Attention,
-    CausalLM,
-    FusedMoE,
-    Layer,
-    QKVParallelLinear,
-    RMSNorm,
-    RowParallelLinear,
-    check_activation,
-)
+from minisgl_core.layers import CausalLM, FusedMoE, Layer, RMSNorm, check_activation
 from minisgl_models.config_keys import unsupported_keys, whole_number, with_defaults
-from minisgl_models.llama import LlamaDecoderLayer, LlamaMLP, LlamaModel
+from minisgl_models.llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaModel
 
 _DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 151552,
@@ -52,37 +43,21 @@ _DEFAULTS: Mapping[str, Any] = {
 }
 
 
-class Glm4MoeAttention(Layer):
-    """Grouped-query attention with partial RoPE, after QK norms if the config has them."""
+class Glm4MoeAttention(LlamaAttention):
+    """`LlamaAttention` with partial RoPE, after QK norms if the config has them."""
 
     def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
         """Build the layers. `index` is the index of the decoder layer."""
-        hidden, dim, num_q, num_kv = config.hidden_size, config.head_dim, config.num_q_heads, config.num_kv_heads
-        self.qkv_proj = QKVParallelLinear(hidden, dim, num_q, num_kv, build, bias=config.qkv_bias)
-        # Its all-reduce is fused into post_attention_layernorm.
-        self.o_proj = RowParallelLinear(num_q * dim, hidden, build, reduce=False)
-        self._eps = config.rms_norm_eps
+        super().__init__(config, index, build)
+        self._eps, self._norms = config.rms_norm_eps, None
         if config.raw["use_qk_norm"]:
-            self.q_norm = RMSNorm(dim, self._eps, build)
-            self.k_norm = RMSNorm(dim, self._eps, build)
-        self._norms = (self.q_norm.weight, self.k_norm.weight) if config.raw["use_qk_norm"] else None
-        self.attn = Attention(index, dim**-0.5, config.sliding_windows[index], build)
+            self.q_norm = RMSNorm(config.head_dim, self._eps, build)
+            self.k_norm = RMSNorm(config.head_dim, self._eps, build)
+            self._norms = self.q_norm.weight, self.k_norm.weight
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        attend: Attend,
-        logits_index: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Map [T, H] to [T, H], or to [N, H] for the tokens at `logits_index`."""
-        q, k, v = self.qkv_proj.heads(hidden_states)
-        # If the backend supports it, norms, RoPE and KV store are one kernel, or part of the attention kernel.
-        attn_output = self.attn.forward(q, k, v, attend, Rope(cos, sin, self._norms, self._eps))
-        if logits_index is not None:
-            attn_output = attn_output.index_select(0, logits_index)
-        return self.o_proj.forward(attn_output.flatten(1))
+    def rope(self, cos: torch.Tensor, sin: torch.Tensor) -> Rope:
+        """Return the rotary embedding, with the QK norms if there are any."""
+        return Rope(cos, sin, self._norms, self._eps)
 
 
 class Glm4MoeTopkRouter(Layer):

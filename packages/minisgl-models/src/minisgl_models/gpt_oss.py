@@ -12,14 +12,8 @@ import torch
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.moe import RoutingSpec
-from minisgl_core.layers import (
-    Attention,
-    CausalLM,
-    FusedMoE,
-    Layer,
-    ReplicatedLinear,
-)
-from minisgl_models.config_keys import unsupported_keys, whole_number, with_defaults
+from minisgl_core.layers import Attention, CausalLM, FusedMoE, Layer, ReplicatedLinear
+from minisgl_models.config_keys import layer_types, unsupported_keys, with_defaults
 from minisgl_models.llama import LlamaAttention, LlamaDecoderLayer, LlamaModel
 
 _DEFAULTS: Mapping[str, Any] = {
@@ -119,10 +113,7 @@ class GptOssForCausalLM(CausalLM):
         keys["expert_swiglu_limit"] = keys["swiglu_limit"]
         if not (keys.get("rope_parameters") or keys.get("rope_scaling")):
             keys["rope_scaling"] = _ROPE
-        if keys.get("layer_types") is None:
-            kinds = ("sliding_attention", "full_attention")
-            keys["layer_types"] = [kinds[i % 2] for i in range(whole_number(keys, "num_hidden_layers", 1))]
-        return keys
+        return {**keys, "layer_types": layer_types(keys, lambda index: index % 2 == 0)}
 
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:

@@ -29,12 +29,14 @@ from minisgl_models.config_keys import unsupported_keys
 class LlamaAttention(Layer):
     """Grouped-query attention with rotary embedding."""
 
-    def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
-        """Build the layers. `index` is the index of the decoder layer."""
+    def __init__(self, config: ModelConfig, index: int, build: BuildContext, *, reduce: bool = False) -> None:
+        """Build the layers. `index` is the index of the decoder layer.
+
+        Without `reduce`, the all-reduce of the output is fused into post_attention_layernorm.
+        """
         hidden, dim, num_q, num_kv = config.hidden_size, config.head_dim, config.num_q_heads, config.num_kv_heads
         self.qkv_proj = QKVParallelLinear(hidden, dim, num_q, num_kv, build, bias=config.qkv_bias)
-        # Its all-reduce is fused into post_attention_layernorm.
-        self.o_proj = RowParallelLinear(num_q * dim, hidden, build, bias=config.o_bias, reduce=False)
+        self.o_proj = RowParallelLinear(num_q * dim, hidden, build, bias=config.o_bias, reduce=reduce)
         self.attn = Attention(index, dim**-0.5, config.sliding_windows[index], build)
 
     def forward(
@@ -47,23 +49,27 @@ class LlamaAttention(Layer):
     ) -> torch.Tensor:
         """Map [T, H] to [T, H], or to [N, H] for the tokens at `logits_index`."""
         q, k, v = self.qkv_proj.heads(hidden_states)
-        # If the backend supports it, RoPE and KV store are one kernel, or part of the attention kernel.
-        attn_output = self.attn.forward(q, k, v, attend, Rope(cos, sin))
+        # If the backend supports it, QK norms, RoPE and KV store are one kernel, or part of the attention kernel.
+        attn_output = self.attn.forward(q, k, v, attend, self.rope(cos, sin))
         if logits_index is not None:
             attn_output = attn_output.index_select(0, logits_index)
         return self.o_proj.forward(attn_output.flatten(1))
+
+    def rope(self, cos: torch.Tensor, sin: torch.Tensor) -> Rope:
+        """Return the rotary embedding. Other architectures add QK norms, which are fused with it."""
+        return Rope(cos, sin)
 
 
 class LlamaMLP(Layer):
     """``down(silu(gate(x)) * up(x))`` (arXiv 2002.05202)."""
 
-    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+    def __init__(self, config: ModelConfig, build: BuildContext, *, reduce: bool = False) -> None:
+        """Build the layers. Without `reduce`, the all-reduce is fused into the next input_layernorm, or the final norm."""
         check_activation(config)
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         # One GEMM. Some kernels apply the activation in its epilogue.
         self.gate_up_proj = MergedColumnParallelLinear(hidden, [inner, inner], build, bias=bias, silu_and_mul=True)
-        # Its all-reduce is fused into the next layer's input_layernorm, or the final norm.
-        self.down_proj = RowParallelLinear(inner, hidden, build, bias=bias, reduce=False)
+        self.down_proj = RowParallelLinear(inner, hidden, build, bias=bias, reduce=reduce)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [T, H] to [T, H]."""
@@ -138,19 +144,27 @@ class LlamaModel(Layer):
 
         Between pipeline stages, `intermediate` and the result are hidden states and residual, [2, T, H].
         """
-        cos, sin = self.rotary_emb.forward(positions)
+        cos_sin = self.cos_sin(positions)
         if intermediate is None:
-            hidden_states, residual = self.embed_tokens.forward(input_ids), None
+            hidden_states, residual = self.embed(input_ids), None
         else:
             hidden_states, residual = intermediate.unbind(0)
         *layers, last = self.layers.values()
-        for layer in layers:
+        for layer, (cos, sin) in zip(layers, cos_sin, strict=False):
             hidden_states, residual = layer.forward(hidden_states, residual, cos, sin, attend)
         # After the last attention, only the tokens whose logits are computed are needed.
-        hidden_states, residual = last.forward(hidden_states, residual, cos, sin, attend, logits_index)
+        hidden_states, residual = last.forward(hidden_states, residual, *cos_sin[-1], attend, logits_index)
         if not self._stage.has_lm_head:
             return torch.stack((hidden_states, residual))
         return self.norm.add(hidden_states, residual)[0]
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings of tokens, [T, H]. Gemma scales them."""
+        return self.embed_tokens.forward(input_ids)
+
+    def cos_sin(self, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return cos and sin of the positions for each layer. Gemma 3 has others in layers with a sliding window."""
+        return [self.rotary_emb.forward(positions)] * len(self.layers)
 
 
 class LlamaForCausalLM(CausalLM):

@@ -12,14 +12,7 @@ import torch
 from minisgl_core.contracts.model import Attend, BuildContext
 from minisgl_core.contracts.model_config import ModelConfig, MoeConfig
 from minisgl_core.contracts.moe import RoutingSpec
-from minisgl_core.layers import (
-    CausalLM,
-    FusedMoE,
-    Layer,
-    ReplicatedLinear,
-    RMSNorm,
-    check_activation,
-)
+from minisgl_core.layers import CausalLM, FusedMoE, Layer, ReplicatedLinear, RMSNorm, check_activation
 from minisgl_models.config_keys import unsupported_keys, with_defaults
 from minisgl_models.llama import LlamaAttention, LlamaModel
 

@@ -1,7 +1,7 @@
 """OLMo 2 (arXiv 2501.00656): norms after attention and MLP instead of before, and norms of all query and all key heads.
 
 Shape legend: T tokens of the step, N tokens whose hidden states are returned, H hidden size.
-`docs/plugins/model.md` walks through granite.py, a file like this one.
+The MLP is Llama's.
 """
 
 from collections.abc import Mapping
@@ -16,16 +16,15 @@ from minisgl_core.layers import (
     Attention,
     CausalLM,
     Layer,
-    MergedColumnParallelLinear,
     QKVParallelLinear,
     RMSNorm,
     RotaryEmbedding,
     RowParallelLinear,
     ShardedRMSNorm,
     VocabParallelEmbedding,
-    check_activation,
 )
 from minisgl_models.config_keys import unsupported_keys, with_defaults
+from minisgl_models.llama import LlamaMLP
 
 
 class Olmo2Attention(Layer):
@@ -59,29 +58,13 @@ class Olmo2Attention(Layer):
         return self.o_proj.forward(attn_output.flatten(1))
 
 
-class Olmo2MLP(Layer):
-    """``down(silu(gate(x)) * up(x))`` (arXiv 2002.05202)."""
-
-    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        check_activation(config)
-        hidden, inner = config.hidden_size, config.intermediate_size
-        # One GEMM. Some kernels apply the activation in its epilogue.
-        self.gate_up_proj = MergedColumnParallelLinear(hidden, [inner, inner], build, silu_and_mul=True)
-        # It all-reduces, since post_feedforward_layernorm needs the whole output.
-        self.down_proj = RowParallelLinear(inner, hidden, build)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map [T, H] to [T, H]."""
-        return self.down_proj.forward(self.gate_up_proj.forward(x))
-
-
 class Olmo2DecoderLayer(Layer):
     """Attention and MLP with residual connections; their outputs are normalized, not their inputs."""
 
     def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
         self.self_attn = Olmo2Attention(config, index, build)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
-        self.mlp = Olmo2MLP(config, build)
+        self.mlp = LlamaMLP(config, build, reduce=True)  # post_feedforward_layernorm needs the whole output
         self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
 
     def forward(
@@ -124,14 +107,18 @@ class Olmo2Model(Layer):
 
         Between pipeline stages, `intermediate` and the result are hidden states, [1, T, H].
         """
-        cos, sin = self.rotary_emb.forward(positions)
+        cos_sin = self.cos_sin(positions)
         hidden_states = self.embed_tokens.forward(input_ids) if intermediate is None else intermediate[0]
         *layers, last = self.layers.values()
-        for layer in layers:
+        for layer, (cos, sin) in zip(layers, cos_sin, strict=False):
             hidden_states = layer.forward(hidden_states, cos, sin, attend)
         # After the last attention, only the tokens whose logits are computed are needed.
-        hidden_states = last.forward(hidden_states, cos, sin, attend, logits_index)
+        hidden_states = last.forward(hidden_states, *cos_sin[-1], attend, logits_index)
         return self.norm.forward(hidden_states) if self._stage.has_lm_head else hidden_states[None]
+
+    def cos_sin(self, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return cos and sin of the positions for each layer. OLMo 3 has others in layers with a sliding window."""
+        return [self.rotary_emb.forward(positions)] * len(self.layers)
 
 
 class Olmo2ForCausalLM(CausalLM):

@@ -1,59 +1,33 @@
-"""OLMo 3 (AI2): OLMo 2 with windows in three of four layers; only layers without a window have RoPE scaling.
-
-Shape legend: T tokens of the step, N tokens whose hidden states are returned, H hidden size.
-"""
+"""OLMo 3 (AI2): OLMo 2 with windows in three of four layers; only layers without a window have RoPE scaling."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 
-from minisgl_core.contracts.model import Attend, BuildContext
+from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.errors import ModelFormatError
-from minisgl_core.layers import CausalLM, Layer, RMSNorm, RotaryEmbedding, VocabParallelEmbedding
-from minisgl_models.config_keys import rope_parameters_by_layer_type, unsupported_keys, whole_number, with_defaults
-from minisgl_models.olmo2 import Olmo2DecoderLayer
+from minisgl_core.layers import CausalLM, RotaryEmbedding
+from minisgl_models.config_keys import layer_types, rope_parameters_by_layer_type, unsupported_keys, with_defaults
+from minisgl_models.olmo2 import Olmo2Model
 
 _THETA = 500000.0
 
 
-class Olmo3Model(Layer):
-    """Embedding, decoder layers and the final norm."""
+class Olmo3Model(Olmo2Model):
+    """`Olmo2Model` with a second rotary embedding, for layers with a sliding window."""
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        self._stage = stage = build.stage(config)
-        if stage.has_embedding:
-            self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, build)
+        super().__init__(config, build)
         assert config.sliding_rope is not None, "standard_config sets both"
-        self.rotary_emb = RotaryEmbedding(config.rope, config.max_position, build)
         self.rotary_emb_local = RotaryEmbedding(config.sliding_rope, config.max_position, build)
-        self._windows = config.sliding_windows
-        self.layers = {index: Olmo2DecoderLayer(config, index, build) for index in stage.layers}
-        if stage.has_lm_head:
-            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
+        self._windows = [config.sliding_windows[index] for index in self.layers]
 
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        attend: Attend,
-        logits_index: torch.Tensor | None,
-        intermediate: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Return hidden states, [T, H], or [N, H] for the tokens at `logits_index`.
-
-        Between pipeline stages, `intermediate` and the result are hidden states, [1, T, H].
-        """
+    def cos_sin(self, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return cos and sin of the positions for each layer."""
         full, local = self.rotary_emb.forward(positions), self.rotary_emb_local.forward(positions)
-        hidden_states = self.embed_tokens.forward(input_ids) if intermediate is None else intermediate[0]
-        last = max(self.layers)
-        for index, layer in self.layers.items():
-            cos, sin = full if self._windows[index] is None else local
-            # After the last attention, only the tokens whose logits are computed are needed.
-            wanted = logits_index if index == last else None
-            hidden_states = layer.forward(hidden_states, cos, sin, attend, wanted)
-        return self.norm.forward(hidden_states) if self._stage.has_lm_head else hidden_states[None]
+        return [full if window is None else local for window in self._windows]
 
 
 class Olmo3ForCausalLM(CausalLM):
@@ -75,14 +49,10 @@ class Olmo3ForCausalLM(CausalLM):
                 f"config: rope_theta={raw['rope_theta']!r} applies to different layers in transformers 4 and 5; set it in "
                 "rope_parameters, for full_attention and for sliding_attention"
             )
-        config = with_defaults({"rms_norm_eps": 1e-5, "sliding_window": 4096}, raw)
-        kinds = [
-            "full_attention" if i % 4 == 3 else "sliding_attention"
-            for i in range(whole_number({"num_hidden_layers": 32, **raw}, "num_hidden_layers", 1))
-        ]
+        config = with_defaults({"num_hidden_layers": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096}, raw)
         return {
             **config,
-            "layer_types": config.get("layer_types") or kinds,
+            "layer_types": layer_types(config, lambda index: index % 4 != 3),
             "rope_parameters": rope_parameters_by_layer_type(raw, _THETA, _THETA),
             "rope_scaling": None,
         }

@@ -14,14 +14,8 @@ from minisgl_core.config.keys import Keys
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.model_config import ModelConfig, MoeConfig
 from minisgl_core.contracts.moe import RoutingSpec
-from minisgl_core.layers import (
-    CausalLM,
-    FusedMoE,
-    Layer,
-    ReplicatedLinear,
-    check_activation,
-)
-from minisgl_models.config_keys import unsupported_keys, whole_number, with_defaults
+from minisgl_core.layers import CausalLM, FusedMoE, Layer, ReplicatedLinear, check_activation
+from minisgl_models.config_keys import layer_types, unsupported_keys, whole_number, with_defaults
 from minisgl_models.llama import LlamaDecoderLayer, LlamaMLP, LlamaModel
 
 _DEFAULTS: Mapping[str, Any] = {
@@ -96,10 +90,9 @@ class Qwen2MoeForCausalLM(CausalLM):
     def standard_config(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
         """Add the defaults of transformers' config class, and the windows of its layers."""
         keys = with_defaults(_DEFAULTS, raw)
-        if keys.get("layer_types") is None and keys["use_sliding_window"]:
+        if keys["use_sliding_window"]:
             with_window = range(0, whole_number(keys, "max_window_layers"), 2)
-            kinds = ("full_attention", "sliding_attention")
-            keys["layer_types"] = [kinds[i in with_window] for i in range(whole_number(keys, "num_hidden_layers", 1))]
+            keys["layer_types"] = layer_types(keys, lambda index: index in with_window)
         return {**keys, "attention_bias": keys["qkv_bias"], "o_bias": False}
 
     @classmethod

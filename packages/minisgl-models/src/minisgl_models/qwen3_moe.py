@@ -12,13 +12,7 @@ import torch
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.model_config import ModelConfig, MoeConfig
 from minisgl_core.contracts.moe import RoutingSpec
-from minisgl_core.layers import (
-    CausalLM,
-    FusedMoE,
-    Layer,
-    ReplicatedLinear,
-    check_activation,
-)
+from minisgl_core.layers import CausalLM, FusedMoE, Layer, ReplicatedLinear, check_activation
 from minisgl_models.config_keys import unsupported_keys
 from minisgl_models.llama import LlamaMLP, LlamaModel
 from minisgl_models.qwen3 import Qwen3DecoderLayer
