@@ -68,7 +68,6 @@ class Architecture:
         names: Hugging Face's module of each tensor, by llama.cpp's name; ``{}`` is the index of an expert.
         is_permuted: query and key rows are permuted within each head.
         norm_offset: number that llama.cpp's converter adds to the weights of norms.
-        keys: metadata keys that `config` reads, besides those of all architectures.
         config: function of `Lookup` and the common keys of the config that returns the other keys of the config.
     """
 
@@ -76,39 +75,38 @@ class Architecture:
     names: Mapping[str, str]
     is_permuted: bool = False
     norm_offset: float = 0.0
-    keys: tuple[str, ...] = ()
-    config: Callable[[Lookup, Mapping[str, Any]], dict[str, Any]] = field(default=lambda key, config: {})
+    config: Callable[[Lookup, Mapping[str, Any]], dict[str, Any]] = field(default=lambda get, config: {})
 
 
-def _qwen3_moe(key: Lookup, config: Mapping[str, Any]) -> dict[str, Any]:
+def _qwen3_moe(get: Lookup, config: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "num_experts": key("expert_count"),
-        "num_experts_per_tok": key("expert_used_count"),
-        "moe_intermediate_size": key("expert_feed_forward_length", None),
+        "num_experts": get("expert_count"),
+        "num_experts_per_tok": get("expert_used_count"),
+        "moe_intermediate_size": get("expert_feed_forward_length", None),
         "norm_topk_prob": True,
     }
 
 
-def _qwen2_moe(key: Lookup, config: Mapping[str, Any]) -> dict[str, Any]:
+def _qwen2_moe(get: Lookup, config: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        **_qwen3_moe(key, config),
+        **_qwen3_moe(get, config),
         "norm_topk_prob": False,
-        "shared_expert_intermediate_size": key("expert_shared_feed_forward_length", None),
+        "shared_expert_intermediate_size": get("expert_shared_feed_forward_length", None),
         "qkv_bias": config["attention_bias"],
     }
 
 
-def _mixtral(key: Lookup, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {"num_local_experts": key("expert_count"), "num_experts_per_tok": key("expert_used_count")}
+def _mixtral(get: Lookup, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"num_local_experts": get("expert_count"), "num_experts_per_tok": get("expert_used_count")}
 
 
-def _gpt_oss(key: Lookup, config: Mapping[str, Any]) -> dict[str, Any]:
+def _gpt_oss(get: Lookup, config: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "num_local_experts": key("expert_count"),
-        "num_experts_per_tok": key("expert_used_count"),
-        "intermediate_size": key("expert_feed_forward_length"),
-        "sliding_window": key("attention.sliding_window"),
-        "layer_types": _layer_types(key, config, 2),
+        "num_local_experts": get("expert_count"),
+        "num_experts_per_tok": get("expert_used_count"),
+        "intermediate_size": get("expert_feed_forward_length"),
+        "sliding_window": get("attention.sliding_window"),
+        "layer_types": _layer_types(get, config, 2),
         "rope_parameters": {**config["rope_parameters"], "truncate": False},
     }
 
@@ -116,108 +114,79 @@ def _gpt_oss(key: Lookup, config: Mapping[str, Any]) -> dict[str, Any]:
 def _gemma(num_layers_of_27b: int) -> Callable[[Lookup, Mapping[str, Any]], dict[str, Any]]:
     """Return the reader of Gemma's keys. Its 27B models scale scores by the hidden size per head, for which there is no key."""
 
-    def read(key: Lookup, config: Mapping[str, Any]) -> dict[str, Any]:
+    def read(get: Lookup, config: Mapping[str, Any]) -> dict[str, Any]:
         is_27b = config["num_hidden_layers"] == num_layers_of_27b
         scalar = config["hidden_size"] // config["num_attention_heads"] if is_27b else config.get("head_dim")
         return {
             "query_pre_attn_scalar": scalar,
-            "sliding_window": key("attention.sliding_window", 4096),
-            "final_logit_softcapping": key("final_logit_softcapping", None),
+            "sliding_window": get("attention.sliding_window", 4096),
+            "final_logit_softcapping": get("final_logit_softcapping", None),
         }
 
     return read
 
 
-def _gemma2(key: Lookup, config: Mapping[str, Any]) -> dict[str, Any]:
+def _gemma2(get: Lookup, config: Mapping[str, Any]) -> dict[str, Any]:
     caps = {
-        "attn_logit_softcapping": key("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": key("final_logit_softcapping", 30.0),
+        "attn_logit_softcapping": get("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": get("final_logit_softcapping", 30.0),
     }
-    return {**_gemma(46)(key, config), **caps, "layer_types": _layer_types(key, config, 2)}
+    return {**_gemma(46)(get, config), **caps, "layer_types": _layer_types(get, config, 2)}
 
 
-def _gemma3(key: Lookup, config: Mapping[str, Any]) -> dict[str, Any]:
-    has_windows = key("attention.sliding_window", None)
-    kinds = _layer_types(key, config, 6) if has_windows else ["full_attention"] * config["num_hidden_layers"]
-    local = {"rope_type": "default", "rope_theta": key("rope.freq_base_swa", 10000.0)}
+def _gemma3(get: Lookup, config: Mapping[str, Any]) -> dict[str, Any]:
+    has_windows = get("attention.sliding_window", None)
+    kinds = _layer_types(get, config, 6) if has_windows else ["full_attention"] * config["num_hidden_layers"]
+    local = {"rope_type": "default", "rope_theta": get("rope.freq_base_swa", 10000.0)}
     rope = {"full_attention": config["rope_parameters"], "sliding_attention": local}
-    return {**_gemma(62)(key, config), "layer_types": kinds, "rope_parameters": rope}
+    return {**_gemma(62)(get, config), "layer_types": kinds, "rope_parameters": rope}
 
 
-def _phi3(key: Lookup, config: Mapping[str, Any]) -> dict[str, Any]:
-    original = key("rope.scaling.original_context_length", None)
-    found = {"sliding_window": key("attention.sliding_window", None) or None}
+def _phi3(get: Lookup, config: Mapping[str, Any]) -> dict[str, Any]:
+    original = get("rope.scaling.original_context_length", None)
+    found = {"sliding_window": get("attention.sliding_window", None) or None}
     return found if original is None else {**found, "original_max_position_embeddings": original}
 
 
-def _granite(key: Lookup, config: Mapping[str, Any]) -> dict[str, Any]:
+def _granite(get: Lookup, config: Mapping[str, Any]) -> dict[str, Any]:
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     return {
-        "attention_multiplier": key("attention.scale", 0.0) or head_dim**-0.5,
-        "embedding_multiplier": key("embedding_scale", 0.0) or 1.0,
-        "residual_multiplier": key("residual_scale", 0.0) or 1.0,
-        "logits_scaling": key("logit_scale", 0.0) or 1.0,
+        "attention_multiplier": get("attention.scale", 0.0) or head_dim**-0.5,
+        "embedding_multiplier": get("embedding_scale", 0.0) or 1.0,
+        "residual_multiplier": get("residual_scale", 0.0) or 1.0,
+        "logits_scaling": get("logit_scale", 0.0) or 1.0,
     }
 
 
-def _layer_types(key: Lookup, config: Mapping[str, Any], period: int) -> list[str]:
+def _layer_types(get: Lookup, config: Mapping[str, Any], period: int) -> list[str]:
     """Return the type of each layer; the file has a period, of which the last layer has no window, or a flag per layer."""
-    pattern = key("attention.sliding_window_pattern", period)
+    pattern = get("attention.sliding_window_pattern", period)
     has_window = (
         pattern if isinstance(pattern, list) else [(i + 1) % pattern != 0 for i in range(config["num_hidden_layers"])]
     )
     return ["sliding_attention" if each else "full_attention" for each in has_window]
 
 
-_MOE_KEYS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
-_WINDOWS = ("attention.sliding_window", "attention.sliding_window_pattern")
-
 ARCHITECTURES: Mapping[str, Architecture] = {
-    "llama": Architecture("LlamaForCausalLM", _DENSE, is_permuted=True, keys=("expert_count",)),
+    "llama": Architecture("LlamaForCausalLM", _DENSE, is_permuted=True),
     "qwen2": Architecture("Qwen2ForCausalLM", _DENSE),
     "qwen3": Architecture("Qwen3ForCausalLM", _DENSE),
-    "qwen3moe": Architecture("Qwen3MoeForCausalLM", {**_DENSE, **_EXPERTS}, keys=_MOE_KEYS, config=_qwen3_moe),
-    "qwen2moe": Architecture(
-        "Qwen2MoeForCausalLM",
-        {**_DENSE, **_EXPERTS, **_SHARED_EXPERT},
-        keys=(*_MOE_KEYS, "expert_shared_feed_forward_length"),
-        config=_qwen2_moe,
-    ),
-    "gemma2": Architecture(
-        "Gemma2ForCausalLM",
-        {**_DENSE, **_NORMS_AROUND},
-        norm_offset=1.0,
-        keys=(*_WINDOWS, "attn_logit_softcapping", "final_logit_softcapping"),
-        config=_gemma2,
-    ),
-    "gemma3": Architecture(
-        "Gemma3ForCausalLM",
-        {**_DENSE, **_NORMS_AROUND},
-        norm_offset=1.0,
-        keys=(*_WINDOWS, "final_logit_softcapping", "rope.freq_base_swa"),
-        config=_gemma3,
-    ),
+    "qwen3moe": Architecture("Qwen3MoeForCausalLM", {**_DENSE, **_EXPERTS}, config=_qwen3_moe),
+    "qwen2moe": Architecture("Qwen2MoeForCausalLM", {**_DENSE, **_EXPERTS, **_SHARED_EXPERT}, config=_qwen2_moe),
+    "gemma2": Architecture("Gemma2ForCausalLM", {**_DENSE, **_NORMS_AROUND}, norm_offset=1.0, config=_gemma2),
+    "gemma3": Architecture("Gemma3ForCausalLM", {**_DENSE, **_NORMS_AROUND}, norm_offset=1.0, config=_gemma3),
     "phi3": Architecture(
         "Phi3ForCausalLM",
         {**_DENSE, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
-        keys=_WINDOWS[:1],
         config=_phi3,
     ),
-    "granite": Architecture(
-        "GraniteForCausalLM",
-        _DENSE,
-        is_permuted=True,
-        keys=("attention.scale", "embedding_scale", "residual_scale", "logit_scale"),
-        config=_granite,
-    ),
+    "granite": Architecture("GraniteForCausalLM", _DENSE, is_permuted=True, config=_granite),
     "olmo2": Architecture("Olmo2ForCausalLM", {**_DENSE, **_NORMS_AFTER}),
-    "gpt-oss": Architecture("GptOssForCausalLM", {**_DENSE, **_GPT_OSS}, keys=(*_MOE_KEYS, *_WINDOWS), config=_gpt_oss),
+    "gpt-oss": Architecture("GptOssForCausalLM", {**_DENSE, **_GPT_OSS}, config=_gpt_oss),
 }
 """Architectures by the value of ``general.architecture``."""
 
-MIXTRAL = Architecture(
-    "MixtralForCausalLM", {**_DENSE, **_MIXTRAL}, is_permuted=True, keys=_MOE_KEYS[:2], config=_mixtral
-)
+MIXTRAL = Architecture("MixtralForCausalLM", {**_DENSE, **_MIXTRAL}, is_permuted=True, config=_mixtral)
 """Architecture of ``llama`` files that have experts."""
 
 

@@ -48,7 +48,7 @@ _COMMON_KEYS: Mapping[str, _Check] = {
     **dict.fromkeys(("rope.scaling.factor", "rope.scale_linear"), _FACTOR),
     **dict.fromkeys([f"rope.scaling.{name}" for name in ("attn_factor", "yarn_beta_fast", "yarn_beta_slow")], _NUMBER),
 }
-"""Checks of keys that are read in files of every architecture. The architecture's name prefixes these keys."""
+"""Checks of keys that files of every architecture may have. The architecture's name prefixes these keys."""
 _OTHER_KEYS: Mapping[str, _Check] = {
     "expert_count": _NOT_NEGATIVE,
     **dict.fromkeys(
@@ -63,7 +63,7 @@ _OTHER_KEYS: Mapping[str, _Check] = {
     ),
     "rope.freq_base_swa": _ABOVE_1,
 }
-"""Likewise, of keys that some architectures read; see `Architecture.keys`."""
+"""Likewise, of keys that some architectures read."""
 
 
 def check_metadata(path: Path, metadata: Mapping[str, Any]) -> None:
@@ -110,7 +110,7 @@ def check_keys(path: Path, arch: str, metadata: Mapping[str, Any], read: Collect
         path: the file, for messages.
         arch: ``general.architecture``, which prefixes the keys.
         metadata: the file's metadata.
-        read: keys that this architecture reads besides the common ones.
+        read: keys that were read, without the architecture's name. The common ones are always allowed.
 
     Raises:
         ModelFormatError: the error names the key.

@@ -13,7 +13,6 @@ from minisgl_models.weights.gguf_architectures import ARCHITECTURES, architectur
 from minisgl_models.weights.gguf_checks import MAX_ROPE_FACTORS, check_keys, check_metadata, check_shapes
 from minisgl_models.weights.gguf_reader import GgufFile, GgufTensor
 from minisgl_models.weights.gguf_tensors import (
-    AsRow,
     InterleavedExperts,
     TensorView,
     UnpermutedRows,
@@ -55,14 +54,15 @@ class GgufWeights(WeightSource):
                 f"{path}: the GGUF architecture {self._arch!r} is not supported (known: {', '.join(ARCHITECTURES)})"
             )
         self._architecture = architecture
-        check_keys(path, self._arch, self._metadata, architecture.keys)
+        self._read_keys: set[str] = set()
 
-    def _key(self, name: str, default: Any = _REQUIRED) -> Any:
-        """Return the value of a key of the architecture, or `default`.
+    def _get(self, name: str, default: Any = _REQUIRED) -> Any:
+        """Return the value of a key of the architecture, or `default`, and record that the key is read.
 
         Raises:
             ModelFormatError: the key is missing, and no default is given.
         """
+        self._read_keys.add(name)
         value = self._metadata.get(f"{self._arch}.{name}", default)
         if value is _REQUIRED:
             raise ModelFormatError(f"{self._path}: {self._arch}.{name} is missing from the metadata")
@@ -73,20 +73,20 @@ class GgufWeights(WeightSource):
         """The metadata under the names of a ``config.json``.
 
         Raises:
-            ModelFormatError: a key is missing, or the tensors do not match the metadata.
+            ModelFormatError: a key is missing or not supported, or the tensors do not match the metadata.
         """
         rows = self._tensors["token_embd.weight"].shape[0] if "token_embd.weight" in self._tensors else None
         config: dict[str, Any] = {
             "architectures": [self._architecture.name],
             "vocab_size": rows,
-            "hidden_size": self._key("embedding_length"),
-            "intermediate_size": self._key("feed_forward_length", None),
-            "num_hidden_layers": self._key("block_count"),
-            "num_attention_heads": self._key("attention.head_count"),
-            "num_key_value_heads": self._key("attention.head_count_kv", None),
-            "head_dim": self._key("attention.key_length", None),
-            "max_position_embeddings": self._key("context_length"),
-            "rms_norm_eps": self._key("attention.layer_norm_rms_epsilon"),
+            "hidden_size": self._get("embedding_length"),
+            "intermediate_size": self._get("feed_forward_length", None),
+            "num_hidden_layers": self._get("block_count"),
+            "num_attention_heads": self._get("attention.head_count"),
+            "num_key_value_heads": self._get("attention.head_count_kv", None),
+            "head_dim": self._get("attention.key_length", None),
+            "max_position_embeddings": self._get("context_length"),
+            "rms_norm_eps": self._get("attention.layer_norm_rms_epsilon"),
             "rope_parameters": self._rope(),
             "tie_word_embeddings": "output.weight" not in self._tensors,
             "attention_bias": "blk.0.attn_q.bias" in self._tensors,
@@ -96,10 +96,11 @@ class GgufWeights(WeightSource):
             "dtype": "bfloat16",
             "quantization_config": self._quantization(),
         }
-        config |= self._architecture.config(self._key, {k: v for k, v in config.items() if v is not None})
+        config |= self._architecture.config(self._get, {k: v for k, v in config.items() if v is not None})
         if config["intermediate_size"] is None:  # gpt-oss takes it from another key
-            config["intermediate_size"] = self._key("feed_forward_length")
+            config["intermediate_size"] = self._get("feed_forward_length")
         config = {key: value for key, value in config.items() if value is not None}
+        check_keys(self._path, self._arch, self._metadata, self._read_keys)
         check_shapes(self._path, config, self._tensors)
         return config
 
@@ -135,22 +136,22 @@ class GgufWeights(WeightSource):
         Raises:
             ModelFormatError: only a part of each head is rotated, or the factors are damaged.
         """
-        rope: dict[str, Any] = {"rope_theta": self._key("rope.freq_base", 10000.0), "rope_type": "default"}
-        kind = self._key("rope.scaling.type", "linear")
-        factor = self._key("rope.scaling.factor", 0.0) or self._key("rope.scale_linear", 0.0)
+        rope: dict[str, Any] = {"rope_theta": self._get("rope.freq_base", 10000.0), "rope_type": "default"}
+        kind = self._get("rope.scaling.type", "linear")
+        factor = self._get("rope.scaling.factor", 0.0) or self._get("rope.scale_linear", 0.0)
         if kind == "linear" and factor:
             rope |= {"rope_type": kind, "factor": factor}
         elif kind not in ("none", "default", "linear"):
             rope |= {
                 "rope_type": kind,
                 "factor": factor or None,
-                "original_max_position_embeddings": self._key("rope.scaling.original_context_length", None),
-                "attention_factor": self._key("rope.scaling.attn_factor", None),
-                "beta_fast": self._key("rope.scaling.yarn_beta_fast", None),
-                "beta_slow": self._key("rope.scaling.yarn_beta_slow", None),
+                "original_max_position_embeddings": self._get("rope.scaling.original_context_length", None),
+                "attention_factor": self._get("rope.scaling.attn_factor", None),
+                "beta_fast": self._get("rope.scaling.yarn_beta_fast", None),
+                "beta_slow": self._get("rope.scaling.yarn_beta_slow", None),
             }
         head_dim = self._head_dim()
-        rotary_dim = self._key("rope.dimension_count", head_dim)
+        rotary_dim = self._get("rope.dimension_count", head_dim)
         if rotary_dim != head_dim and self._arch == "phi3":
             rope["partial_rotary_factor"] = rotary_dim / head_dim
         elif rotary_dim != head_dim:
@@ -168,13 +169,13 @@ class GgufWeights(WeightSource):
                 "rope_type": "longrope",
                 "long_factor": self._factors(_LONG_FACTORS),
                 "short_factor": self._factors(_SHORT_FACTORS),
-                "attention_factor": self._key("rope.scaling.attn_factor", None),
+                "attention_factor": self._get("rope.scaling.attn_factor", None),
             }
         return {key: value for key, value in rope.items() if value is not None}
 
     def _head_dim(self) -> int:
-        hidden, heads = self._key("embedding_length"), self._key("attention.head_count")
-        head_dim: int = self._key("attention.key_length", hidden // heads)
+        hidden, heads = self._get("embedding_length"), self._get("attention.head_count")
+        head_dim: int = self._get("attention.key_length", hidden // heads)
         if not head_dim:
             raise ModelFormatError(
                 f"{self._path}: {self._arch}.embedding_length={hidden} must be at least {self._arch}.attention.head_count={heads}"
@@ -235,7 +236,9 @@ class GgufWeights(WeightSource):
             return UnpermutedRows(tensor, config.head_dim)
         if self._architecture.norm_offset and stem.endswith("norm"):
             return UnshiftedNorm(tensor, self._architecture.norm_offset)
-        return AsRow(tensor) if stem == "ffn_gate_inp_shexp" else TensorView(tensor)
+        if stem == "ffn_gate_inp_shexp" and len(tensor.shape) == 1:
+            return TensorView(tensor, (1, *tensor.shape))
+        return TensorView(tensor)
 
 
 def _shards(path: Path) -> list[Path]:

@@ -14,7 +14,7 @@ Index = tuple[slice, ...]
 
 
 class TensorView:
-    """A tensor of the file, or one matrix of stacked experts."""
+    """A tensor of the file, one matrix of stacked experts, or a vector as a matrix of one row."""
 
     def __init__(self, tensor: GgufTensor, shape: tuple[int, ...] | None = None, first_row: int = 0) -> None:
         self._tensor, self.shape, self._first_row = tensor, tensor.shape if shape is None else shape, first_row
@@ -55,16 +55,6 @@ class UnshiftedNorm:
 
     def __getitem__(self, index: Index) -> torch.Tensor:
         return self._whole[index].float() - self._offset
-
-
-class AsRow:
-    """A vector as a matrix of one row. Other tensors keep their shape, so that loading reports that it is wrong."""
-
-    def __init__(self, tensor: GgufTensor) -> None:
-        self._tensor, self.shape = tensor, (1, *tensor.shape) if len(tensor.shape) == 1 else tensor.shape
-
-    def __getitem__(self, index: Index) -> torch.Tensor:
-        return self._tensor.read(slice(None)).reshape(self.shape)[index]
 
 
 class InterleavedExperts:
