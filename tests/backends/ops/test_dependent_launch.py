@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from minisgl_backends.kernels.activation import _activation_and_mul
 from minisgl_backends.kernels.norm import _add_rms_norm, _rms_norm
-from minisgl_backends.kernels.one_shot_all_reduce import _all_reduce_add_norm, _one_shot_all_reduce, _two_shot_all_reduce
+from minisgl_backends.kernels.one_shot_all_reduce import _all_reduce, _all_reduce_add_norm
 from minisgl_backends.kernels.rotary import _qk_norm_rope
 
 found = {}
@@ -54,9 +54,8 @@ for norm, store in ((True, True), (False, False)):
 
 words = dict.fromkeys(("x", "residual", "weight", "all_state"), "*i32") | {"peers": "*i64"}
 sizes = {"SIZE": 4, "ROW": 4096, "DTYPE": triton.language.bfloat16, "BLOCK": 512}
-compiled("one_shot", _one_shot_all_reduce, words, sizes)
-compiled("two_shot", _two_shot_all_reduce, words, sizes)
 for two_shot in (False, True):
+    compiled(f"all_reduce_{two_shot}", _all_reduce, words, sizes | {"TWO_SHOT": two_shot})
     constants = sizes | {"WIDTH": 1024, "TWO_SHOT": two_shot}
     compiled(f"all_reduce_add_norm_{two_shot}", _all_reduce_add_norm, words, constants, num_warps=8)
 
@@ -71,8 +70,8 @@ READ_AHEAD = {
     "gelu_tanh_and_mul": set(),
     "rotary_True_True": set(),
     "rotary_False_False": set(),
-    "one_shot": set(),
-    "two_shot": set(),
+    "all_reduce_False": set(),
+    "all_reduce_True": set(),
     "all_reduce_add_norm_False": set(),
     "all_reduce_add_norm_True": set(),
 }
@@ -166,7 +165,7 @@ def test_the_launch_attribute_matches_the_kernels_wait(monkeypatch: pytest.Monke
         norm: ("_rms_norm", "_add_rms_norm"),
         activation: ("_activation_and_mul",),
         rotary: ("_qk_norm_rope",),
-        one_shot_all_reduce: ("_one_shot_all_reduce", "_two_shot_all_reduce", "_all_reduce_add_norm"),
+        one_shot_all_reduce: ("_all_reduce", "_all_reduce_add_norm"),
     }.items():
         for name in names:
             launched[name] = MagicMock()
@@ -179,8 +178,7 @@ def test_the_launch_attribute_matches_the_kernels_wait(monkeypatch: pytest.Monke
     heads = x.view(4, 2, 32)
     rotary.qk_norm_rope(heads, heads, Rope(x[:, :16], x[:, :16]), pdl=pdl)
     group = torch.zeros(3, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int32), 0, 4096
-    for two_shot in (False, True):
-        one_shot_all_reduce.all_reduce(x, *group, two_shot=two_shot, pdl=pdl)
+    one_shot_all_reduce.all_reduce(x, *group, two_shot=True, pdl=pdl)
     x = x.bfloat16()
     one_shot_all_reduce.all_reduce_add_norm(x, x, x[0], 1e-6, *group, two_shot=False, pdl=pdl)
 

@@ -20,7 +20,6 @@ class FlashAttention(BatchPageTableAttention):
 
     Attributes:
         versions: versions that may be selected, by preference.
-        version: the selected version, such as ``3 (flash_attn_interface)``.
     """
 
     versions: ClassVar[tuple[FlashVersion, ...]] = VERSIONS
@@ -56,7 +55,6 @@ class FlashAttention(BatchPageTableAttention):
         super().__init__(spec, pool, page_table)
         selected, reasons = self._select(spec)
         assert selected is not None, reasons
-        self.version = str(selected)
         self.needs_cu_seqlens_k = selected.needs_cu_seqlens_k
         self._run = selected.load()
 

@@ -1,6 +1,5 @@
 """Base class of backends with `AttentionCapabilities.fused_kv_store`."""
 
-from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -21,14 +20,6 @@ class FusedStoreAttention(AttentionBackend):
         from minisgl_backends.kernels import paged  # here, since `unsupported` must work without triton
 
         self._store_kv = paged.store_kv
-
-    @abstractmethod
-    def kv_slots(self, plan: Any) -> torch.Tensor:
-        """See `AttentionBackend.kv_slots`."""
-
-    @abstractmethod
-    def attend_stored(self, q: torch.Tensor, layer: AttentionLayer, plan: Any, out: torch.Tensor) -> None:
-        """See `AttentionBackend.attend_stored`."""
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, plan: Any

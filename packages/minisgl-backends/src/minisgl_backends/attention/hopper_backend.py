@@ -70,7 +70,6 @@ class HopperAttention(TritonAttention):
         rope: Rope,
         plan: StepPlan,
     ) -> torch.Tensor:
-        """See `AttentionBackend.attend_fused_rope`."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         self._decode(q, layer, plan, out, decode.RopeAndStore(k, v, rope, plan.batch.slots))

@@ -101,8 +101,7 @@ class OneShotCommunicator(NcclCommunicator):
         is_medium = num_bytes <= self.two_shot_bytes and num_bytes % (16 * self.size) == 0
         if x.dtype not in _DTYPES or not (is_small or (num_bytes and is_medium)):
             return super().all_reduce(x)
-        if self._comm is None:
-            raise RuntimeError("the communicator is closed, or another rank has failed")
+        self.check_open()
         x = _aligned(x)
         self._kernels.all_reduce(
             x, self._peers, self._state, self.rank, self._row_words, two_shot=not is_small, pdl=self._pdl
@@ -125,8 +124,7 @@ class OneShotCommunicator(NcclCommunicator):
         is_supported = is_supported and self._kernels.supports_hidden_size(x.shape[1], self.size)
         if not is_supported or not num_bytes or not (is_small or is_medium):
             return super().all_reduce_add_norm(x, residual, weight, eps, add_norm)
-        if self._comm is None:
-            raise RuntimeError("the communicator is closed, or another rank has failed")
+        self.check_open()
         x, residual, weight = _aligned(x), _aligned(residual), _aligned(weight)
         group = (self._peers, self._state, self.rank, self._row_words)
         self._kernels.all_reduce_add_norm(x, residual, weight, eps, *group, two_shot=not is_small, pdl=self._pdl)

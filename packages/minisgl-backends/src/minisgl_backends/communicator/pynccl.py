@@ -92,9 +92,13 @@ class NcclCommunicator(Communicator):
         return x
 
     def _call(self, name: str, *arguments: int) -> None:
+        self.check_open()
+        self._nccl.call(name, *arguments, self._comm, torch.cuda.current_stream(self._device).cuda_stream)
+
+    def check_open(self) -> None:
+        """Raise RuntimeError if `close` or `abort` was called."""
         if self._comm is None:
             raise RuntimeError("the communicator is closed, or another rank has failed")
-        self._nccl.call(name, *arguments, self._comm, torch.cuda.current_stream(self._device).cuda_stream)
 
     def broadcast_object(self, value: object) -> object:
         """Broadcast through the store as JSON, so tuples arrive as lists, on rank 0 too."""

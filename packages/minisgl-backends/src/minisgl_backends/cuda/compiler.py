@@ -79,9 +79,10 @@ def _with_includes(name: str) -> str:
     return _INCLUDE.sub(lambda match: _with_includes(match[1]), text)
 
 
-def program(name: str, macros: Mapping[str, int]) -> str:
-    """Return the source of a program of this folder, after the definitions of its macros."""
-    return "\n".join([*(f"#define {macro} {value}" for macro, value in macros.items()), _with_includes(name)])
+def program(name: str, macros: Mapping[str, int], wgmma: str = "") -> str:
+    """Return the source of a program of this folder, after the definitions of its macros; `wgmma` replaces ``#include WGMMA``."""
+    definitions = [f"#define {macro} {int(value)}" for macro, value in macros.items()]
+    return "\n".join([*definitions, _with_includes(name).replace("#include WGMMA", wgmma)])
 
 
 @cache

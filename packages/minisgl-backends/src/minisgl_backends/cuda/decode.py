@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from minisgl_backends.cuda.compiler import compile_async, program
-from minisgl_backends.cuda.driver import Argument, Kernel, TensorMap
+from minisgl_backends.cuda.driver import Argument, Kernel, kv_maps
 from minisgl_core.contracts.kv_cache import KVPages
 from minisgl_core.contracts.ops import Rope
 
@@ -71,9 +71,8 @@ class Variant:
 
     def source(self) -> str:
         """Return the program's source."""
-        macros = {"GROUP": self.group, "DIM": self.dim, "PAGE": self.page_size, "STAGES": self.stages}
-        macros |= {"ROPE": int(self.rope), "NORM": int(self.norm)}
-        return program("decode.cu", macros)
+        sizes = {"GROUP": self.group, "DIM": self.dim, "PAGE": self.page_size, "STAGES": self.stages}
+        return program("decode.cu", {**sizes, "ROPE": self.rope, "NORM": self.norm})
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +104,13 @@ class HopperDecode:
         for variant in self._variants.values():
             compile_async(variant.source())
         self._kernels: dict[Variant, Kernel] = {}
-        self._maps: dict[int, tuple[TensorMap, ...]] = {}
         num_sms = torch.cuda.get_device_properties(spec.device).multi_processor_count
         self._num_partitions = max(num_sms * BLOCKS_PER_SM // spec.num_kv_heads, 1)
         size = self._num_partitions, num_q_heads, spec.head_dim + 4
         self._partials = torch.full(size, -1, dtype=torch.int32, device=spec.device)
         self._starts = torch.zeros(self._num_partitions, _START_WORDS, dtype=torch.int32, device=spec.device)
+        # L2 promotion to 256 bytes is slower (docs/performance-notes.md).
+        self._kv_maps = kv_maps(pool, spec.head_dim // 64, promote=128)
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -154,7 +154,6 @@ class HopperDecode:
         heads = self._pool.spec.num_kv_heads
         norms = None if rope_and_store is None else rope_and_store.rope.norms
         kernel = self._kernel(self._variants[rope_and_store is not None, norms is not None])
-        maps = self._maps_of(layer)
         arguments = q, page_table, rows, seq_lens, out, self._partials, scale * math.log2(math.e)
         sizes = len(q), heads, page_table.stride(0), q.stride(0), q.stride(1)
         rope_args: tuple[Argument, ...]
@@ -169,7 +168,8 @@ class HopperDecode:
             )  # fmt: skip
         is_first, self._last_layer = self._last_layer is None or layer <= self._last_layer, layer
         kernel.launch(
-            self._num_partitions * heads, (*maps, *arguments, *sizes, *rope_args, self._starts, int(is_first))
+            self._num_partitions * heads,
+            (*self._kv_maps[layer], *arguments, *sizes, *rope_args, self._starts, int(is_first)),
         )
 
     def _kernel(self, variant: Variant) -> Kernel:
@@ -177,16 +177,3 @@ class HopperDecode:
             cubin, shared = compile_async(variant.source()).result(), variant.shared_bytes
             self._kernels[variant] = Kernel(cubin, "decode", num_threads=_THREADS, shared_bytes=shared, cluster=1)
         return self._kernels[variant]
-
-    def _maps_of(self, layer: int) -> tuple[TensorMap, ...]:
-        if layer not in self._maps:
-            spec = self._pool.spec
-            lines = spec.head_dim // 64
-            pages = self._pool.k(layer), self._pool.v(layer)
-            tokens = [each.view(-1, spec.num_kv_heads * lines, 64) for each in pages]
-            boxes = min(spec.page_size, _KEYS), 8
-            # L2 promotion to 256 bytes is slower (docs/performance-notes.md).
-            self._maps[layer] = tuple(
-                TensorMap(each, (box, lines, 64), promote=128) for box in boxes for each in tokens
-            )
-        return self._maps[layer]

@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from minisgl_core.contracts.kv_cache import KVPages
+
 _PROTOTYPES: dict[str, tuple[Any, ...]] = {}
 """Argument types by function. Each function returns a CUresult, 0 for success."""
 
@@ -161,6 +163,22 @@ class TensorMap:
             (c_uint64 * (num - 1))(*pitches), (c_uint32 * num)(*box[::-1]), (c_uint32 * num)(*[1] * num), 0, self._SWIZZLE_128,
             self._PROMOTIONS[promote], 0,
         )  # fmt: skip
+
+
+def kv_maps(pool: KVPages, num_lines: int, *, promote: int = 256) -> list[tuple[TensorMap, ...]]:
+    """Return the maps of each layer's K and V: two for boxes of up to 64 tokens of a page, then two for boxes of 8 tokens.
+
+    Args:
+        pool: KV pool in bfloat16, of layout NHD.
+        num_lines: lines of 64 elements per token in a box; a head of 128 has two.
+        promote: see `TensorMap`.
+    """
+    spec, maps = pool.spec, []
+    for layer in range(spec.num_layers):
+        lines = [each.view(-1, spec.num_kv_heads * spec.head_dim // 64, 64) for each in (pool.k(layer), pool.v(layer))]
+        boxes = [(num_tokens, num_lines, 64) for num_tokens in (min(spec.page_size, 64), 8)]
+        maps.append(tuple(TensorMap(each, box, promote=promote) for box in boxes for each in lines))
+    return maps
 
 
 Argument = torch.Tensor | TensorMap | int | float

@@ -49,7 +49,7 @@ def _tiles(num_rows: int, num_outputs: int) -> int:
 
 def source() -> str:
     """Return the program's source."""
-    return program("gated_gemm.cu", {}).replace("#include WGMMA", wgmma_source(2 * _OUTPUTS))
+    return program("gated_gemm.cu", {}, wgmma_source(2 * _OUTPUTS))
 
 
 @cache

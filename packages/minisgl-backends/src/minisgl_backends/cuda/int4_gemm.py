@@ -77,12 +77,10 @@ class Variant:
             "ROW_PARTS": self.row_parts,
             "STAGES": self.stages,
             "SCALES": self.scales,
-            "GATED": int(self.gated),
-            "HAS_BIAS": int(self.has_bias),
+            "GATED": self.gated,
+            "HAS_BIAS": self.has_bias,
         }
-        return program("int4_gemm.cu", macros).replace(
-            "#include WGMMA", wgmma_source(self.block_rows, from_registers=True)
-        )
+        return program("int4_gemm.cu", macros, wgmma_source(self.block_rows, from_registers=True))
 
 
 def choose_tiling(num_rows: int, num_output_blocks: int, num_sms: int) -> GemmTiling:

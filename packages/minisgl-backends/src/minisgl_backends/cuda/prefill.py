@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from minisgl_backends.cuda.compiler import compile_async, program
-from minisgl_backends.cuda.driver import Argument, Kernel, TensorMap
+from minisgl_backends.cuda.driver import Argument, Kernel, TensorMap, kv_maps
 from minisgl_backends.cuda.gemm_common import wgmma_source
 from minisgl_core.contracts.attention import AttentionBatch, AttentionLayer, AttentionSpec
 from minisgl_core.contracts.kv_cache import KVPages
@@ -57,14 +57,11 @@ class Variant:
 
     def source(self) -> str:
         """Return the program's source."""
-        macros = {"GROUP": self.group, "DIM": self.dim, "PAGE": self.page_size}
-        macros |= {"FP8": int(self.is_fp8), "EXTRAS": int(self.has_extras)}
-        dtype = "f16" if self.is_fp8 else "bf16"
-        gemms = (
-            wgmma_source(_KEYS, dtype=dtype),
-            wgmma_source(self.dim, from_registers=True, columns=True, dtype=dtype),
-        )
-        return program("prefill.cu", macros).replace("#include WGMMA", "\n".join(gemms))
+        sizes, dtype = {"GROUP": self.group, "DIM": self.dim, "PAGE": self.page_size}, "f16" if self.is_fp8 else "bf16"
+        scores = wgmma_source(_KEYS, dtype=dtype)
+        outputs = wgmma_source(self.dim, from_registers=True, columns=True, dtype=dtype)
+        macros = {**sizes, "FP8": self.is_fp8, "EXTRAS": self.has_extras}
+        return program("prefill.cu", macros, f"{scores}\n{outputs}")
 
 
 class HopperPrefill:
@@ -81,9 +78,9 @@ class HopperPrefill:
         compile_async(self._variant.source())
         self._kernel: Kernel | None = None
         self._num_sms = torch.cuda.get_device_properties(spec.device).multi_processor_count
-        self._pool_maps: dict[int, tuple[TensorMap, ...]] = {}
         self._query_maps: dict[tuple[int, ...], TensorMap] = {}
         self._counter = torch.zeros(1, dtype=torch.int32, device=spec.device)
+        self._kv_maps = [] if self._variant.is_fp8 else kv_maps(pool, 1)
 
     def __call__(
         self,
@@ -111,7 +108,7 @@ class HopperPrefill:
             self._kernel = Kernel(cubin, "prefill", num_threads=_THREADS, shared_bytes=shared_bytes, cluster=1)
         num_blocks = min(self._num_sms, len(tiles) * spec.num_kv_heads)
         index, (k_scale, v_scale) = layer.index, layer.kv_scales
-        pages = (self._pool.k(index), self._pool.v(index)) if variant.is_fp8 else self._maps_of(index)
+        pages = (self._pool.k(index), self._pool.v(index)) if variant.is_fp8 else self._kv_maps[index]
         metadata = page_table, batch.rows, batch.cu_seqlens_q, batch.seq_lens, tiles
         sizes = len(tiles), spec.num_kv_heads, page_table.stride(0), spec.num_pages * spec.page_size
         scale = layer.scale * k_scale / (_QUERY_SCALE if variant.is_fp8 else 1)
@@ -132,15 +129,3 @@ class HopperPrefill:
                 self._query_maps.clear()
             self._query_maps[key] = TensorMap(q, (_ROWS // self._variant.group, self._variant.group, 64))
         return self._query_maps[key]
-
-    def _maps_of(self, layer: int) -> tuple[TensorMap, ...]:
-        """Return the maps of K and V in boxes of full tiles, then in small boxes."""
-        if layer not in self._pool_maps:
-            spec = self._pool.spec
-            lines = [
-                each.view(-1, spec.num_kv_heads * spec.head_dim // 64, 64)
-                for each in (self._pool.k(layer), self._pool.v(layer))
-            ]
-            boxes = min(spec.page_size, 64), 8
-            self._pool_maps[layer] = tuple(TensorMap(each, (box, 1, 64)) for box in boxes for each in lines)
-        return self._pool_maps[layer]

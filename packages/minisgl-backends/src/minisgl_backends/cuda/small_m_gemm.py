@@ -80,11 +80,11 @@ class Variant:
             "SPLITS": self.splits,
             "ROW_PARTS": self.row_parts,
             "STAGES": self.stages,
-            "GATED": int(self.gated),
-            "HAS_BIAS": int(self.has_bias),
+            "GATED": self.gated,
+            "HAS_BIAS": self.has_bias,
         }
         warpgroup_rows = self.block_rows // 2 if self.outputs == 64 else self.block_rows
-        return program("small_m_gemm.cu", macros).replace("#include WGMMA", wgmma_source(warpgroup_rows))
+        return program("small_m_gemm.cu", macros, wgmma_source(warpgroup_rows))
 
 
 def compile_variants(

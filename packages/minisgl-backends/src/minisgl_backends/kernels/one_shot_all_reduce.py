@@ -128,16 +128,17 @@ def _save_state(state, buffer, num_rows, num_words):
 
 
 @triton.jit(do_not_specialize=["rank"])
-def _one_shot_all_reduce(
+def _all_reduce(
     x, peers, all_state, rank, num_words, SIZE: tl.constexpr, ROW: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    TWO_SHOT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """All-reduce `num_words` words; with TWO_SHOT, `num_words` words per rank."""
     await_previous(PDL)
     first, step = tl.program_id(0), tl.num_programs(0)
     state = all_state + first * 4
     buffer = tl.load(state)
     start = buffer * (2 * SIZE * ROW)
-    _push(x, peers, start, rank, num_words, SIZE, ROW, BLOCK, False)
+    _push(x, peers, start, rank, num_words, SIZE, ROW, BLOCK, TWO_SHOT)
     tl.debug_barrier()
     own, abort_flag = _address(peers, rank), _address(peers, SIZE)
     _reset_last_buffer(own, state, buffer, SIZE, ROW, BLOCK)
@@ -146,35 +147,16 @@ def _one_shot_all_reduce(
         offsets = block * BLOCK + tl.arange(0, BLOCK)
         mask = offsets < num_words
         words = _receive(own + start + rows + offsets[None, :], mask[None, :], abort_flag)
-        tl.store(x + offsets, _reduce(words, DTYPE), mask=mask)
-    _save_state(state, buffer, SIZE, num_words)
-
-
-@triton.jit(do_not_specialize=["rank"])
-def _two_shot_all_reduce(
-    x, peers, all_state, rank, part_words, SIZE: tl.constexpr, ROW: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    await_previous(PDL)
-    first, step = tl.program_id(0), tl.num_programs(0)
-    state = all_state + first * 4
-    buffer = tl.load(state)
-    start = buffer * (2 * SIZE * ROW)
-    _push(x, peers, start, rank, part_words, SIZE, ROW, BLOCK, True)
-    tl.debug_barrier()
-    own, abort_flag = _address(peers, rank), _address(peers, SIZE)
-    _reset_last_buffer(own, state, buffer, SIZE, ROW, BLOCK)
-    rows = tl.arange(0, SIZE)[:, None] * ROW
-    for block in range(first, tl.cdiv(part_words, BLOCK), step):
-        offsets = block * BLOCK + tl.arange(0, BLOCK)
-        mask = offsets < part_words
-        words = _receive(own + start + rows + offsets[None, :], mask[None, :], abort_flag)
-        total = _non_empty(_reduce(words, DTYPE))
-        for peer in tl.static_range(SIZE):
-            tl.store(_address(peers, peer) + start + (SIZE + rank) * ROW + offsets, total, mask=mask)
-    tl.debug_barrier()
-    _all_gather(x, own, start, part_words, abort_flag, SIZE, ROW, BLOCK)
-    _save_state(state, buffer, 2 * SIZE, part_words)
+        if TWO_SHOT:
+            total = _non_empty(_reduce(words, DTYPE))
+            for peer in tl.static_range(SIZE):
+                tl.store(_address(peers, peer) + start + (SIZE + rank) * ROW + offsets, total, mask=mask)
+        else:
+            tl.store(x + offsets, _reduce(words, DTYPE), mask=mask)
+    if TWO_SHOT:
+        tl.debug_barrier()
+        _all_gather(x, own, start, num_words, abort_flag, SIZE, ROW, BLOCK)
+    _save_state(state, buffer, 2 * SIZE if TWO_SHOT else SIZE, num_words)
 
 
 @triton.jit(do_not_specialize=["rank", "num_rows"])
@@ -252,9 +234,8 @@ def all_reduce(
     assert len(words) % (4 * num_parts) == 0
     assert len(words) // num_parts <= row_words
     dtype = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[x.dtype]
-    kernel = _two_shot_all_reduce if two_shot else _one_shot_all_reduce
-    kernel[(len(state),)](
-        words, peers, state, rank, len(words) // num_parts, size, row_words, dtype, _BLOCK, num_warps=_NUM_WARPS,
+    _all_reduce[(len(state),)](
+        words, peers, state, rank, len(words) // num_parts, size, row_words, dtype, _BLOCK, two_shot, num_warps=_NUM_WARPS,
         **launch_options(pdl),
     )  # fmt: skip
 

@@ -67,32 +67,27 @@ def _attend(
         even = tl.zeros((G_BLOCK, D // 2), tl.float32)
         odd = tl.zeros((G_BLOCK, D // 2), tl.float32)
         v_pairs = v_pages.to(tl.pointer_type(tl.int16), bitcast=True)
-        for _ in range(begin, end, KEYS):
-            next_page = _pages(table, key + KEYS, stop, PAGE_SIZE)
-            inside, row = (key < stop)[:, None], ((page * PAGE_SIZE + key % PAGE_SIZE) * heads + head)[:, None]
-            k = tl.load(k_pages + row * D + dim[None, :], mask=inside, other=0.0).to(queries.dtype)
-            weights, rescale, row_max, row_sum = _online_softmax(
-                queries, k, key < stop, scale, row_max, row_sum, SOFT_CAP, G_BLOCK, KEYS, WIDEN
-            )
+    else:
+        total = tl.zeros((G_BLOCK, D), tl.float32)
+    for _ in range(begin, end, KEYS):
+        next_page = _pages(table, key + KEYS, stop, PAGE_SIZE)
+        inside, row = (key < stop)[:, None], ((page * PAGE_SIZE + key % PAGE_SIZE) * heads + head)[:, None]
+        k = tl.load(k_pages + row * D + dim[None, :], mask=inside, other=0.0).to(queries.dtype)
+        weights, rescale, row_max, row_sum = _online_softmax(
+            queries, k, key < stop, scale, row_max, row_sum, SOFT_CAP, G_BLOCK, KEYS, WIDEN
+        )
+        if PAIRS:
             pairs = tl.load(v_pairs + row * (D // 2) + pair[None, :], mask=inside, other=0)
             first, second = unpack_fp8_pairs(pairs)
             weights = weights if WIDEN else weights.to(queries.dtype)
             even = add_dot(even * rescale[:, None], weights, first.to(queries.dtype), WIDEN)
             odd = add_dot(odd * rescale[:, None], weights, second.to(queries.dtype), WIDEN)
-            page, key = next_page, key + KEYS
-        total = tl.join(even, odd).reshape(G_BLOCK, D)
-    else:
-        total = tl.zeros((G_BLOCK, D), tl.float32)
-        for _ in range(begin, end, KEYS):
-            next_page = _pages(table, key + KEYS, stop, PAGE_SIZE)
-            inside, row = (key < stop)[:, None], ((page * PAGE_SIZE + key % PAGE_SIZE) * heads + head)[:, None]
-            k = tl.load(k_pages + row * D + dim[None, :], mask=inside, other=0.0).to(queries.dtype)
-            weights, rescale, row_max, row_sum = _online_softmax(
-                queries, k, key < stop, scale, row_max, row_sum, SOFT_CAP, G_BLOCK, KEYS, WIDEN
-            )
+        else:
             v = tl.load(v_pages + row * D + dim[None, :], mask=inside, other=0.0).to(queries.dtype)
             total = add_dot(total * rescale[:, None], weights if WIDEN else weights.to(v.dtype), v, WIDEN)
-            page, key = next_page, key + KEYS
+        page, key = next_page, key + KEYS
+    if PAIRS:
+        total = tl.join(even, odd).reshape(G_BLOCK, D)
     return total / row_sum[:, None], row_max + tl.log2(row_sum)
 
 

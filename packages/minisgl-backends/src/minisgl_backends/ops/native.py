@@ -13,38 +13,32 @@ _COLUMNS = 16
 
 
 class NativeGemm:
-    """``x @ weight.T + bias`` with the weight in the layout of tiles.h."""
+    """A GEMM of bf16_gemm.c, `linear` or `gated`, with its weight in the layout of tiles.h."""
 
-    __slots__ = ("_bias", "_linear", "_packed", "_size")
+    __slots__ = ("_bias", "_kernel", "_packed", "_size")
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, kernels: library.Library) -> None:
-        self._packed, self._bias, self._size = _blocks(weight).contiguous(), bias, len(weight)
-        self._linear = kernels.linear
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        x = _checked(x, self._packed).contiguous()
-        rows, out, scratch = _allocate(x, self._size)
-        bias = None if self._bias is None else self._bias.data_ptr()
-        packed = self._packed.data_ptr()
-        self._linear(out.data_ptr(), x.data_ptr(), packed, bias, scratch.data_ptr(), rows, self._size, x.shape[-1] // 2)
-        return out
-
-
-class NativeGatedGemm:
-    """``silu(x @ gate.T) * (x @ up.T)``; blocks of gate and up alternate in one packed tensor."""
-
-    __slots__ = ("_gated", "_packed", "_size")
-
-    def __init__(self, weight: torch.Tensor, kernels: library.Library) -> None:
-        gate, up = weight.chunk(2)
-        self._packed, self._size = torch.stack((_blocks(gate), _blocks(up)), dim=1), len(gate)
-        self._gated = kernels.gated
+    def __init__(
+        self, kernel: Callable[..., None], packed: torch.Tensor, size: int, *bias: torch.Tensor | None
+    ) -> None:
+        """Take the kernel, the packed weight and the number of outputs; for `linear`, also the bias or None."""
+        self._kernel, self._packed, self._size, self._bias = kernel, packed, size, bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        x = _checked(x, self._packed).contiguous()
-        rows, out, scratch = _allocate(x, self._size)
-        packed = self._packed.data_ptr()
-        self._gated(out.data_ptr(), x.data_ptr(), packed, scratch.data_ptr(), rows, self._size, x.shape[-1] // 2)
+        """Return [..., out] from x [..., in].
+
+        Raises:
+            TypeError: x does not fit the weight. The kernel would read past the end of a narrower x.
+        """
+        packed, width = self._packed, 2 * self._packed.shape[-3]
+        if x.dtype != packed.dtype or x.shape[-1] != width:
+            raise TypeError(
+                f"x has shape {list(x.shape)} and dtype {x.dtype}, but the weight needs [..., {width}] in {packed.dtype}"
+            )
+        x = x.contiguous()
+        out, scratch = torch.empty(*x.shape[:-1], self._size, dtype=x.dtype), torch.empty_like(x)
+        bias = (None if each is None else each.data_ptr() for each in self._bias)
+        addresses = out.data_ptr(), x.data_ptr(), packed.data_ptr(), *bias, scratch.data_ptr()
+        self._kernel(*addresses, x.numel() // width, self._size, width // 2)
         return out
 
 
@@ -64,15 +58,17 @@ class NativeOps(OneDnnOps, StepOps):
         self._kernels = library.load(dtype)
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
-        """Pack the weight; see `NativeGemm`."""
+        """Pack the weight in blocks of 16 outputs."""
         if self._has_gemm_for(weight) and (bias is None or self._has_kernels_for(bias)):
-            return NativeGemm(weight, bias, self._kernels)
+            return NativeGemm(self._kernels.linear, _blocks(weight).contiguous(), len(weight), bias)
         return super().prepare_linear(weight, bias)
 
     def prepare_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
-        """Pack the weights; see `NativeGatedGemm`."""
+        """Pack the weight in blocks of 16 outputs, in which gate and up alternate."""
         if bias is None and self._has_gemm_for(weight):
-            return NativeGatedGemm(weight, self._kernels)
+            gate, up = weight.chunk(2)
+            packed = torch.stack((_blocks(gate), _blocks(up)), dim=1)
+            return NativeGemm(self._kernels.gated, packed, len(gate))
         return super().prepare_gated(weight, bias)
 
     def _has_gemm_for(self, weight: torch.Tensor) -> bool:
@@ -197,26 +193,6 @@ def _blocks(weight: torch.Tensor) -> torch.Tensor:
     if num * _COLUMNS != len(weight):
         weight = torch.nn.functional.pad(weight, (0, 0, 0, num * _COLUMNS - len(weight)))
     return weight.reshape(num, _COLUMNS, width // 2, 2).transpose(1, 2)
-
-
-def _checked(x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-    """Return `x` if it fits the weight, since the C kernel would read past the end of a narrower `x`.
-
-    Raises:
-        TypeError: its last dimension or its dtype does not match the weight.
-    """
-    width = 2 * packed.shape[-3]
-    if x.dtype != packed.dtype or x.shape[-1] != width:
-        raise TypeError(
-            f"x has shape {list(x.shape)} and dtype {x.dtype}, but the weight needs [..., {width}] in {packed.dtype}"
-        )
-    return x
-
-
-def _allocate(x: torch.Tensor, size: int) -> tuple[int, torch.Tensor, torch.Tensor]:
-    """Return the number of rows of `x`, an output [..., size], and scratch memory for a copy of `x`."""
-    out = torch.empty(*x.shape[:-1], size, dtype=x.dtype)
-    return x.numel() // x.shape[-1], out, torch.empty_like(x)
 
 
 def _dense_heads(x: torch.Tensor) -> torch.Tensor:

@@ -17,28 +17,25 @@ class TritonLinear(TritonProvider, LinearOps):
         self._workspace = split_k.SplitKWorkspace(device)
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
-        return _flatten_batch_dims(self._with_small_m(super().prepare_linear(weight, bias), weight, bias, gated=False))
+        return self._with_small_m(super().prepare_linear(weight, bias), weight, bias)
 
     def prepare_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
         # Not the prepare_linear of a subclass: HopperOps would also compile ungated small-M kernels, which would never run, since
         # its gated ones cover the same numbers of rows.
         gate_up, silu_and_mul = TritonLinear.prepare_linear(self, weight, bias), self.silu_and_mul
-        return _flatten_batch_dims(self._with_small_m(lambda x: silu_and_mul(gate_up(x)), weight, bias, gated=True))
+        return self._with_small_m(lambda x: silu_and_mul(gate_up(x)), weight, bias, gated=True)
 
     def quantize_rows(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self._quantize.quantize_rows(dense(x))
 
     def prepare_fp8_linear(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
-        """See `LinearOps.prepare_fp8_linear`."""
         fallback = self._fp8_gemm(weight, scales, bias) if weight.is_cuda else None
         fallback = fallback or super().prepare_fp8_linear(weight, scales, bias)
-        return _flatten_batch_dims(self._with_fp8_small_m(fallback, weight, scales, bias))
+        return self._with_small_m(fallback, weight, bias, scales=scales)
 
     def prepare_fp8_gated(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
-        """See `LinearOps.prepare_fp8_gated`."""
         gate_up, silu_and_mul = self.prepare_fp8_linear(weight, scales, bias), self.silu_and_mul
-        fallback = lambda x: silu_and_mul(gate_up(x))  # noqa: E731
-        return _flatten_batch_dims(self._with_fp8_small_m(fallback, weight, scales, bias, gated=True))
+        return self._with_small_m(lambda x: silu_and_mul(gate_up(x)), weight, bias, gated=True, scales=scales)
 
     def _fp8_gemm(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
         """Return the FP8 GEMM of torch."""
@@ -53,29 +50,26 @@ class TritonLinear(TritonProvider, LinearOps):
 
         return gemm
 
-    def _with_fp8_small_m(
+    def _with_small_m(
         self,
         fallback: LinearOp,
         weight: torch.Tensor,
-        scales: torch.Tensor,
         bias: torch.Tensor | None,
         *,
         gated: bool = False,
+        scales: torch.Tensor | None = None,
     ) -> LinearOp:
-        if self.dtype != torch.bfloat16 or not self._small_m_gemm.supports_weight(weight):
-            return fallback
-        small_m = self._small_m_gemm.SmallMGemm(weight, bias, self._workspace, gated=gated, scales=scales)
-        max_rows, quantize_rows = self._small_m_gemm.MAX_ROWS, self._quantize.quantize_rows
-        return lambda x: small_m(*quantize_rows(x)) if len(x) <= max_rows else fallback(x)
+        """Return a GEMM of [..., in] by the small-M kernel for few rows, and by `fallback` for more.
 
-    def _with_small_m(
-        self, fallback: LinearOp, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool
-    ) -> LinearOp:
-        if not self._small_m_gemm.supports_weight(weight):
-            return fallback
-        small_m = self._small_m_gemm.SmallMGemm(weight, bias, self._workspace, gated=gated)
-        max_rows = self._small_m_gemm.MAX_ROWS
-        return lambda x: small_m(x) if len(x) <= max_rows else fallback(x)
+        An FP8 weight has `scales`. Its small-M kernel writes bfloat16 only.
+        """
+        is_supported = scales is None or self.dtype == torch.bfloat16
+        if not is_supported or not self._small_m_gemm.supports_weight(weight):
+            return _flatten_batch_dims(fallback)
+        max_rows, quantize_rows = self._small_m_gemm.MAX_ROWS, self._quantize.quantize_rows
+        gemm = self._small_m_gemm.SmallMGemm(weight, bias, self._workspace, gated=gated, scales=scales)
+        small_m = gemm if scales is None else lambda x: gemm(*quantize_rows(x))
+        return _flatten_batch_dims(lambda x: small_m(x) if len(x) <= max_rows else fallback(x))
 
 
 def _flatten_batch_dims(gemm: LinearOp) -> LinearOp:
