@@ -12,9 +12,9 @@ import torch
 from minisgl_core.config.keys import Keys
 from minisgl_core.contracts.model import Attend, BuildContext
 from minisgl_core.contracts.model_config import ModelConfig
-from minisgl_core.layers import Attention, CausalLM, Layer, MergedColumnParallelLinear, RMSNorm, RowParallelLinear
+from minisgl_core.layers import Attention, Layer, MergedColumnParallelLinear, RMSNorm, RowParallelLinear
 from minisgl_models.config_keys import layer_types, unsupported_keys, with_defaults
-from minisgl_models.llama import LlamaAttention, LlamaModel
+from minisgl_models.llama import LlamaAttention, LlamaForCausalLM, LlamaModel
 
 _DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 256000,
@@ -117,11 +117,10 @@ class Gemma2Model(LlamaModel):
         return super().embed(input_ids) * self._embedding_scale
 
 
-class Gemma2ForCausalLM(CausalLM):
+class Gemma2ForCausalLM(LlamaForCausalLM):
     """Gemma 2 with its LM head."""
 
     decoder: ClassVar = Gemma2Model
-    fused_projections: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
     @classmethod
     def standard_config(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:

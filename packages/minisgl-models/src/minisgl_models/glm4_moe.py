@@ -15,9 +15,9 @@ from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.model_config import ModelConfig, MoeConfig
 from minisgl_core.contracts.moe import RoutingSpec
 from minisgl_core.contracts.ops import Rope
-from minisgl_core.layers import CausalLM, FusedMoE, Layer, RMSNorm, check_activation
+from minisgl_core.layers import FusedMoE, Layer, RMSNorm, check_activation
 from minisgl_models.config_keys import unsupported_keys, whole_number, with_defaults
-from minisgl_models.llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaModel
+from minisgl_models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP, LlamaModel
 
 _DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 151552,
@@ -126,11 +126,10 @@ class Glm4MoeModel(LlamaModel):
     decoder_layer: ClassVar = Glm4MoeDecoderLayer
 
 
-class Glm4MoeForCausalLM(CausalLM):
+class Glm4MoeForCausalLM(LlamaForCausalLM):
     """GLM-4-MoE with its LM head."""
 
     decoder: ClassVar = Glm4MoeModel
-    fused_projections: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
     @classmethod
     def standard_config(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:

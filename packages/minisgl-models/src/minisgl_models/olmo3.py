@@ -8,9 +8,9 @@ import torch
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.errors import ModelFormatError
-from minisgl_core.layers import CausalLM, RotaryEmbedding
+from minisgl_core.layers import RotaryEmbedding
 from minisgl_models.config_keys import layer_types, rope_parameters_by_layer_type, unsupported_keys, with_defaults
-from minisgl_models.olmo2 import Olmo2Model
+from minisgl_models.olmo2 import Olmo2ForCausalLM, Olmo2Model
 
 _THETA = 500000.0
 
@@ -30,12 +30,10 @@ class Olmo3Model(Olmo2Model):
         return [full if window is None else local for window in self._windows]
 
 
-class Olmo3ForCausalLM(CausalLM):
+class Olmo3ForCausalLM(Olmo2ForCausalLM):
     """OLMo 3 with its LM head."""
 
     decoder: ClassVar = Olmo3Model
-    num_intermediate: ClassVar = 1
-    fused_projections: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
     @classmethod
     def standard_config(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -14,9 +14,9 @@ from minisgl_core.config.keys import Keys
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.model_config import ModelConfig, MoeConfig
 from minisgl_core.contracts.moe import RoutingSpec
-from minisgl_core.layers import CausalLM, FusedMoE, Layer, ReplicatedLinear, check_activation
+from minisgl_core.layers import FusedMoE, Layer, ReplicatedLinear, check_activation
 from minisgl_models.config_keys import layer_types, unsupported_keys, whole_number, with_defaults
-from minisgl_models.llama import LlamaDecoderLayer, LlamaMLP, LlamaModel
+from minisgl_models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP, LlamaModel
 
 _DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 151936,
@@ -80,11 +80,10 @@ class Qwen2MoeModel(LlamaModel):
     decoder_layer: ClassVar = Qwen2MoeDecoderLayer
 
 
-class Qwen2MoeForCausalLM(CausalLM):
+class Qwen2MoeForCausalLM(LlamaForCausalLM):
     """Qwen2 MoE with its LM head."""
 
     decoder: ClassVar = Qwen2MoeModel
-    fused_projections: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
     @classmethod
     def standard_config(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -10,9 +10,9 @@ import torch
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.ops import Rope
-from minisgl_core.layers import CausalLM, RMSNorm
+from minisgl_core.layers import RMSNorm
 from minisgl_models.config_keys import unsupported_keys
-from minisgl_models.llama import LlamaAttention, LlamaDecoderLayer, LlamaModel
+from minisgl_models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
 
 
 class Qwen3Attention(LlamaAttention):
@@ -41,11 +41,10 @@ class Qwen3Model(LlamaModel):
     decoder_layer: ClassVar = Qwen3DecoderLayer
 
 
-class Qwen3ForCausalLM(CausalLM):
+class Qwen3ForCausalLM(LlamaForCausalLM):
     """Qwen3 with its LM head."""
 
     decoder: ClassVar = Qwen3Model
-    fused_projections: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:

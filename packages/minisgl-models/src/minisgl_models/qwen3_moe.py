@@ -12,9 +12,9 @@ import torch
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.model_config import ModelConfig, MoeConfig
 from minisgl_core.contracts.moe import RoutingSpec
-from minisgl_core.layers import CausalLM, FusedMoE, Layer, ReplicatedLinear, check_activation
+from minisgl_core.layers import FusedMoE, Layer, ReplicatedLinear, check_activation
 from minisgl_models.config_keys import unsupported_keys
-from minisgl_models.llama import LlamaMLP, LlamaModel
+from minisgl_models.llama import LlamaForCausalLM, LlamaMLP, LlamaModel
 from minisgl_models.qwen3 import Qwen3DecoderLayer
 
 _OTHER_EXPERT_KEYS: Mapping[str, Any] = {
@@ -67,11 +67,10 @@ class Qwen3MoeModel(LlamaModel):
     decoder_layer: ClassVar = Qwen3MoeDecoderLayer
 
 
-class Qwen3MoeForCausalLM(CausalLM):
+class Qwen3MoeForCausalLM(LlamaForCausalLM):
     """Qwen3-MoE with its LM head."""
 
     decoder: ClassVar = Qwen3MoeModel
-    fused_projections: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:
