@@ -338,7 +338,8 @@ def test_a_failing_grammar_ends_only_its_own_output(llm: LLM, monkeypatch: pytes
     form = greedy(9, structured_outputs=StructuredOutputs(regex=".*"))
     expected = [list(tiny.greedy(tuple(prompt), 9)) for prompt in PROMPTS[:2]]
     ended, whole = llm.generate(PROMPTS[:2], [form, greedy(9)])
-    assert (ended.finish_reason, ended.error) == ("abort", "the grammar is too complex")
+    assert ended.finish_reason == "abort"
+    assert "(the grammar is too complex)" in (ended.error or "")
     assert ended.token_ids == expected[0][:3]
     assert (whole.finish_reason, whole.error, whole.token_ids) == ("length", None, expected[1])
     pieces: list[str] = []

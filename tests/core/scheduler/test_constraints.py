@@ -8,15 +8,17 @@ import timeit
 from concurrent.futures import wait
 from typing import Any
 
+import llguidance
 import msgspec
 import numpy as np
 import pytest
 import tiny
 
+from minisgl_backends.grammar import llguidance_grammar
 from minisgl_backends.grammar.llguidance_grammar import LlguidanceGrammar
 from minisgl_core.contracts.grammar import GrammarKind, GrammarState, clear_tokens, mask_width
 from minisgl_core.contracts.structured_outputs import GrammarSource
-from minisgl_core.protocol.messages import Submit
+from minisgl_core.protocol.messages import Submit, TokenOut
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_core.scheduler.constraints import Constraint, GrammarManager
 from minisgl_core.testing.grammar_kit import EOS, VOCAB_SIZE, byte_tokenizer
@@ -84,6 +86,29 @@ def test_errors_of_grammars_name_the_request_or_the_provider(
     assert output.rejected is not None
     assert (output.rejected.kind, output.rejected.param) == (kind, param)
     assert re.search(message, output.rejected.message)
+
+
+def test_a_grammar_that_exceeds_a_limit_can_be_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """llguidance's limits are those of all outputs of a compiled grammar together."""
+    monkeypatch.setattr(llguidance_grammar, "_LIMITS", llguidance.LLParserLimits(max_lexer_states=100))
+    loop = tiny.new_loop(page_size=4, num_pages=20)
+    loop.scheduler.grammars = GrammarManager(lambda: LlguidanceGrammar(byte_tokenizer(), VOCAB_SIZE, EOS), VOCAB_SIZE)
+
+    def run(request_id: str, max_tokens: int) -> TokenOut:
+        submit = Submit(
+            request_id=request_id,
+            token_ids=np.array([3], np.int32),
+            sampling=SamplingParams(max_tokens=max_tokens, seed=1),
+            grammar=GrammarSource("regex", r"(.|\n){1,99}", "it"),
+        )
+        loop.scheduler.submit(submit)
+        return tiny.run(loop)[request_id].outputs[-1]
+
+    rejected = run("long", 40).rejected
+    assert rejected is not None
+    assert "too many states" in rejected.message
+    assert run("short", 3).finish_reason == "length"
+    tiny.assert_nothing_in_use(loop)
 
 
 def test_an_aborted_request_does_not_wait_for_its_grammar() -> None:

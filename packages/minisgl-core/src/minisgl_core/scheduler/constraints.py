@@ -27,8 +27,8 @@ from minisgl_core.scheduler.token_rules import TokenRules
 
 logger = logging.getLogger(__name__)
 
-MAX_CACHED = 256
-"""Most compiled grammars in the cache."""
+MAX_CACHED = 64
+"""Most compiled grammars in the cache. Each of them grows while it is used, with llguidance by up to 30 MB."""
 MAX_CACHED_BYTES = 64 * 1024**2
 """Most memory of the cached grammars, as `GrammarChecker` measured it."""
 MAX_PENDING_BYTES = 32 * 1024**2
@@ -98,8 +98,12 @@ class Constraint:
             return
         before = time.thread_time()
         is_allowed = self._state.accept(token)
-        if self._state.error or not is_allowed:
-            self.error = self._state.error or f"The grammar does not allow the token {token}."
+        if why := self._state.error:
+            self.error = (
+                f"The output cannot follow the grammar of {self.param} any further ({why}). Use a simpler grammar."
+            )
+        elif not is_allowed:
+            self.error = f"The grammar does not allow the token {token}."
         elif time.thread_time() - before > _ACCEPT_LIMIT_S:
             self.error = f"The grammar is too complex: one token took more than {_ACCEPT_LIMIT_S:g} s of CPU time."
 
@@ -184,6 +188,17 @@ class GrammarManager:
         if self._num_waiting[compiled] <= 0:
             del self._num_waiting[compiled]
             compiled.cancel()
+
+    def discard(self, constraint: Constraint) -> None:
+        """Remove a grammar from the cache after an error of its state.
+
+        The states of one grammar may share what has exceeded a limit, such as llguidance's lexer. Then later ones would fail at
+        their first token.
+        """
+        with self._lock:
+            key = next((key for key, each in self._cached.items() if each is constraint.compiled), None)
+            if key is not None:
+                self._cached_bytes -= self._cached.pop(key).result().num_bytes
 
     def _finish(self, key: bytes, compiled: Future[CompiledGrammar]) -> None:
         """Cache a grammar unless its compilation failed or was cancelled, and evict others beyond the cache's limits."""

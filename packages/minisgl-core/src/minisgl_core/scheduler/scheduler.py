@@ -461,6 +461,8 @@ class Scheduler:
         if constraint is not None:
             constraint.accept(token)
             if constraint.error:
+                assert self.grammars is not None
+                self.grammars.discard(constraint)
                 return "abort"
         if token in request.stop_ids or (constraint is not None and constraint.is_finished):
             return "stop"
