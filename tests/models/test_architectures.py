@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import pytest
@@ -19,6 +19,7 @@ from minisgl_core.contracts.communicator import SingleRank
 from minisgl_core.contracts.model import BuildContext, Model
 from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.ops import Ops
+from minisgl_core.contracts.weights import WeightSource
 from minisgl_core.errors import ModelFormatError
 from minisgl_core.layers import Layer, MergedColumnParallelLinear, RowParallelLinear
 from minisgl_core.testing.model_kit import ModelTests
@@ -562,9 +563,8 @@ def test_other_experts_are_refused_by_the_key(architecture: type[Small], key: st
 
 def test_layers_for_multi_token_prediction_are_left_out() -> None:
     class WithPrediction(TestGlm4Moe):
-        @contextmanager
-        def _saved(self) -> Iterator[Any]:
-            with super()._saved() as (reference, source):
-                yield reference, WithExtraTensor(source, "model.layers.3.eh_proj.weight")
+        @cached_property
+        def _source(self) -> WeightSource:
+            return WithExtraTensor(self._folder, "model.layers.3.eh_proj.weight")
 
     WithPrediction().test_logits_equal_the_reference()

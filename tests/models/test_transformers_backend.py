@@ -57,8 +57,8 @@ class TestGPT2(Generic):
 
     def test_ranks_without_a_plan_are_refused(self) -> None:
         plan = pytest.raises(InvalidValueError, match=r"--tp=2 .*GPT2LMHeadModel has no tensor-parallel plan")
-        with self._saved() as (_, source), plan:
-            run_ranks(2, lambda communicator: self._load(source, communicator))
+        with plan:
+            run_ranks(2, self._load)
 
 
 class TestStableLM(Generic):

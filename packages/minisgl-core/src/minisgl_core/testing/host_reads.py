@@ -23,7 +23,6 @@ class HostReads(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.found: list[str] = []
-        self._is_off = False
 
     def __torch_function__(
         self,
@@ -35,30 +34,19 @@ class HostReads(TorchFunctionMode):
         """Run the function, and record it if it reads tensor values on the host."""
         name = func.__name__
         reads = name in _READS or (name in ("__getitem__", "__setitem__") and _reads_index(args[1]))
-        if reads and not self._is_off and (full := resolve_name(func) or name) not in self.found:
+        if reads and (full := resolve_name(func) or name) not in self.found:
             self.found.append(full)
         return func(*args, **(kwargs or {}))
 
-    def excluded(self, function: Callable[..., Result]) -> Callable[..., Result]:
-        """Return `function` without recording its reads."""
 
-        def call(*args: Any, **kwargs: Any) -> Result:
-            was_off, self._is_off = self._is_off, True
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self._is_off = was_off
+def unrecorded(function: Callable[..., Result]) -> Callable[..., Result]:
+    """Return `function` without the recording of its reads by `HostReads`."""
 
-        return call
+    def call(*args: Any, **kwargs: Any) -> Result:
+        with torch._C.DisableTorchFunction():
+            return function(*args, **kwargs)
 
-    def excluding(self, kind: type[Result], method: str) -> type[Result]:
-        """Return a subclass of `kind` whose `method` runs without recording reads."""
-        reads, inherited = self, getattr(kind, method)
-
-        def call(self: Result, *args: Any, **kwargs: Any) -> Any:
-            return reads.excluded(inherited)(self, *args, **kwargs)
-
-        return type(kind.__name__, (kind,), {method: call})
+    return call
 
 
 def _reads_index(index: Any) -> bool:

@@ -6,12 +6,13 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from minisgl_core.contracts.moe import UINT4, ExpertWeights, MoeSpec, RoutingSpec
 from minisgl_core.utils.fp8 import FP8, FP8_MAX, LEAST_SCALE, to_fp8
 
-Packed = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""Quantized weight, scales and zero points."""
+Packed = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+"""Weight as it is stored, its scales and its zero points."""
 Shape = tuple[int, int, int, int, int]
 """Tokens, experts, experts per token, hidden size, intermediate size."""
 
@@ -80,25 +81,22 @@ def random_case(spec: MoeSpec, num_tokens: int, routing: str = "uniform", seed: 
     def normal(*size: int) -> torch.Tensor:
         return torch.randn(size, generator=random)
 
-    def quantized(weight: torch.Tensor) -> list[torch.Tensor | None]:
+    def stored(weight: torch.Tensor) -> Packed:
+        plain = weight.to(spec.dtype)
         if spec.weight_dtype in (None, spec.dtype):
-            return [weight.to(spec.device, spec.dtype), None, None]
-        is_fp8 = spec.weight_dtype == FP8
-        found = _fp8_rows(weight.to(spec.dtype), random) if is_fp8 else _packed_rows(weight, spec, random)
-        return [None if each is None else each.to(spec.device) for each in found]
+            return plain, None, None
+        return _fp8_rows(plain, random) if spec.weight_dtype == FP8 else _packed_rows(weight, spec, random)
 
     experts, hidden, inner = spec.num_experts, spec.hidden_size, spec.intermediate_size
-    x = normal(num_tokens, hidden).to(spec.device, spec.dtype)
-    gate_up, gate_up_scales, gate_up_zeros = quantized(normal(experts, 2 * inner, hidden) / hidden**0.5)
-    down, down_scales, down_zeros = quantized(normal(experts, hidden, inner) / inner**0.5)
+    x, tensors = normal(num_tokens, hidden).to(spec.device, spec.dtype), dict[str, torch.Tensor]()
+    for name, rows, columns in (("gate_up", 2 * inner, hidden), ("down", hidden, inner)):
+        weight, scales, zeros = stored(normal(experts, rows, columns) / columns**0.5)
+        bias = normal(experts, rows).to(spec.dtype) if spec.has_bias else None
+        found = {name: weight, f"{name}_scales": scales, f"{name}_zeros": zeros, f"{name}_bias": bias}
+        tensors |= {name: each.to(spec.device) for name, each in found.items() if each is not None}
+    weights = ExpertWeights(**tensors)
     topk_weights = torch.rand(num_tokens, spec.top_k, generator=random).to(spec.device)
     topk_ids = ROUTINGS[routing](num_tokens, experts, spec.top_k, random).to(spec.device)
-    gate_up_bias = normal(experts, 2 * inner).to(spec.device, spec.dtype) if spec.has_bias else None
-    down_bias = normal(experts, hidden).to(spec.device, spec.dtype) if spec.has_bias else None
-    assert gate_up is not None
-    assert down is not None
-    biases, scales, zeros = (gate_up_bias, down_bias), (gate_up_scales, down_scales), (gate_up_zeros, down_zeros)
-    weights = ExpertWeights(gate_up, down, *biases, *scales, *zeros)
     return MoeCase(x, weights, topk_weights, topk_ids)
 
 
@@ -125,13 +123,13 @@ def _fp8_rows(weight: torch.Tensor, random: torch.Generator) -> Packed:
 def activated(gate: torch.Tensor, up: torch.Tensor, spec: MoeSpec) -> torch.Tensor:
     """Clamp gate and up, and apply `MoeSpec.activation`."""
     if (limit := spec.swiglu_limit) is not None:
-        gate, up = torch.minimum(gate, gate.new_tensor(limit)), up.clamp(-limit, limit)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     if spec.activation == "silu":
-        return gate / (1 + (-gate).exp()) * up
+        return F.silu(gate) * up
     if spec.activation == "gelu_tanh":
-        return gate / 2 * (1 + (math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)).tanh()) * up
+        return F.gelu(gate, approximate="tanh") * up
     assert spec.activation == "swigluoai", f"the kits' references do not know the activation {spec.activation!r}"
-    return gate / (1 + (-1.702 * gate).exp()) * (up + 1)
+    return gate * (1.702 * gate).sigmoid() * (up + 1)
 
 
 def dequantized(

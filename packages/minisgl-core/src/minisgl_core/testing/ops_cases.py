@@ -3,15 +3,12 @@
 The shape legend is that of `minisgl_core.contracts.ops`.
 """
 
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from minisgl_core.contracts.ops import LinearOp, LinearOps, Rope
-from minisgl_core.utils.fp8 import FP8_MAX, to_fp8
+from minisgl_core.contracts.ops import Rope
 
 EPS = 1e-5
 """Epsilon of the norms."""
@@ -41,28 +38,21 @@ def views(size: int, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
     ]
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return ``x @ weight.T + bias`` in float64."""
-    return F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-
-
 def normed(x: torch.Tensor, weight: torch.Tensor, eps: float = EPS) -> torch.Tensor:
     """Return the RMSNorm over the last dimension in float64."""
-    x = x.double()
-    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+    return F.rms_norm(x.double(), weight.shape, weight.double(), eps)
 
 
 def activated(gate_up: torch.Tensor) -> torch.Tensor:
     """Return ``silu(gate) * up`` in float64."""
     gate, up = gate_up.double().chunk(2, dim=-1)
-    return gate * gate.sigmoid() * up
+    return F.silu(gate) * up
 
 
 def gelu_activated(gate_up: torch.Tensor) -> torch.Tensor:
     """Return ``gelu(gate) * up`` in float64, with the tanh approximation."""
     gate, up = gate_up.double().chunk(2, dim=-1)
-    tanh = (math.sqrt(2 / math.pi) * (gate + 0.044715 * gate.pow(3))).tanh()
-    return gate / 2 * (1 + tanh) * up
+    return F.gelu(gate, approximate="tanh") * up
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -74,42 +64,8 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return torch.cat((pairs.real, pairs.imag, x[..., 2 * half :]), -1)
 
 
-def gemms(
-    ops: LinearOps, weight: torch.Tensor, bias: torch.Tensor | None, in_fp8: bool
-) -> Iterator[tuple[LinearOp, LinearOp]]:
-    """Prepare a plain and a gated GEMM with this weight, and return each with its float64 reference."""
-    if not in_fp8:
-        prepared = [prepare(weight.clone(), bias) for prepare in (ops.prepare_linear, ops.prepare_gated)]
-        dequantized = weight.double()
-    else:
-        scales = weight.float().abs().amax(1) / FP8_MAX
-        fp8_weight = to_fp8(weight, scales[:, None])
-        prepared = [prepare(fp8_weight, scales, bias) for prepare in (ops.prepare_fp8_linear, ops.prepare_fp8_gated)]
-        dequantized = fp8_weight.double() * scales.double()[:, None]
-
-    def plain(x: torch.Tensor) -> torch.Tensor:
-        if in_fp8:
-            fp8_x, x_scales = ops.quantize_rows(x.reshape(-1, x.shape[-1]))
-            x = (fp8_x.double() * x_scales).view(x.shape)
-        return linear(x, dequantized, bias)
-
-    def gated(x: torch.Tensor) -> torch.Tensor:
-        return activated(plain(x))
-
-    return zip(prepared, (plain, gated), strict=True)
-
-
-@dataclass(frozen=True, slots=True)
-class RopeCase:
-    """Inputs of RoPE: slices of one fused projection [T, Hq + 2 * Hkv, D], and the expected result.
-
-    Attributes:
-        q: [T, Hq, D].
-        k: [T, Hkv, D].
-        v: [T, Hkv, D].
-        rope: cos and sin tables, and the weights of QK norms.
-        expected: expected q and k, in float64.
-    """
+class RopeCase(NamedTuple):
+    """Inputs of RoPE: slices of one fused projection [T, Hq + 2 * Hkv, D], and the expected q and k in float64."""
 
     q: torch.Tensor
     k: torch.Tensor

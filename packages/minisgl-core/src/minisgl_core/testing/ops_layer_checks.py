@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from minisgl_core.contracts.ops import LinearOp, LinearOps, NormOps, RotaryOps, RoutingOps
-from minisgl_core.testing import ops_cases
 from minisgl_core.testing.moe_cases import ROUTING_SPECS, expected_routing, routing_cases
 from minisgl_core.testing.ops_cases import EPS, HeadShape, activated, gelu_activated, normed, rotation_case, views
 from minisgl_core.testing.ops_checks import OpsChecks, Shape, other_dtype
@@ -74,7 +74,21 @@ class LinearChecks(OpsChecks):
         """Prepare a plain and a gated GEMM with a random weight, and return each with its float64 reference."""
         weight = (self.random(*shape, dtype=torch.float32) / shape[1] ** 0.5).to(dtype or ops.dtype)
         bias = self.random(shape[0], dtype=weight.dtype) if has_bias else None
-        return ops_cases.gemms(ops, weight, bias, in_fp8)
+        if in_fp8:
+            scales = weight.float().abs().amax(1) / FP8_MAX
+            fp8_weight = to_fp8(weight, scales[:, None])
+            prepared = [make(fp8_weight, scales, bias) for make in (ops.prepare_fp8_linear, ops.prepare_fp8_gated)]
+            weight = fp8_weight.double() * scales.double()[:, None]
+        else:
+            prepared = [make(weight.clone(), bias) for make in (ops.prepare_linear, ops.prepare_gated)]
+
+        def plain(x: torch.Tensor) -> torch.Tensor:
+            if in_fp8:
+                fp8_x, x_scales = ops.quantize_rows(x.reshape(-1, x.shape[-1]))
+                x = (fp8_x.double() * x_scales).view(x.shape)
+            return F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+
+        return zip(prepared, (plain, lambda x: activated(plain(x))), strict=True)
 
     def test_gemms_keep_nan(self) -> None:
         """NaN inputs give NaN outputs, so that an error does not stay hidden."""

@@ -1,23 +1,22 @@
-"""References of the kits: attention without pages, experts one token at a time, and checkpoints from transformers."""
+"""References of the kits: attention without pages, experts in float64, and checkpoints from transformers."""
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from minisgl_core.contracts.attention import AttentionLayer
 from minisgl_core.contracts.model import Attend
 from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.moe import MXFP4, UINT4, ExpertWeights, MoeCapabilities, MoeKernel
 from minisgl_core.contracts.ops import Rope, RotaryOps
-from minisgl_core.contracts.weights import LazyTensor, WeightSource
+from minisgl_core.contracts.weights import LazyTensor
 from minisgl_core.testing.attention_rig import dense_attention
-from minisgl_core.testing.moe_cases import activated, check_fields, dequantized
+from minisgl_core.testing.moe_cases import MoeCase, expected_output
 from minisgl_core.utils.fp8 import FP8
+from minisgl_core.weights.safetensors_folder import SafetensorsWeights
 
 
 class DenseAttention:
@@ -74,7 +73,7 @@ def _split(rope: Rope | None, lengths: Sequence[int]) -> list[Rope | None]:
 
 
 class NaiveMoe(MoeKernel):
-    """MoE kernel that computes each expert of each token in turn, in float32."""
+    """MoE kernel that computes all experts for all tokens in float64; see `expected_output`."""
 
     capabilities = MoeCapabilities(
         activations=("silu", "gelu_tanh", "swigluoai"),
@@ -86,29 +85,8 @@ class NaiveMoe(MoeKernel):
     def forward(
         self, x: torch.Tensor, weights: ExpertWeights, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> torch.Tensor:
-        """See `MoeKernel.forward`."""
-        check_fields(weights)
-        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        gate_up = weights.gate_up, weights.gate_up_scales, weights.gate_up_bias, weights.gate_up_zeros
-        down = weights.down, weights.down_scales, weights.down_bias, weights.down_zeros
-        for token, (factors, ids) in enumerate(zip(topk_weights, topk_ids, strict=True)):
-            for factor, expert in zip(factors, ids, strict=True):
-                gate, up = _expert_linear(expert, x[token].float(), *gate_up).chunk(2)
-                out[token] += factor * _expert_linear(expert, activated(gate, up, self.spec), *down)
-        return out.to(x.dtype)
-
-
-def _expert_linear(
-    expert: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scales: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    zeros: torch.Tensor | None,
-) -> torch.Tensor:
-    scale, zero = (None if each is None else each[expert] for each in (scales, zeros))
-    wide = dequantized(weight[expert], scale, torch.float32, zero, len(x))
-    return wide @ x if bias is None else wide @ x + bias[expert].float()
+        """Return `expected_output` in the dtype of `x`."""
+        return expected_output(MoeCase(x, weights, topk_weights, topk_ids), self.spec).to(x)
 
 
 def random_reference(config: Any, seed: int = 0) -> Any:
@@ -144,54 +122,14 @@ def random_reference(config: Any, seed: int = 0) -> Any:
     return model
 
 
-class SavedReference(WeightSource):
-    """Weight source for a folder that transformers' ``save_pretrained`` wrote. It loads whole files."""
+class WithExtraTensor(SafetensorsWeights):
+    """Folder of safetensors files, with one more tensor that is called `extra`."""
 
-    @classmethod
-    def unsupported(cls, path: Path) -> list[str]:
-        """Refuse folders without a config.json."""
-        return [] if (path / "config.json").is_file() else ["the folder has no config.json"]
+    def __init__(self, path: Path, extra: str) -> None:
+        super().__init__(path)
+        self._extra = extra
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """Content of ``config.json``."""
-        config: dict[str, Any] = json.loads((self._path / "config.json").read_text())
-        return config
-
-    def tokenizer(self) -> Any:
-        """Raise NotImplementedError, as no tokenizer is saved."""
-        raise NotImplementedError
-
-    def tensors(self, config: ModelConfig) -> Iterator[tuple[str, LazyTensor]]:
-        """Yield all tensors of all files."""
-        for file in sorted(self._path.glob("*.safetensors")):
-            yield from load_file(file).items()
-
-
-class WithExtraTensor(WeightSource):
-    """Weight source with the tensors of another source and one more, which is called `name`."""
-
-    @classmethod
-    def unsupported(cls, path: Path) -> list[str]:
-        """Refuse any path, since the source is built from another source."""
-        return ["it is not read from a path"]
-
-    def __init__(self, source: WeightSource, name: str) -> None:
-        self._source, self._name = source, name
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """Config of the other source."""
-        return self._source.config
-
-    def tokenizer(self) -> Any:
-        """Return the tokenizer of the other source."""
-        return self._source.tokenizer()
-
-    def tensors(self, config: ModelConfig) -> Iterator[tuple[str, LazyTensor]]:
-        """Yield the tensors of the other source, then the added one."""
-        yield from self._source.tensors(config)
-        yield self._name, torch.zeros(1)
+    def stored_tensors(self, config: ModelConfig, wanted: Container[str]) -> Iterator[tuple[str, LazyTensor]]:
+        """Yield the folder's tensors, then the added one."""
+        yield from super().stored_tensors(config, wanted)
+        yield self._extra, torch.zeros(1)
