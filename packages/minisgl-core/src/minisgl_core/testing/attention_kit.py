@@ -8,12 +8,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minisgl_core.contracts.attention import (
-    AttentionBackend,
-    AttentionLayer,
-    AttentionSpec,
-)
+from minisgl_core.contracts.attention import AttentionBackend, AttentionLayer, AttentionSpec
 from minisgl_core.testing.attention_rig import TOLERANCES, AttentionRig, DecodeGraph, Work
+from minisgl_core.testing.reasons import reasons_of, skip_if_unsupported
 from minisgl_core.utils.fp8 import FP8
 
 HeadShape = tuple[int, int, int]
@@ -75,9 +72,7 @@ class AttentionBackendTests:
         ]
         for change in changes:
             with _NoTensors():  # type: ignore[no-untyped-call]
-                reasons = self.provider.unsupported(replace(known, **change))
-            assert isinstance(reasons, list), f"{change}: {reasons!r} is not a list"
-            assert all(isinstance(reason, str) and reason.strip() for reason in reasons), f"{change}: {reasons!r}"
+                reasons_of(self.provider, replace(known, **change))
 
     def test_accepted_specs_are_computed_correctly(self) -> None:
         """The backend refuses undeclared specs, or computes them correctly."""
@@ -143,12 +138,9 @@ class AttentionBackendTests:
 
     def test_sliding_windows(self) -> None:
         """Layers with different sliding windows, or without one, share a plan."""
-        for spec in self.specs():
-            windowed = replace(spec, sliding_windows=(1, 5, 64))
-            if self.provider.unsupported(windowed):
-                continue  # see test_undeclared_features_are_refused
+        for spec in self.specs(sliding_windows=(1, 5, 64)):
             self.run(
-                windowed,
+                spec,
                 decodes=[1, 4, 5, 6, 70, 200],
                 prefills=[(0, 4), (0, 90), (3, 5), (70, 70), (150, 1)],
                 windows=(5, None, 64, 1),
@@ -156,10 +148,7 @@ class AttentionBackendTests:
 
     def test_fp8_pool(self) -> None:
         """K and V are divided by their scales and rounded when stored, and attention uses the stored values."""
-        for spec in self.specs():
-            spec = replace(spec, kv_dtype=FP8)
-            if self.provider.unsupported(spec):
-                continue  # see test_undeclared_features_are_refused
+        for spec in self.specs(kv_dtype=FP8):
             size, scale = spec.page_size, spec.head_dim**-0.5
             layers = [AttentionLayer(0, scale), AttentionLayer(1, scale, kv_scales=(0.25, 4.0))]
             rig = self.rig(spec, num_requests=3, max_seq_len=3 * size + 70, layers=layers)
@@ -170,10 +159,7 @@ class AttentionBackendTests:
 
     def test_fp8_pool_of_too_small_scales(self) -> None:
         """Values that are too large for FP8 after division by their scale saturate."""
-        for spec in self.specs():
-            spec = replace(spec, kv_dtype=FP8)
-            if self.provider.unsupported(spec):
-                continue
+        for spec in self.specs(kv_dtype=FP8):
             layer = AttentionLayer(0, spec.head_dim**-0.5, kv_scales=(2**-9, 2**-8))
             rig = self.rig(spec, num_requests=2, max_seq_len=60, layers=[layer])
             a, b = rig.request(0, 60), rig.request(40, 60)
@@ -195,11 +181,8 @@ class AttentionBackendTests:
     def test_soft_caps(self) -> None:
         """Layers with different soft caps, or without one, with scores far above the caps; one has a window, too."""
         window = 9 if self.provider.capabilities.sliding_windows else None
-        for spec in self.specs():
-            spec, scale = replace(spec, soft_caps=(2.0, 12.0)), spec.head_dim**-0.5
-            spec = replace(spec, sliding_windows=(window,) if window else ())
-            if self.provider.unsupported(spec):
-                continue  # see test_undeclared_features_are_refused
+        for spec in self.specs(soft_caps=(2.0, 12.0), sliding_windows=(window,) if window else ()):
+            scale = spec.head_dim**-0.5
             fields = ((2.0, None), (None, None), (12.0, None), (12.0, window))
             layers = [AttentionLayer(index, scale, wide, soft_cap=cap) for index, (cap, wide) in enumerate(fields)]
             rig = self.rig(spec, num_requests=4, max_seq_len=200, layers=layers)
@@ -209,14 +192,9 @@ class AttentionBackendTests:
 
     def test_sinks(self) -> None:
         """Two of three layers have attention sinks; one of them has a sliding window if the backend supports both."""
-        for spec in self.specs():
-            window = 9 if self.provider.capabilities.sliding_windows else None
-            spec, scale = (
-                replace(spec, has_sinks=True, sliding_windows=(window,) if window else ()),
-                spec.head_dim**-0.5,
-            )
-            if self.provider.unsupported(spec):
-                continue  # see test_undeclared_features_are_refused
+        window = 9 if self.provider.capabilities.sliding_windows else None
+        for spec in self.specs(has_sinks=True, sliding_windows=(window,) if window else ()):
+            scale = spec.head_dim**-0.5
             sinks = torch.linspace(-2, 3, spec.num_q_heads, dtype=spec.dtype, device=spec.device)
             layers = [
                 AttentionLayer(0, scale, sinks=sinks),
@@ -230,10 +208,7 @@ class AttentionBackendTests:
 
     def test_several_tokens_per_decode(self) -> None:
         """Decodes of two tokens each, as for the verification of draft tokens, in a batch with a prompt."""
-        for spec in self.specs():
-            spec = replace(spec, max_decode_query_len=2)
-            if self.provider.unsupported(spec):
-                continue  # see test_undeclared_features_are_refused
+        for spec in self.specs(max_decode_query_len=2):
             rig = self.rig(spec, num_requests=3, max_seq_len=120)
             a, b, c = rig.request(7, 40), rig.request(64, 120), rig.request(0, 30)
             rig.step([(a, 2), (b, 2)], decode_query_len=2)
@@ -310,16 +285,16 @@ class AttentionBackendTests:
         One layer is plain, and one has all fields that the capabilities declare.
         """
         capabilities = self.provider.capabilities
+        if not capabilities.cuda_graphs:
+            pytest.skip("the backend does not support CUDA graphs")
+        windows, caps = (6,) * capabilities.sliding_windows, (2.0,) * capabilities.soft_cap
         for spec in self.specs():
-            windows, caps = (6,) * capabilities.sliding_windows, (2.0,) * capabilities.soft_cap
+            spec = replace(spec, sliding_windows=windows, soft_caps=caps, has_sinks=capabilities.sinks)
             sinks = torch.linspace(-2, 3, spec.num_q_heads, dtype=spec.dtype, device=spec.device)
             fields: dict[str, Any] = {"sliding_window": next(iter(windows), None), "soft_cap": next(iter(caps), None)}
             fields["sinks"] = sinks if capabilities.sinks else None
-            spec = replace(spec, sliding_windows=windows, soft_caps=caps, has_sinks=capabilities.sinks)
             layers = [AttentionLayer(0, spec.head_dim**-0.5), AttentionLayer(1, spec.head_dim**-0.5, **fields)]
             rig = self.rig(spec, num_requests=6, max_seq_len=650, layers=layers)
-            if not self.provider.capabilities.cuda_graphs:
-                pytest.skip("the backend does not support CUDA graphs")
             large, small = DecodeGraph(rig, 5), DecodeGraph(rig, 2)
             a, b, c = rig.request(1, 300), rig.request(40, 300), rig.request(630, 650)
             large.step([a, b, c])
@@ -330,15 +305,19 @@ class AttentionBackendTests:
             large.step([e, c, d, b, a])
             small.step([d])
 
-    def specs(self, every_shape: bool = False) -> Iterator[AttentionSpec]:
-        """Yield the specs of a test: the first head shape or all of them, with all page sizes and dtypes."""
+    def specs(self, every_shape: bool = False, **changes: Any) -> Iterator[AttentionSpec]:
+        """Yield the specs of a test: the first head shape or all of them, with all page sizes and dtypes.
+
+        Specs that the backend refuses because of `changes` are left out; see `test_undeclared_features_are_refused`.
+        """
         applies_to = self.spec(self.head_shapes[0], self.page_sizes[0], self.dtypes[0])
-        if reasons := self.provider.unsupported(applies_to):
-            pytest.skip("; ".join(reasons))
+        skip_if_unsupported(self.provider, applies_to)
         for shape in self.head_shapes[: None if every_shape else 1]:
             for page_size in self.page_sizes:
                 for dtype in self.dtypes:
-                    yield self.spec(shape, page_size, dtype)
+                    spec = replace(self.spec(shape, page_size, dtype), **changes)
+                    if not changes or not self.provider.unsupported(spec):
+                        yield spec
 
     def spec(self, shape: HeadShape, page_size: int, dtype: torch.dtype) -> AttentionSpec:
         """Return a spec without limits, which `rig` sets."""

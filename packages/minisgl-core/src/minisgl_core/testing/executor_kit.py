@@ -16,6 +16,7 @@ from minisgl_core.errors import WorkerDiedError
 from minisgl_core.protocol.messages import Ready, Stop
 from minisgl_core.runtime.ipc import Receiver, Sender
 from minisgl_core.runtime.supervisor import Supervisor
+from minisgl_core.testing.reasons import skip_if_unsupported
 
 
 class ExecutorTests:
@@ -34,10 +35,7 @@ class ExecutorTests:
     @contextmanager
     def placed(self, supervisor: Supervisor) -> Iterator[tuple[Executor, list[RankPlacement], str]]:
         """Return an executor, its placements and their directory. Skip the test if the executor is not supported here."""
-        reasons = self.provider.unsupported(self.spec)
-        assert isinstance(reasons, list), f"{reasons!r} is not a list"
-        if reasons:
-            pytest.skip("; ".join(reasons))
+        skip_if_unsupported(self.provider, self.spec)
         executor = self.provider(supervisor.start, self.spec)
         with tempfile.TemporaryDirectory() as directory:
             try:

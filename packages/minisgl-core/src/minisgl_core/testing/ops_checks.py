@@ -8,6 +8,7 @@ import torch
 
 from minisgl_core.contracts.ops import LinearOp, OpsProvider
 from minisgl_core.testing import ops_cases
+from minisgl_core.testing.reasons import skip_if_unsupported
 
 Shape = tuple[int, int]
 """Output features and input features of a weight."""
@@ -41,8 +42,7 @@ class OpsChecks:
         if not issubclass(provider, role):
             pytest.skip(f"{provider.__name__} does not subclass {role.__name__}")
         for dtype in self.dtypes if dtypes is None else dtypes:
-            if reasons := provider.unsupported(device, dtype):
-                pytest.skip("; ".join(reasons))
+            skip_if_unsupported(provider, device, dtype)
             yield provider(device, dtype)
 
     def random(self, *size: int, dtype: torch.dtype) -> torch.Tensor:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from minisgl_core.contracts.platform import Platform
+from minisgl_core.testing.reasons import skip_if_unsupported
 
 _NUM_WORDS = 1 << 20
 """Elements of a copy that takes long enough to detect a missing synchronization."""
@@ -24,11 +25,7 @@ class PlatformTests:
 
     def make(self) -> Platform:
         """Return the platform of local rank 0. Skip the test if the device is missing."""
-        reasons = self.provider.unsupported()
-        assert isinstance(reasons, list), f"{reasons!r} is not a list"
-        if reasons:
-            assert all(isinstance(reason, str) and reason for reason in reasons)
-            pytest.skip("; ".join(reasons))
+        skip_if_unsupported(self.provider)
         return self.provider(0)
 
     def test_hardware(self) -> None:

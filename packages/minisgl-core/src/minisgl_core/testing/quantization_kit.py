@@ -4,6 +4,7 @@ import gc
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import ClassVar, TypeVar
 
 import pytest
@@ -22,6 +23,7 @@ from minisgl_core.layers import MergedColumnParallelLinear, QKVParallelLinear, R
 from minisgl_core.testing.live_bytes import LiveBytes
 from minisgl_core.testing.moe_cases import MoeCase, expected_output
 from minisgl_core.testing.packed_checkpoint import PackedCheckpoint, PackedModule, Rank, fill
+from minisgl_core.testing.reasons import reasons_of, skip_if_unsupported
 from minisgl_core.testing.references import NaiveMoe
 
 Shape = tuple[int, int]
@@ -62,14 +64,10 @@ class QuantizationTests:
 
     def test_unsupported_returns_reasons(self) -> None:
         """`unsupported` returns sentences for any spec."""
-        for dtype in (torch.float64, torch.float16, torch.bfloat16):
-            for device in ("cpu", "cuda"):
-                for num_experts in (0, 8):
-                    for checkpoint in (PLAIN, *self.checkpoints):
-                        spec = QuantizationSpec(dtype, torch.device(device), num_experts, checkpoint.quantization())
-                        reasons = self.provider.unsupported(spec)
-                        assert isinstance(reasons, list)
-                        assert all(isinstance(reason, str) and reason.strip() for reason in reasons), reasons
+        dtypes = torch.float64, torch.float16, torch.bfloat16
+        stored = [checkpoint.quantization() for checkpoint in (PLAIN, *self.checkpoints)]
+        for dtype, device, num_experts, each in product(dtypes, ("cpu", "cuda"), (0, 8), stored):
+            reasons_of(self.provider, QuantizationSpec(dtype, torch.device(device), num_experts, each))
 
     @pytest.mark.parametrize("has_bias", [False, True])
     def test_linear(self, has_bias: bool) -> None:
@@ -333,8 +331,7 @@ class QuantizationTests:
         build, has_bias = self.build(provider, communicator), modules["m.experts.0.gate_proj"].bias is not None
         inner = Shard.of(48, build)
         shape = MoeSpec(3, 2, 64, inner.size, build.dtype, build.device, has_bias=has_bias)
-        if reasons := self.moe_kernel.unsupported(shape):
-            pytest.skip("; ".join(reasons))
+        skip_if_unsupported(self.moe_kernel, shape)
         spec = ExpertsSpec("m.experts", shape, inner, _PROJECTIONS, adds_bias=build.tp_rank == 0)
         method = provider.experts(spec, self.moe_kernel)
         fill(method.targets(), modules)
@@ -373,17 +370,16 @@ class QuantizationTests:
             for projection, (rows, columns, scale) in zip(_PROJECTIONS, sizes, strict=True):
                 name = f"m.experts.{expert}.{projection}"
                 modules[name] = self.module(checkpoint, (rows, columns), provider, has_bias, scale)
-        gates, ups, downs = (
-            [modules[f"m.experts.{expert}.{projection}"] for expert in range(3)] for projection in _PROJECTIONS
-        )
-        weights = ExpertWeights(
-            gate_up=torch.stack([torch.cat((gate.weight, up.weight)) for gate, up in zip(gates, ups, strict=True)]),
-            down=torch.stack([each.weight for each in downs]),
-        )
+
+        def stacked(projection: str, attribute: str) -> torch.Tensor:
+            return torch.stack([getattr(modules[f"m.experts.{expert}.{projection}"], attribute) for expert in range(3)])
+
+        def fused(attribute: str) -> torch.Tensor:
+            return torch.cat((stacked("gate_proj", attribute), stacked("up_proj", attribute)), dim=1)
+
+        weights = ExpertWeights(fused("weight"), stacked("down_proj", "weight"))
         if has_bias:
-            biases = [[each.bias for each in group if each.bias is not None] for group in (gates, ups, downs)]
-            gate_up = torch.cat((torch.stack(biases[0]), torch.stack(biases[1])), dim=1)
-            weights = replace(weights, gate_up_bias=gate_up, down_bias=torch.stack(biases[2]))
+            weights = replace(weights, gate_up_bias=fused("bias"), down_bias=stacked("down_proj", "bias"))
         case = MoeCase(
             x=self.random(9, 64, provider),
             weights=weights,

@@ -11,6 +11,7 @@ import torch
 
 from minisgl_core.config.hf import model_config
 from minisgl_core.contracts.weights import WeightSource
+from minisgl_core.testing.reasons import reasons_of
 
 
 class WeightSourceTests:
@@ -40,9 +41,7 @@ class WeightSourceTests:
             (Path(folder) / "folder").mkdir()
             (Path(folder) / "file").touch()
             for name in ("folder", "file", "nothing"):
-                reasons = self.provider.unsupported(Path(folder) / name)
-                assert reasons, name
-                assert all(isinstance(reason, str) and reason for reason in reasons)
+                assert reasons_of(self.provider, Path(folder) / name), name
 
     def test_config_can_be_read(self) -> None:
         """`config` follows the format of ``config.json``, and a second read has the same result."""
