@@ -3,7 +3,7 @@
 This module is the program of one rank; see `main` for its arguments.
 """
 
-import importlib.util
+import runpy
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -276,20 +275,10 @@ FAULTS = (check_group_without_a_rank, check_collective_without_a_rank, check_col
 """Checks whose timeouts end the process on devices with asynchronous execution."""
 
 
-def load_class(file: str, name: str) -> Any:
-    """Load a class from a Python file, which need not be importable by name, such as a test."""
-    spec = importlib.util.spec_from_file_location("communicator_under_test", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return getattr(module, name)
-
-
 def main(file: str, name: str, device: str, rank: str, sizes: str, folder: str, with_faults: str) -> None:
     """Run one rank in groups of each size that includes it. `FAULTS`, which wait for timeouts, run in the largest group only."""
     torch.set_num_threads(1)
-    provider = load_class(file, name)
+    provider = runpy.run_path(file)[name]  # the file need not be importable by name, such as a test
     all_sizes = [int(size) for size in sizes.split(",")]
     for size in all_sizes:
         if int(rank) < size:

@@ -5,7 +5,7 @@ import random
 import re
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
@@ -76,44 +76,51 @@ def _fits_structural(text: str) -> bool:
     return len(triggers) == len(structures) and all(_fits_schema(each) for each in structures if each)
 
 
-Case = tuple[GrammarKind, str, Callable[[str], Any], list[str], list[str]]
-"""Grammar kind, its text, check of an output, valid outputs, and outputs whose last byte is wrong."""
+class Case(NamedTuple):
+    """Grammar with a check of its outputs, valid outputs, and outputs whose last byte is wrong."""
+
+    kind: GrammarKind
+    text: str
+    fits: Callable[[str], Any]
+    valid: list[str]
+    invalid: list[str]
+
 
 CASES: dict[str, Case] = {
-    "json_object": ("json_object", "", _is_object, ["{}", '{"a": [1, "\\n", {"é": null}]}'], ["[", '{"a": t,']),
-    "json_schema": ("json_schema", json.dumps(SCHEMA), _fits_schema, ['{"a": true, "b": "yä"}'], ['{"a":1', '{"c"']),
-    "regex": ("regex", "(ab|ä)+[0-9]{2}", lambda text: re.fullmatch("(ab|ä)+[0-9]{2}", text), ["abä12"], ["abb", "ab1a"]),
-    "anchored": ("regex", "^a.b$", lambda text: re.fullmatch("a.b", text), ["aäb"], ["a\n", "aaba"]),
-    "choice": ("choice", '["yes", "yes sir", "\\"né\\""]', ["yes", "yes sir", '"né"'].__contains__, ["yes sir"], ["yest"]),
-    "grammar": (
+    "json_object": Case("json_object", "", _is_object, ["{}", '{"a": [1, "\\n", {"é": null}]}'], ["[", '{"a": t,']),
+    "json_schema": Case("json_schema", json.dumps(SCHEMA), _fits_schema, ['{"a": true, "b": "yä"}'], ['{"a":1', '{"c"']),
+    "regex": Case("regex", "(ab|ä)+[0-9]{2}", lambda text: re.fullmatch("(ab|ä)+[0-9]{2}", text), ["abä12"], ["abb", "ab1a"]),
+    "anchored": Case("regex", "^a.b$", lambda text: re.fullmatch("a.b", text), ["aäb"], ["a\n", "aaba"]),
+    "choice": Case("choice", '["yes", "yes sir", "\\"né\\""]', ["yes", "yes sir", '"né"'].__contains__, ["yes sir"], ["yest"]),
+    "grammar": Case(
         "grammar",
         'start: "(" start ")" | DIGIT+\nDIGIT: /[0-9]/',
         lambda text: re.fullmatch(r"\(*[0-9]+\)*", text) and text.count("(") == text.count(")"),
         ["((17))", "0"],
         ["()", "(1a"],
     ),
-    "ebnf": (
+    "ebnf": Case(
         "grammar",
         'root ::= "(" root ")" | digit+\ndigit ::= [0-9]',
         lambda text: re.fullmatch(r"\(*[0-9]+\)*", text) and text.count("(") == text.count(")"),
         ["((17))", "0"],
         ["()", "(1a"],
     ),
-    "structural_tag": (
+    "structural_tag": Case(
         "structural_tag",
         json.dumps(STRUCTURAL),
         _fits_structural,
         ['a @é<tool>b{"a":true,"b":"x"}! {<|call|>@@ntrue<|call|>\n<tool>xfalse', "", "no tag: <tool, @, {]"],
         ["<tool>a", 'a<tool>b{"a":true}', "@@<", "@@ntrue<|stop|>"],
     ),
-    "tagged_json": (
+    "tagged_json": Case(
         "tagged_json",
         json.dumps(TAGGED),
         _fits_tagged,
         ['<|call|>{"a":true,"b":"x"}!; <|call|>{"a":false,"b":"x"}!'],
         ["{", '<|call|>{"a":true,"b":"x"};', "; ".join(['<|call|>{"a":true,"b":"x"}!'] * 2) + ";"],
     ),
-    "or else": (
+    "or else": Case(
         "tagged_json",
         json.dumps(TAGGED | {"max_items": 1, "otherwise": {"type": "boolean"}, "prefix": "<tool>"}),
         lambda text: text in ("true", "false") or _fits_tagged(text.replace("<tool>", "<|call|>")),
@@ -167,8 +174,7 @@ class GrammarTests:
 
     def make(self, name: str) -> GrammarState:
         """Return the initial state of a case."""
-        kind, text = CASES[name][:2]
-        return self.make_provider().compile(kind, text, "it")
+        return self.make_provider().compile(CASES[name].kind, CASES[name].text, "it")
 
     def make_provider(self) -> GrammarBackend:
         """Return a provider for the kit's tokenizer."""
@@ -177,7 +183,7 @@ class GrammarTests:
     @pytest.mark.parametrize("name", list(CASES))
     def test_valid_outputs_are_accepted(self, name: str) -> None:
         """Valid outputs are accepted in any tokenization, and may then end with any EOS token."""
-        for text in CASES[name][3]:
+        for text in CASES[name].valid:
             for tokens in (_encode(text), _encode(text, one_byte_each=True)):
                 state = self.make(name)
                 for token in tokens:
@@ -188,7 +194,7 @@ class GrammarTests:
     @pytest.mark.parametrize("name", list(CASES))
     def test_invalid_outputs_are_refused(self, name: str) -> None:
         """Invalid outputs are refused at the wrong byte, and the state does not change."""
-        for text in CASES[name][4]:
+        for text in CASES[name].invalid:
             state = self.make(name)
             *first, wrong = _encode(text, one_byte_each=True)
             accepted = [state.accept(token) for token in first]
@@ -202,7 +208,7 @@ class GrammarTests:
     def test_masks_and_acceptance_agree(self, name: str) -> None:
         """`accept` agrees with the mask for all tokens, at each position of an output."""
         state = self.make(name)
-        for token in [*_encode(CASES[name][3][0]), EOS[0]]:
+        for token in [*_encode(CASES[name].valid[0]), EOS[0]]:
             allowed = _allowed(state)
             assert not any(state.accept(each) for each in range(VOCAB_SIZE) if each not in allowed)
             assert all(state.copy().accept(each) for each in allowed)
@@ -213,10 +219,10 @@ class GrammarTests:
     @pytest.mark.parametrize("name", list(CASES))
     def test_outputs_that_follow_the_masks_are_valid(self, name: str) -> None:
         """Random outputs that follow the masks are valid if they end by themselves."""
-        kind, text, fits = CASES[name][:3]
+        case = CASES[name]
         provider, rng, num_ended = self.make_provider(), random.Random(name), 0
         for _ in range(30):
-            state = provider.compile(kind, text, "it")
+            state = provider.compile(case.kind, case.text, "it")
             tokens: list[int] = []
             while len(tokens) < 60:
                 allowed, tags = _allowed(state), _encode("<|call|><tool>")
@@ -232,13 +238,13 @@ class GrammarTests:
                 continue
             num_ended += 1
             output = byte_tokenizer().decode(tokens, skip_special_tokens=False)
-            assert "�" in output or fits(output), output
+            assert "�" in output or case.fits(output), output
         assert num_ended >= 5
 
     @pytest.mark.parametrize("name", list(CASES))
     def test_rollback(self, name: str) -> None:
         """States can be rolled back from each position to each earlier one, also from the end."""
-        tokens = [*_encode(CASES[name][3][0]), EOS[1]]
+        tokens = [*_encode(CASES[name].valid[0]), EOS[1]]
         state, masks = self.make(name), []
         for token in tokens:
             masks.append(_mask(state))
@@ -252,7 +258,7 @@ class GrammarTests:
     @pytest.mark.parametrize("name", list(CASES))
     def test_copies_are_independent(self, name: str) -> None:
         """Copies of an initial and of a later state are independent."""
-        tokens = _encode(CASES[name][3][0])
+        tokens = _encode(CASES[name].valid[0])
         state = self.make(name)
         for token in tokens:
             copied, before = state.copy(), _mask(state)
@@ -300,7 +306,7 @@ class GrammarTests:
     def test_batched_masks_equal_single_masks(self) -> None:
         """Masks filled together equal masks filled one by one, for any number and order."""
         provider = self.make_provider()
-        states = [provider.compile(kind, text, "it") for kind, text, *_ in CASES.values()] * 2
+        states = [provider.compile(case.kind, case.text, "it") for case in CASES.values()] * 2
         states = [state.copy() for state in states]
         for number, state in enumerate(states):
             for _ in range(number % 5):
@@ -327,7 +333,7 @@ class GrammarTests:
     @pytest.mark.parametrize("name", list(CASES))
     def test_valid_texts_pass_the_check(self, name: str) -> None:
         """`check` accepts valid texts."""
-        self.provider.check(*CASES[name][:2], "it")
+        self.provider.check(CASES[name].kind, CASES[name].text, "it")
 
 
 def _encode(text: str, one_byte_each: bool = False) -> list[int]:

@@ -2,9 +2,9 @@
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -34,20 +34,23 @@ class _Exchange:
     def swap(self, rank: int, value: Any) -> list[Any]:
         """Return all ranks' values in rank order."""
         self._values[rank] = value
-        self._wait()
+        with self.unlocked():
+            self._barrier.wait()
         values = list(self._values)
-        self._wait()
+        with self.unlocked():
+            self._barrier.wait()
         return values
 
-    def _wait(self) -> None:
-        if self.lock is None:
-            self._barrier.wait()
-            return
-        self.lock.release()
+    @contextmanager
+    def unlocked(self) -> Iterator[None]:
+        """Release the lock while this rank waits for others."""
+        if self.lock is not None:
+            self.lock.release()
         try:
-            self._barrier.wait()
+            yield
         finally:
-            self.lock.acquire()
+            if self.lock is not None:
+                self.lock.acquire()
 
     def abort(self) -> None:
         """Wake ranks that wait for a failed rank."""
@@ -93,14 +96,8 @@ class ThreadCommunicator(Communicator):
 
     def recv(self, x: torch.Tensor, src: int) -> torch.Tensor:
         """Receive the next tensor of that rank."""
-        lock = self._exchange.lock
-        if lock is not None:
-            lock.release()
-        try:
+        with self._exchange.unlocked():
             received = self._exchange.messages[src, self.rank].get(timeout=_TIMEOUT_S)
-        finally:
-            if lock is not None:
-                lock.acquire()
         return x.copy_(received)
 
     def broadcast_object(self, value: object) -> object:
