@@ -620,9 +620,12 @@ class TiltedLayer(AttentionLayer):
     ("layer", "reason"),
     [
         (TiltedLayer(0, 0.1), r"TiltedLayer, whose fields \(tilt\) no backend knows"),
-        (AttentionLayer(0, 0.1, soft_cap=5.0), "soft cap of 5, which is not in the config"),
-        (AttentionLayer(0, 0.1, sliding_window=3), "sliding window of 3 tokens, which is not in the config"),
-        (AttentionLayer(0, 0.1, sinks=torch.zeros(4)), "attention sinks, and the config has none"),
+        (
+            AttentionLayer(0, 0.1, soft_cap=5.0),
+            r"soft cap of 5 \(attn_logit_softcapping\), which the config does not have",
+        ),
+        (AttentionLayer(0, 0.1, sliding_window=3), "sliding window of 3 tokens, which the config does not have"),
+        (AttentionLayer(0, 0.1, sinks=torch.zeros(4)), "attention sinks, which the config does not have"),
     ],
 )
 def test_layers_beyond_the_spec_are_never_run(layer: AttentionLayer, reason: str) -> None:
@@ -646,9 +649,9 @@ def test_what_the_config_has_must_be_in_the_layers() -> None:
     spec = replace(next(kit.specs()), sliding_windows=(8, 64), soft_caps=(30.0,), has_sinks=True)
     reasons = check_layers(spec, [AttentionLayer(0, 0.1, sliding_window=8), AttentionLayer(1, 0.1)])
     assert len(reasons) == 3
-    assert "a sliding window of 64 tokens, and no attention layer has it" in reasons[0]
-    assert "a soft cap of 30 (attn_logit_softcapping), and no attention layer has it" in reasons[1]
-    assert "attention sinks, and no attention layer has them" in reasons[2]
+    assert "a sliding window of 64 tokens, which no attention layer has" in reasons[0]
+    assert "a soft cap of 30 (attn_logit_softcapping), which no attention layer has" in reasons[1]
+    assert "attention sinks, which no attention layer has" in reasons[2]
 
 
 @pytest.mark.parametrize("right", RIGHT)

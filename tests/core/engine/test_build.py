@@ -81,7 +81,7 @@ def test_a_model_translates_the_keys_of_its_config(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
-        ({"attn_logit_softcapping": 50.0}, "soft cap of 50 .attn_logit_softcapping., and no attention layer has it"),
+        ({"attn_logit_softcapping": 50.0}, "soft cap of 50 .attn_logit_softcapping., which no attention layer has"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "the rotary embedding is of the kind per_layer"),
         (
             {"rope_parameters": {"rope_type": "su", "rope_theta": 1e4}},

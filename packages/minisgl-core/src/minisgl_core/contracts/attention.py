@@ -7,7 +7,7 @@ P pages of the pool, S tokens per page, R rows and M columns of the page table.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
@@ -148,31 +148,24 @@ def check_layers(spec: AttentionSpec, layers: Sequence[AttentionLayer]) -> list[
         spec: spec for which a backend's `unsupported` returned nothing.
         layers: all attention layers.
     """
-    reasons = []
+    reasons, declared, found = [], _features(spec.sliding_windows, spec.soft_caps, spec.has_sinks), set[str]()
     for layer in layers:
         where = f"attention layer {layer.index}"
         if type(layer) is not AttentionLayer:
             known = {each.name for each in fields(AttentionLayer)}
             own = ", ".join(each.name for each in fields(layer) if each.name not in known) or "none of its own"
             reasons.append(f"{where} is a {type(layer).__name__}, whose fields ({own}) no backend knows")
-        if layer.sliding_window is not None and layer.sliding_window not in spec.sliding_windows:
-            reasons.append(f"{where} has a sliding window of {layer.sliding_window} tokens, which is not in the config")
-        if layer.soft_cap is not None and layer.soft_cap not in spec.soft_caps:
-            reasons.append(f"{where} has a soft cap of {layer.soft_cap:g}, which is not in the config")
-        if layer.sinks is not None and not spec.has_sinks:
-            reasons.append(f"{where} has attention sinks, and the config has none")
-    windows = set(spec.sliding_windows) - {layer.sliding_window for layer in layers}
-    reasons += [
-        f"the config has a sliding window of {each} tokens, and no attention layer has it" for each in sorted(windows)
-    ]
-    unused = set(spec.soft_caps) - {layer.soft_cap for layer in layers}
-    reasons += [
-        f"the config has a soft cap of {cap:g} (attn_logit_softcapping), and no attention layer has it"
-        for cap in sorted(unused)
-    ]
-    if spec.has_sinks and all(layer.sinks is None for layer in layers):
-        reasons.append("the config has attention sinks, and no attention layer has them")
-    return reasons
+        features = _features((layer.sliding_window,), (layer.soft_cap,), layer.sinks is not None)
+        reasons += [f"{where} has {each}, which the config does not have" for each in sorted(features - declared)]
+        found |= features
+    return reasons + [f"the config has {each}, which no attention layer has" for each in sorted(declared - found)]
+
+
+def _features(windows: Iterable[int | None], caps: Iterable[float | None], has_sinks: bool) -> set[str]:
+    """Return phrases for the features of attention layers."""
+    features = {f"a sliding window of {each} tokens" for each in windows if each is not None}
+    features |= {f"a soft cap of {each:g} (attn_logit_softcapping)" for each in caps if each is not None}
+    return features | ({"attention sinks"} if has_sinks else set())
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,15 @@ _KINDS: dict[str, GrammarKind] = {
     "structural_tag": "structural_tag",
 }
 
+_FIELD_TYPES: dict[str, tuple[Any, str]] = {
+    "json_object": (bool, "true or false"),
+    "regex": (str | None, "a string"),
+    "grammar": (str | None, "a string"),
+    "whitespace_pattern": (str | None, "a string"),
+    "disable_any_whitespace": (bool | None, "true or false"),
+}
+"""Types of `StructuredOutputs`' fields, and their description in errors. The other fields have checks of their own."""
+
 _ANY_WHITESPACE = r"[ ]|\n[ ]{0,24}"
 """A space, or a new line with indentation. Models that may write any whitespace sometimes write it without end."""
 
@@ -145,8 +154,9 @@ class StructuredOutputs:
     disable_any_whitespace: bool | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.json_object, bool):
-            raise InvalidValueError("structured_outputs.json_object", self.json_object, "true or false")
+        for name, (kind, allowed) in _FIELD_TYPES.items():
+            if not isinstance(value := getattr(self, name), kind):
+                raise InvalidValueError(f"structured_outputs.{name}", value, allowed)
         given = self._given_fields()
         if len(given) != 1:
             allowed = f"exactly one of {', '.join(_KINDS)}"
@@ -156,29 +166,15 @@ class StructuredOutputs:
                 object.__setattr__(self, name, _json_text(value, f"structured_outputs.{name}"))
         if self.choice is not None:
             object.__setattr__(self, "choice", _texts(self.choice))
-        for name in ("regex", "grammar"):
-            if not isinstance(value := getattr(self, name), str | None):
-                raise InvalidValueError(f"structured_outputs.{name}", value, "a string")
         for name in ("json", "structural_tag", "regex", "grammar"):
             if (text := getattr(self, name)) is not None:
                 check_grammar_size(_KINDS[name], text, f"structured_outputs.{name}")
-        self._check_whitespace()
-
-    def _check_whitespace(self) -> None:
-        pattern, is_disabled = self.whitespace_pattern, self.disable_any_whitespace
-        for name, value, kind in (
-            ("whitespace_pattern", pattern, str),
-            ("disable_any_whitespace", is_disabled, bool),
-        ):
-            if not isinstance(value, kind | None):
-                allowed = "a string" if kind is str else "true or false"
-                raise InvalidValueError(f"structured_outputs.{name}", value, allowed)
-            if value is not None and self.json is None and not self.json_object:
+        for name in ("whitespace_pattern", "disable_any_whitespace"):
+            if (value := getattr(self, name)) is not None and self.json is None and not self.json_object:
                 raise InvalidValueError(f"structured_outputs.{name}", value, "left out without json or json_object")
-        if pattern is not None and is_disabled:
-            raise InvalidValueError(
-                "structured_outputs.whitespace_pattern", pattern, "left out if disable_any_whitespace is true"
-            )
+        if self.whitespace_pattern is not None and self.disable_any_whitespace:
+            allowed = "left out if disable_any_whitespace is true"
+            raise InvalidValueError("structured_outputs.whitespace_pattern", self.whitespace_pattern, allowed)
 
     def source(self, name: str = "") -> GrammarSource:
         """Return the grammar to compile; errors refer to it by `name`."""

@@ -36,14 +36,11 @@ class CausalLM(Model):
         logits_index: torch.Tensor | None = None,
         intermediate: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See `Model.forward`."""
         hidden_states: torch.Tensor = self.model.forward(input_ids, positions, attend, logits_index, intermediate)
         return hidden_states
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """See `Model.compute_logits`."""
         return self.lm_head.forward(hidden_states)
 
     def attention_layers(self) -> list[AttentionLayer]:
-        """See `Model.attention_layers`."""
         return [layer.self_attn.attn.layer for layer in self.model.layers.values()]

@@ -7,6 +7,7 @@ the launch.
 import functools
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pluggy
@@ -103,7 +104,7 @@ def _load(registry: Registry, entry: Entry) -> object:
 
 def _register(manager: pluggy.PluginManager, entry: Entry, module: object) -> None:
     name = f"{entry.distribution}:{entry.name}"
-    guarded = _GuardedModule()
+    guarded = SimpleNamespace()
     for attribute in dir(module):
         if options := manager.parse_hookimpl_opts(module, attribute):
             function = getattr(module, attribute)
@@ -119,10 +120,6 @@ def _register(manager: pluggy.PluginManager, entry: Entry, module: object) -> No
         if manager.has_plugin(name):
             manager.unregister(name=name)
         raise
-
-
-class _GuardedModule:
-    """Implementations of one hook module, wrapped by `_guard`."""
 
 
 def _guard(function: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -26,13 +26,6 @@ class DummyWeights(FolderSource):
     so loading is as fast as its memory.
     """
 
-    @classmethod
-    def unsupported(cls, path: Path) -> list[str]:
-        """Refuse paths without a ``config.json``."""
-        if not path.is_dir():
-            return ["it is not a folder"]
-        return [] if (path / "config.json").is_file() else ["the folder has no config.json"]
-
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._blocks: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
@@ -42,7 +35,7 @@ class DummyWeights(FolderSource):
         return iter(())
 
     def generate(self, name: str, target: WeightTarget) -> None:
-        """See `WeightGenerator.generate`. The values depend on the tensor's name and the slice's index."""
+        """Fill the target with values that depend on the tensor's name and the slice's index."""
         destination = target.destination
         if name.endswith("norm.weight"):
             destination.fill_(1)

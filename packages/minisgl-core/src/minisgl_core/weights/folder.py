@@ -15,6 +15,13 @@ _TOKENIZER_FILES = ("tokenizer*", "*vocab*", "merges.txt", "tekken.json", "*.mod
 class FolderSource(WeightSource):
     """A folder with ``config.json`` and, optionally, a tokenizer."""
 
+    @classmethod
+    def unsupported(cls, path: Path) -> list[str]:
+        """Refuse paths without a ``config.json``."""
+        if not path.is_dir():
+            return ["it is not a folder"]
+        return [] if (path / "config.json").is_file() else ["the folder has no config.json"]
+
     def __init__(self, path: Path) -> None:
         self._path = path
         self._config = read_json(path / "config.json")

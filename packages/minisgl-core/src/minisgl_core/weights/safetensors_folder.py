@@ -32,10 +32,8 @@ class SafetensorsWeights(FolderSource):
     @classmethod
     def unsupported(cls, path: Path) -> list[str]:
         """Return the reasons: no config, or no safetensors. Unsupported quantization is an error of `tensors`."""
-        if not path.is_dir():
-            return ["it is not a folder"]
-        reasons = [] if (path / "config.json").is_file() else ["the folder has no config.json"]
-        if not (path / _INDEX).is_file() and next(path.glob("*.safetensors"), None) is None:
+        reasons = super().unsupported(path)
+        if path.is_dir() and not (path / _INDEX).is_file() and not any(path.glob("*.safetensors")):
             reasons.append("the folder has no *.safetensors file")
         return reasons
 
