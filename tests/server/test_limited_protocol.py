@@ -9,13 +9,13 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import pytest
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 
 from minisgl_server.api import errors
 from minisgl_server.api.http.connection_limits import ConnectionLimits
@@ -279,6 +279,32 @@ def test_a_client_that_reads_nothing_is_disconnected(reads: bool) -> None:
             if time.monotonic() - begun < 2:
                 time.sleep(0.05)
         assert num_read > num_bytes
+
+
+def test_unread_responses_are_bounded_over_all_connections() -> None:
+    app, num_bytes = application(), 32 * 2**20
+
+    @app.get("/large")
+    async def large() -> Response:
+        return Response(bytes(num_bytes))
+
+    def get_large(address: Address) -> socket.socket:
+        connection = stack.enter_context(socket.create_connection(address))
+        connection.sendall(last(b"GET /large HTTP/1.1\r\nHost: x\r\n"))
+        assert connection.recv(1, socket.MSG_PEEK)  # the response has begun
+        return connection
+
+    with serving(app, max_unread_bytes=2 * num_bytes) as (address, _), ExitStack() as stack:
+        connections = [get_large(address) for _ in range(3)]
+        received = bytearray()
+        connections[0].settimeout(20)
+        with suppress(ConnectionResetError):
+            while part := connections[0].recv(2**16):
+                received += part
+        assert len(received) < num_bytes, "it has waited longest, and was closed"
+        for connection in connections[1:]:
+            assert len(read(connection)) > num_bytes
+        assert len(read(get_large(address))) > num_bytes, "the others have been read"
 
 
 def test_a_pipelined_request_may_take_long() -> None:

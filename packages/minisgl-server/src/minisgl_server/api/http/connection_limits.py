@@ -1,5 +1,6 @@
 """Limits on connections, and a log of connections and requests that were refused."""
 
+import asyncio
 import logging
 import time
 from collections import Counter
@@ -11,6 +12,8 @@ from minisgl_server.api.errors import ApiError
 logger = logging.getLogger(__name__)
 
 _LOG_INTERVAL_S = 10.0
+_GUARANTEED_BYTES = 2**20
+"""Bytes of its response that each connection may leave unread, however many others do."""
 
 
 @dataclass(slots=True)
@@ -24,6 +27,7 @@ class ConnectionLimits:
         write_timeout_s: maximum time for which a client reads nothing of a response that is sent.
         max_unfinished_bytes: maximum bytes of incomplete headers over all connections.
         num_unfinished_bytes: current bytes of incomplete headers.
+        max_unread_bytes: maximum bytes of responses that clients have not read, over all connections.
     """
 
     max_total: int
@@ -32,6 +36,9 @@ class ConnectionLimits:
     write_timeout_s: float = 300.0
     max_unfinished_bytes: int = 64 * 2**20
     num_unfinished_bytes: int = 0
+    max_unread_bytes: int = 2**30
+    _unread: dict[asyncio.Transport, int] = field(default_factory=dict)
+    """Bytes of large responses that their clients have not read, longest wait first."""
     _per_address: Counter[str] = field(default_factory=Counter)
     _num_refused: int = 0
     _next_log_s: float = 0.0
@@ -61,6 +68,23 @@ class ConnectionLimits:
             self._per_address[counted] -= 1
             if not self._per_address[counted]:
                 del self._per_address[counted]
+
+    def add_unread(self, transport: asyncio.Transport, num_bytes: int) -> None:
+        """Count a response that waits for its client. Beyond the limit, close the connections that have waited longest."""
+        if num_bytes <= _GUARANTEED_BYTES:
+            return
+        self._unread[transport] = num_bytes
+        total = sum(self._unread.values())
+        while total > self.max_unread_bytes:
+            longest = next(iter(self._unread))
+            total -= self._unread.pop(longest)
+            peer = longest.get_extra_info("peername")
+            self.log_refused(str(peer), f"clients have not read {self.max_unread_bytes} bytes of responses")
+            longest.abort()
+
+    def remove_unread(self, transport: asyncio.Transport) -> None:
+        """Undo the count of `add_unread`."""
+        self._unread.pop(transport, None)
 
     def log_refused(self, host: str, reason: str) -> None:
         """Log a refused connection or request at debug level, with at most one line per `_LOG_INTERVAL_S`."""

@@ -60,16 +60,19 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._stop_timer()
         self._stop_write_timer()
         self._count_unfinished_bytes(0)
+        self.limits.remove_unread(self.transport)
         self.limits.remove(self._host)
 
     def pause_writing(self) -> None:
-        """Start the timeout of a client that does not read."""
+        """Start the timeout of a client that does not read, and count what it has not read."""
         super().pause_writing()
         self._start_write_timer()
+        self.limits.add_unread(self.transport, self._num_unsent)
 
     def resume_writing(self) -> None:
         super().resume_writing()
         self._stop_write_timer()
+        self.limits.remove_unread(self.transport)
 
     def data_received(self, data: bytes) -> None:
         """Parse received bytes; refuse malformed requests and those beyond the limits."""
