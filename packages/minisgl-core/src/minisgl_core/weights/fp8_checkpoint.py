@@ -39,30 +39,25 @@ def reasons_against_dequantization(config: Mapping[str, Any]) -> list[str]:
     """
     try:
         quantization = CheckpointQuantization.of(config)
-        groups = quantization.groups if quantization else []
-        formats = [int4_format(quantization, each) for each in groups] if quantization else []
-        are_int8 = [is_int8(quantization, each) for each in groups] if quantization else []
+        if quantization is None or quantization.is_float8:
+            return []
+        are_int4 = [int4_format(quantization, each) is not None for each in quantization.groups]
+        are_int8 = [is_int8(quantization, each) for each in quantization.groups]
     except ModelFormatError as error:
         return [str(error)]
-    if quantization is None or quantization.method == "fp8":
-        return []
-    if formats and None not in formats:
-        return [
-            f"its weights are 4-bit integers (quant_method {quantization.method!r}), which --quantization int4 reads"
-        ]
-    if quantization.method == "mxfp4":
+    method = quantization.method
+    if are_int4 and all(are_int4):
+        return [f"its weights are 4-bit integers (quant_method {method!r}), which --quantization int4 reads"]
+    if method == "mxfp4":
         return ["its experts are in MXFP4, which --quantization mxfp4 reads"]
     if are_int8 and all(are_int8):
         return ["its weights are 8-bit integers (compressed-tensors), which --quantization int8 reads"]
-    if quantization.method not in METHODS:
-        return [f"its config has quant_method {quantization.method!r}, but only {' and '.join(METHODS)} are supported"]
+    if method not in METHODS:
+        return [f"its config has quant_method {method!r}, but only {' and '.join(METHODS)} are supported"]
     odd = [each for each in quantization.groups if (each.get("type"), each.get("num_bits")) != ("float", 8)]
-    if not odd and quantization.groups:
-        return []
-    shown = (
-        ", ".join(f"type {each.get('type')!r}, num_bits {each.get('num_bits')}" for each in odd) or "no config_groups"
-    )
-    return [f"its quant_method 'compressed-tensors' has {shown}; only type 'float' with num_bits 8 is supported"]
+    shown = [f"type {each.get('type')!r}, num_bits {each.get('num_bits')}" for each in odd] or ["no config_groups"]
+    why = "only type 'float' with num_bits 8 is supported"
+    return [f"its quant_method 'compressed-tensors' has {', '.join(shown)}; {why}"]
 
 
 def join_scales(

@@ -105,9 +105,9 @@ def _copy(model: Model, source: WeightSource, targets: Targets, advance: Callabl
             unexpected.append(name)
     problems = []
     if missing:
-        problems.append(f"{_some(missing)} missing")
+        problems.append(f"{_list_names(missing)} missing")
     if unexpected:
-        problems.append(f"{_some(unexpected)} in the checkpoint but not in {model.config.architecture}")
+        problems.append(f"{_list_names(unexpected)} in the checkpoint but not in {model.config.architecture}")
     if problems:
         raise ModelFormatError(f"the checkpoint does not fit its config: {'; '.join(problems)}")
 
@@ -122,18 +122,18 @@ def fill_target(name: str, tensor: LazyTensor, target: WeightTarget) -> None:
     destination = target.destination
     held = tuple(destination.shape)
     if target.broadcast and math.prod(shape) == 1:
-        destination.copy_(_typed(name, tensor[()], destination.dtype).reshape(()).expand(held))
+        destination.copy_(_checked_dtype(name, tensor[()], destination.dtype).reshape(()).expand(held))
         return
     if target.shape is not None and shape != target.shape:
-        raise _misfit(name, tensor, f"; the model expects {list(target.shape)}")
-    if _taken(shape, target.index) != held:
-        taken = f", of which this rank takes {_shown(target.index)}; the model expects {list(held)} there"
-        raise _misfit(name, tensor, taken)
+        raise _shape_error(name, tensor, f"; the model expects {list(target.shape)}")
+    if _sliced_shape(shape, target.index) != held:
+        taken = f", of which this rank takes {_format_index(target.index)}; the model expects {list(held)} there"
+        raise _shape_error(name, tensor, taken)
     if destination.numel() > 0:
-        destination.copy_(_typed(name, tensor[target.index], destination.dtype))
+        destination.copy_(_checked_dtype(name, tensor[target.index], destination.dtype))
 
 
-def _typed(name: str, values: torch.Tensor, wanted: torch.dtype) -> torch.Tensor:
+def _checked_dtype(name: str, values: torch.Tensor, wanted: torch.dtype) -> torch.Tensor:
     """Return `values`, after a check that no packed weight is cast: only floats of 16 bits or more may change their dtype."""
     if values.dtype != wanted and (_is_packed(values.dtype) or _is_packed(wanted)):
         raise ModelFormatError(
@@ -147,23 +147,23 @@ def _is_packed(dtype: torch.dtype) -> bool:
     return not dtype.is_floating_point or dtype.itemsize == 1
 
 
-def _taken(shape: Sequence[int], index: Sequence[slice]) -> tuple[int, ...]:
+def _sliced_shape(shape: Sequence[int], index: Sequence[slice]) -> tuple[int, ...]:
     """Return the shape of the slice `index` of a tensor."""
     whole = (slice(None),) * (len(shape) - len(index))
     return tuple(len(range(*part.indices(size))) for part, size in zip((*index, *whole), shape, strict=False))
 
 
-def _misfit(name: str, tensor: LazyTensor, why: str) -> ModelFormatError:
+def _shape_error(name: str, tensor: LazyTensor, why: str) -> ModelFormatError:
     return ModelFormatError(f"the checkpoint does not fit its config: {name} has shape {list(tensor.shape)}{why}")
 
 
-def _shown(index: tuple[slice, ...]) -> str:
+def _format_index(index: tuple[slice, ...]) -> str:
     if all(part == slice(None) for part in index):
         return "all"
     return "[" + ", ".join(":" if part == slice(None) else f"{part.start}:{part.stop}" for part in index) + "]"
 
 
-def _some(names: Iterable[str]) -> str:
+def _list_names(names: Iterable[str]) -> str:
     ordered = sorted(names)
     shown = ", ".join(ordered[:_NUM_NAMES_SHOWN])
     more = len(ordered) - _NUM_NAMES_SHOWN
