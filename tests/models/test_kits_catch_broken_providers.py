@@ -398,7 +398,7 @@ def test_a_right_source_passes() -> None:
         (RepeatsOne, "test_each_tensor_is_listed_once"),
         (ReadsOnlyWhole, "test_slices_are_parts_of_the_whole"),
         (ForgetsColumns, "test_slices_are_parts_of_the_whole"),
-        (CanBeListedOnce, "test_tensors_can_be_listed_again"),
+        (CanBeListedOnce, "test_each_tensor_is_listed_once"),
         (GivesOnlyPackedWeights, "test_weights_are_dequantized_if_no_layer_loads_packed"),
         (TakesEverything, "test_only_paths_of_the_format_are_supported"),
         (HasNoArchitecture, "test_config_can_be_read"),

@@ -22,7 +22,7 @@ from minisgl_core.contracts.quantization import Quantization, QuantizationSpec
 from minisgl_core.contracts.shard import Shard
 from minisgl_core.errors import ProviderUnsupportedError
 from minisgl_core.testing.moe_cases import activated
-from minisgl_core.testing.packed_checkpoint import Rank
+from minisgl_core.testing.packed_checkpoint import AnyRank
 from minisgl_core.testing.references import NaiveMoe
 from minisgl_core.weights.loader import fill_target
 
@@ -104,7 +104,7 @@ def test_the_ranks_sum_to_the_layer(inner: int, ranks: int, kernel: type[MoeKern
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-class _Ranks(Rank):
+class _Ranks(AnyRank):
     @property
     def tp_rank(self) -> int:
         return self.rank

@@ -297,42 +297,30 @@ class AttentionRig:
             has_norms: True to apply QK norms before RoPE.
             rotary_fraction: fraction of a head's dimensions that are rotated.
         """
-        batch = self.batch(work, len(work))
-        plan = self.backend.plan(batch)
+        spec, batch = self.spec, self.batch(work, len(work))
+        plan, ops = self.backend.plan(batch), RotaryOps(spec.device, spec.dtype)
+        num_pairs = int(rotary_fraction * spec.head_dim) // 2
         for layer in self.layers:
-            self._rotate_layer(work, batch, plan, layer, has_norms, rotary_fraction)
-
-    def _rotate_layer(
-        self,
-        work: Work,
-        batch: AttentionBatch,
-        plan: Any,
-        layer: AttentionLayer,
-        has_norms: bool,
-        rotary_fraction: float,
-    ) -> None:
-        spec = self.spec
-        angles = 9 * torch.randn(batch.num_tokens, int(rotary_fraction * spec.head_dim) // 2, generator=self.random)
-        cos, sin = (each.to(spec.device, spec.dtype) for each in (angles.cos(), angles.sin()))
-        gains = torch.randn(2, spec.head_dim, generator=self.random).to(spec.device, spec.dtype)
-        rope = Rope(cos, sin, (gains[0], gains[1]) if has_norms else None, 1e-6)
-        if not self.backend.supports_fused_rope(plan, rope):
-            return
-        self._variant = (
-            f".attend_fused_rope, {'with' if has_norms else 'without'} norms, {2 * cos.shape[-1]} dimensions"
-        )
-        q, k, v = self.split(self.inputs(batch))
-        q_rotated, k_rotated = RotaryOps(self.spec.device, self.spec.dtype).qk_norm_rope(q.clone(), k.clone(), rope)
-        out = self.backend.attend_fused_rope(q, k, v, layer, rope, plan)
-        pages, slots = self.pool.k(layer.index), batch.slots.cpu()
-        pages = pages.transpose(1, 2) if self.layout == "HND" else pages
-        stored, wanted = pages.flatten(0, 1).cpu()[slots].float(), k_rotated.cpu().float()
-        allowed = self.tolerances[self.spec.dtype]
-        assert (stored - wanted).abs().max() <= allowed * wanted.abs().max(), f"{self}: the stored key is wrong"
-        self._set_expected(layer, slots, torch.stack((stored, v.cpu().float())))
-        for index, (request, _) in enumerate(work):
-            token = slice(index, index + 1)
-            self._check_request(request, layer, q_rotated[token].cpu(), out[token].cpu(), roundings=3)
+            angles = 9 * torch.randn(batch.num_tokens, num_pairs, generator=self.random)
+            cos, sin = (each.to(spec.device, spec.dtype) for each in (angles.cos(), angles.sin()))
+            gains = torch.randn(2, spec.head_dim, generator=self.random).to(spec.device, spec.dtype)
+            rope = Rope(cos, sin, (gains[0], gains[1]) if has_norms else None, 1e-6)
+            if not self.backend.supports_fused_rope(plan, rope):
+                continue
+            norms = "with norms" if has_norms else "without norms"
+            self._variant = f".attend_fused_rope, {norms}, {2 * num_pairs} dimensions"
+            q, k, v = self.split(self.inputs(batch))
+            q_rotated, k_rotated = ops.qk_norm_rope(q.clone(), k.clone(), rope)
+            out = self.backend.attend_fused_rope(q, k, v, layer, rope, plan)
+            pages, slots = self.pool.k(layer.index), batch.slots.cpu()
+            pages = pages.transpose(1, 2) if self.layout == "HND" else pages
+            stored, wanted = pages.flatten(0, 1).cpu()[slots].float(), k_rotated.cpu().float()
+            allowed = self.tolerances[spec.dtype]
+            assert (stored - wanted).abs().max() <= allowed * wanted.abs().max(), f"{self}: the stored key is wrong"
+            self._set_expected(layer, slots, torch.stack((stored, v.cpu().float())))
+            for index, (request, _) in enumerate(work):
+                token = slice(index, index + 1)
+                self._check_request(request, layer, q_rotated[token].cpu(), out[token].cpu(), roundings=3)
 
     def run(self, forward: Forward, inputs: Sequence[torch.Tensor], plan: Any) -> list[torch.Tensor]:
         """Return the outputs of all layers."""

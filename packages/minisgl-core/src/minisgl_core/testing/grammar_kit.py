@@ -76,6 +76,10 @@ def _fits_structural(text: str) -> bool:
     return len(triggers) == len(structures) and all(_fits_schema(each) for each in structures if each)
 
 
+def _is_nested_number(text: str) -> bool:
+    return bool(re.fullmatch(r"\(*[0-9]+\)*", text)) and text.count("(") == text.count(")")
+
+
 class Case(NamedTuple):
     """Grammar with a check of its outputs, valid outputs, and outputs whose last byte is wrong."""
 
@@ -95,14 +99,14 @@ CASES: dict[str, Case] = {
     "grammar": Case(
         "grammar",
         'start: "(" start ")" | DIGIT+\nDIGIT: /[0-9]/',
-        lambda text: re.fullmatch(r"\(*[0-9]+\)*", text) and text.count("(") == text.count(")"),
+        _is_nested_number,
         ["((17))", "0"],
         ["()", "(1a"],
     ),
     "ebnf": Case(
         "grammar",
         'root ::= "(" root ")" | digit+\ndigit ::= [0-9]',
-        lambda text: re.fullmatch(r"\(*[0-9]+\)*", text) and text.count("(") == text.count(")"),
+        _is_nested_number,
         ["((17))", "0"],
         ["()", "(1a"],
     ),

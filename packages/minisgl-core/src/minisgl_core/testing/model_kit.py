@@ -61,7 +61,8 @@ class ModelTests:
 
     def test_logits_equal_the_reference(self) -> None:
         """The logits at all positions of a prompt equal those of transformers."""
-        assert self._difference(self._load()) < self.tolerance
+        logits = _logits(self._load(), self._ids, torch.arange(len(self._ids)), DenseAttention())
+        assert (logits - self._expected).abs().max() < self.tolerance
 
     def test_chunked_prefill_and_decode_equal_the_reference(self) -> None:
         """Chunks of a prompt, then single tokens, attend to all tokens before them."""
@@ -292,10 +293,6 @@ class ModelTests:
             return run_ranks(size, run)
         except InvalidValueError as error:
             pytest.skip(str(error))
-
-    def _difference(self, model: Model) -> float:
-        logits = _logits(model, self._ids, torch.arange(len(self._ids)), DenseAttention())
-        return float((logits - self._expected).abs().max())
 
 
 def _loaded(model: Model) -> list[str]:

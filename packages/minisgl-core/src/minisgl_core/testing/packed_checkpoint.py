@@ -53,7 +53,7 @@ class PackedModule:
     bias: torch.Tensor | None = None
 
 
-class Rank(SingleRank):
+class AnyRank(SingleRank):
     """Communicator of any rank of a group, for tests that run the ranks in turn. Its collectives return their input."""
 
     def __init__(self, rank: int, size: int) -> None:

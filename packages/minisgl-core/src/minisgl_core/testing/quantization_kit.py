@@ -22,7 +22,7 @@ from minisgl_core.contracts.shard import Shard
 from minisgl_core.layers import MergedColumnParallelLinear, QKVParallelLinear, ReplicatedLinear, RowParallelLinear
 from minisgl_core.testing.live_bytes import LiveBytes
 from minisgl_core.testing.moe_cases import MoeCase, expected_output
-from minisgl_core.testing.packed_checkpoint import PackedCheckpoint, PackedModule, Rank, fill
+from minisgl_core.testing.packed_checkpoint import AnyRank, PackedCheckpoint, PackedModule, fill
 from minisgl_core.testing.reasons import reasons_of, skip_if_unsupported
 from minisgl_core.testing.references import NaiveMoe
 
@@ -108,7 +108,11 @@ class QuantizationTests:
                 outputs = []
                 for rank in range(size):
                     layer = self.column_parallel(
-                        provider, {"m.gate_up_proj": fused}, "m.gate_up_proj", gated=True, communicator=Rank(rank, size)
+                        provider,
+                        {"m.gate_up_proj": fused},
+                        "m.gate_up_proj",
+                        gated=True,
+                        communicator=AnyRank(rank, size),
                     )
                     outputs.append(layer.forward(x))
                 self.check(torch.cat(outputs, -1), F.silu(gate) * up, f"{size} ranks", 2 * self.loss)
@@ -121,7 +125,7 @@ class QuantizationTests:
             module = self.module(checkpoint, (total, 128), provider, True)
             x = self.random(_BATCH, 128, provider)
             parts = [
-                self.column_parallel(provider, {"m.proj": module}, communicator=Rank(rank, size)).forward(x)
+                self.column_parallel(provider, {"m.proj": module}, communicator=AnyRank(rank, size)).forward(x)
                 for rank in range(size)
             ]
             assert all(len(part[0]) == 96 // size for part in parts)
@@ -138,7 +142,7 @@ class QuantizationTests:
             x = F.pad(self.random(_BATCH, total, provider), (0, 96 - total))
             output = torch.zeros(_BATCH, 64, dtype=torch.float64, device=self.device)
             for rank in range(size):
-                layer = RowParallelLinear(total, 64, self.build(provider, Rank(rank, size)), bias=True, reduce=False)
+                layer = RowParallelLinear(total, 64, self.build(provider, AnyRank(rank, size)), bias=True, reduce=False)
                 self.load(layer, "m.proj", {}, {"m.proj": module})
                 output += layer.forward(x.chunk(size, -1)[rank]).double()
             self.check(output, self.expected_linear(x[:, :total], module), f"{size} ranks")
@@ -153,7 +157,7 @@ class QuantizationTests:
             x = self.random(_BATCH, 64, provider)
             q, k, v = (self.expected_linear(x, module).view(_BATCH, -1, 16) for module in modules.values())
             for rank in range(4):
-                layer = QKVParallelLinear(64, 16, 4, 2, self.build(provider, Rank(rank, 4)), bias=True)
+                layer = QKVParallelLinear(64, 16, 4, 2, self.build(provider, AnyRank(rank, 4)), bias=True)
                 self.load(layer, "m.qkv_proj", QKV, modules)
                 expected = q[:, rank : rank + 1], k[:, rank // 2 : rank // 2 + 1], v[:, rank // 2 : rank // 2 + 1]
                 for output, wanted, name in zip(layer.heads(x), expected, "qkv", strict=True):
@@ -190,7 +194,7 @@ class QuantizationTests:
             case, modules = self.case_of_experts(provider, checkpoint, has_bias)
             output = torch.zeros(case.x.shape, dtype=torch.float64, device=self.device)
             for rank in range(size):
-                method = self.experts_method(provider, modules, Rank(rank, size))
+                method = self.experts_method(provider, modules, AnyRank(rank, size))
                 output += method.prepare()(case.x, case.topk_weights, case.topk_ids).double()
             expected = expected_output(case, replace(method.spec.moe, intermediate_size=48)).to(self.device)
             self.check(output, expected, f"experts, {size} ranks", 2 * self.loss)
