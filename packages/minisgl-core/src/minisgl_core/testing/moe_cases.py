@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from minisgl_core.contracts.moe import UINT4, ExpertWeights, MoeSpec, RoutingSpec
 from minisgl_core.utils.fp8 import FP8, FP8_MAX, LEAST_SCALE, to_fp8
 
-Packed = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+StoredWeight = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 """Weight as it is stored, its scales and its zero points."""
 Shape = tuple[int, int, int, int, int]
 """Tokens, experts, experts per token, hidden size, intermediate size."""
@@ -81,7 +81,7 @@ def random_case(spec: MoeSpec, num_tokens: int, routing: str = "uniform", seed: 
     def normal(*size: int) -> torch.Tensor:
         return torch.randn(size, generator=random)
 
-    def stored(weight: torch.Tensor) -> Packed:
+    def stored(weight: torch.Tensor) -> StoredWeight:
         plain = weight.to(spec.dtype)
         if spec.weight_dtype in (None, spec.dtype):
             return plain, None, None
@@ -100,7 +100,7 @@ def random_case(spec: MoeSpec, num_tokens: int, routing: str = "uniform", seed: 
     return MoeCase(x, weights, topk_weights, topk_ids)
 
 
-def _packed_rows(weight: torch.Tensor, spec: MoeSpec, random: torch.Generator) -> Packed:
+def _packed_rows(weight: torch.Tensor, spec: MoeSpec, random: torch.Generator) -> StoredWeight:
     """Return random 4-bit codes, scales of very different sizes, and zero points (`UINT4` only), for blocks of 32 or 64."""
     block = 64 if spec.weight_dtype == UINT4 and weight.shape[2] > 64 else 32
     shape = (*weight.shape[:2], -(-weight.shape[2] // block))
@@ -112,7 +112,7 @@ def _packed_rows(weight: torch.Tensor, spec: MoeSpec, random: torch.Generator) -
     return codes, (exponents + 127).to(torch.uint8), None
 
 
-def _fp8_rows(weight: torch.Tensor, random: torch.Generator) -> Packed:
+def _fp8_rows(weight: torch.Tensor, random: torch.Generator) -> StoredWeight:
     """Multiply each row by a random power of two, and return the FP8 weight and the scale per row."""
     factors = torch.randint(-3, 4, (*weight.shape[:2], 1), generator=random).exp2()
     scaled = weight.float() * factors

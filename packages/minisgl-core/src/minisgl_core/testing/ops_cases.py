@@ -13,7 +13,7 @@ from minisgl_core.contracts.ops import Rope
 EPS = 1e-5
 """Epsilon of the norms."""
 
-HeadShape = tuple[int, int, int, int]
+RotaryShape = tuple[int, int, int, int]
 """Query heads, KV heads, head dimension, half of the rotary dimension."""
 
 
@@ -43,13 +43,13 @@ def normed(x: torch.Tensor, weight: torch.Tensor, eps: float = EPS) -> torch.Ten
     return F.rms_norm(x.double(), weight.shape, weight.double(), eps)
 
 
-def activated(gate_up: torch.Tensor) -> torch.Tensor:
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """Return ``silu(gate) * up`` in float64."""
     gate, up = gate_up.double().chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
-def gelu_activated(gate_up: torch.Tensor) -> torch.Tensor:
+def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """Return ``gelu(gate) * up`` in float64, with the tanh approximation."""
     gate, up = gate_up.double().chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
@@ -75,7 +75,7 @@ class RopeCase(NamedTuple):
 
 
 def rotation_case(
-    shape: HeadShape, has_norms: bool, dtype: torch.dtype, table_dtype: torch.dtype, device: str, step: int = 0
+    shape: RotaryShape, has_norms: bool, dtype: torch.dtype, table_dtype: torch.dtype, device: str, step: int = 0
 ) -> RopeCase:
     """Return a case of six tokens.
 

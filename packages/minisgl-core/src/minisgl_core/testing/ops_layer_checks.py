@@ -8,7 +8,15 @@ import torch.nn.functional as F
 
 from minisgl_core.contracts.ops import LinearOp, LinearOps, NormOps, RotaryOps, RoutingOps
 from minisgl_core.testing.moe_cases import ROUTING_SPECS, expected_routing, routing_cases
-from minisgl_core.testing.ops_cases import EPS, HeadShape, activated, gelu_activated, normed, rotation_case, views
+from minisgl_core.testing.ops_cases import (
+    EPS,
+    RotaryShape,
+    gelu_tanh_and_mul,
+    normed,
+    rotation_case,
+    silu_and_mul,
+    views,
+)
 from minisgl_core.testing.ops_checks import OpsChecks, Shape, other_dtype
 from minisgl_core.utils.fp8 import FP8, FP8_MAX, LEAST_SCALE, to_fp8
 
@@ -88,7 +96,7 @@ class LinearChecks(OpsChecks):
                 x = (fp8_x.double() * x_scales).view(x.shape)
             return F.linear(x.double(), weight.double(), None if bias is None else bias.double())
 
-        return zip(prepared, (plain, lambda x: activated(plain(x))), strict=True)
+        return zip(prepared, (plain, lambda x: silu_and_mul(plain(x))), strict=True)
 
     def test_gemms_keep_nan(self) -> None:
         """NaN inputs give NaN outputs, so that an error does not stay hidden."""
@@ -145,8 +153,8 @@ class NormChecks(OpsChecks):
             for size in self.sizes:
                 inputs = views(2 * size, ops.dtype, self.device)
                 for x in (*inputs, 50 * inputs[-1]):
-                    self.check(ops.silu_and_mul, activated, x, f"SiLU of {list(x.shape)}", roundings=2)
-                    self.check(ops.gelu_tanh_and_mul, gelu_activated, x, f"GELU of {list(x.shape)}", roundings=2)
+                    self.check(ops.silu_and_mul, silu_and_mul, x, f"SiLU of {list(x.shape)}", roundings=2)
+                    self.check(ops.gelu_tanh_and_mul, gelu_tanh_and_mul, x, f"GELU of {list(x.shape)}", roundings=2)
 
     def test_norms_keep_nan(self) -> None:
         """NaN inputs give NaN outputs, so that an error does not stay hidden."""
@@ -175,8 +183,8 @@ class NormChecks(OpsChecks):
             norm, added = ops.add_rms_norm(x.clone(), residual.clone(), weight, EPS)
             self.compare(added, total, dtype, "the sum")
             self.compare(norm, normed(total, weight), dtype, "the norm of the sum", roundings=2)
-            self.compare(ops.silu_and_mul(x), activated(x), dtype, "SiLU", roundings=2)
-            self.compare(ops.gelu_tanh_and_mul(x), gelu_activated(x), dtype, "GELU", roundings=2)
+            self.compare(ops.silu_and_mul(x), silu_and_mul(x), dtype, "SiLU", roundings=2)
+            self.compare(ops.gelu_tanh_and_mul(x), gelu_tanh_and_mul(x), dtype, "GELU", roundings=2)
 
 
 class RotaryChecks(OpsChecks):
@@ -184,15 +192,16 @@ class RotaryChecks(OpsChecks):
 
     @pytest.mark.parametrize("shape", [(9, 3, 64, 32), (4, 1, 128, 64), (3, 2, 80, 20)])
     @pytest.mark.parametrize("has_norms", [False, True])
-    def test_rotation(self, shape: HeadShape, has_norms: bool) -> None:
-        """RoPE with and without QK norms; cos and sin have the model's dtype or float32."""
+    def test_rotation(self, shape: RotaryShape, has_norms: bool) -> None:
+        """RoPE with and without QK norms; cos and sin have q's dtype or float32. q may have another dtype than the model."""
         for ops in self.providers(RotaryOps):
-            for dtype in {ops.dtype, torch.float32}:
-                self.rotate_and_compare(ops, ops.dtype, dtype, shape, has_norms)
+            for dtype in (ops.dtype, other_dtype(ops.dtype)):
+                for table_dtype in {dtype, torch.float32}:
+                    self.rotate_and_compare(ops, dtype, table_dtype, shape, has_norms)
 
     @pytest.mark.parametrize("shape", [(9, 3, 64, 32), (3, 2, 80, 20), (18, 9, 32, 16)])
     @pytest.mark.parametrize("has_norms", [False, True])
-    def test_rotation_and_kv_store(self, shape: HeadShape, has_norms: bool) -> None:
+    def test_rotation_and_kv_store(self, shape: RotaryShape, has_norms: bool) -> None:
         """RoPE and the KV store in one call, with pools in the model's dtype or FP8; other slots are unchanged."""
         num_kv_heads, size = shape[1:3]
         slots = torch.tensor([7, 19, 4, 6, 0, 13], device=self.device)
@@ -216,7 +225,7 @@ class RotaryChecks(OpsChecks):
                     assert torch.equal(v[slots], before.float())
 
     def rotate_and_compare(
-        self, ops: RotaryOps, dtype: torch.dtype, table_dtype: torch.dtype, shape: HeadShape, has_norms: bool
+        self, ops: RotaryOps, dtype: torch.dtype, table_dtype: torch.dtype, shape: RotaryShape, has_norms: bool
     ) -> None:
         """Compare q and k after RoPE, as slices of one projection and as separate tensors, over steps with other tables."""
         for step, together in enumerate((True, False, True)):
@@ -227,13 +236,6 @@ class RotaryChecks(OpsChecks):
             for name, actual, expected in zip("qk", outputs, case.expected, strict=True):
                 self.compare(actual, expected, dtype, f"{name} of {shape}", roundings=2)
             assert torch.equal(case.v, before), "v, which follows k in memory, was changed"
-
-    @pytest.mark.parametrize("has_norms", [False, True])
-    def test_rotation_of_other_dtypes(self, has_norms: bool) -> None:
-        """Tensors may have another dtype than the model's."""
-        for ops in self.providers(RotaryOps):
-            dtype = other_dtype(ops.dtype)
-            self.rotate_and_compare(ops, dtype, dtype, (4, 2, 64, 32), has_norms)
 
 
 class RoutingChecks(OpsChecks):
