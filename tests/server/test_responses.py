@@ -315,6 +315,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "include": ({"include": ["file_search_call.results"]}, "include[0]"),
     "options": ({"stream_options": {"include_obfuscation": False}}, "stream_options"),
     "summary": ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+    "long metadata": ({"metadata": {"a": "x" * 513}}, "metadata.a"),
+    "long name of metadata": ({"metadata": {"a" * 65: "x"}}, f"metadata.{'a' * 65}"),
     "unknown": ({"alien": 1}, "alien"),
 }
 

@@ -22,6 +22,10 @@ Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenKey = Annotated[int, Field(ge=0, lt=2**31, strict=False)]
 """Token id as the key of a JSON object, which is a string."""
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+]
+"""Metadata of a request, with OpenAI's limits. Responses repeat it."""
 _Loc = tuple[int | str, ...]
 
 

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from minisgl_server.api.strict_model import StrictModel
+from minisgl_server.api.strict_model import Metadata, StrictModel
 
 
 class NoOpFields(StrictModel):
@@ -16,7 +16,7 @@ class NoOpFields(StrictModel):
     safety_identifier: str | None = Field(None, description="Accepted and ignored; nothing is logged.")
     prompt_cache_key: str | None = Field(None, description="Accepted and ignored; the prefix cache matches token ids.")
     prompt_cache_retention: Literal["in_memory"] | None = Field(None, description="The prefix cache is in memory.")
-    metadata: dict[str, str] | None = Field(None, max_length=16, description="Accepted; nothing is stored.")
+    metadata: Metadata | None = Field(None, description="Accepted; nothing is stored.")
     store: Literal[False] | None = Field(None, description="Nothing is stored.")
     service_tier: Literal["auto", "default"] | None = Field(None, description="There is one tier.")
     best_of: Literal[1] | None = Field(None, description="Every output is returned; see n.")

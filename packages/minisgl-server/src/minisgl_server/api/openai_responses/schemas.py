@@ -6,7 +6,7 @@ from pydantic import Field, Tag
 
 from minisgl_server.api.limits import Bound
 from minisgl_server.api.openai.schemas import CommonSamplingFields, FunctionName
-from minisgl_server.api.strict_model import Int, StrictModel
+from minisgl_server.api.strict_model import Int, Metadata, StrictModel
 from minisgl_server.api.type_discriminator import type_discriminator
 
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -221,7 +221,7 @@ class ResponsesRequest(CommonSamplingFields, PromptFields):
     max_output_tokens: Int | None = Field(None, description="Maximum number of tokens to generate.")
     max_tool_calls: Int | None = Field(None, description="Accepted; there are no built-in tools to limit.")
     top_logprobs: Int | None = Field(None, description="With include of message.output_text.logprobs only.")
-    metadata: dict[str, str] | None = Field(None, max_length=16, description="Returned unchanged.")
+    metadata: Metadata | None = Field(None, description="Returned unchanged.")
     user: str | None = Field(None, description="Accepted and returned.")
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = Field(
         None, description="Accepted; there is one tier."
