@@ -144,6 +144,13 @@ def test_half_a_surrogate_pair_stays_text(call: str) -> None:
     assert "😀" in name + arguments, "a whole one is read"
 
 
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN"])
+def test_a_reordered_call_with_a_number_that_is_not_finite_stays_text(number: str) -> None:
+    """Python would write it as Infinity or NaN, which is not JSON."""
+    call = f'<tool_call>{{"arguments": {{"x": {number}}}, "name": "f"}}'
+    assert hermes(call) == ("", call, [])
+
+
 def test_arguments_may_contain_half_a_surrogate_pair() -> None:
     """They are passed on as they are written, which is text."""
     arguments = r'{"x": "\ud83d"}'

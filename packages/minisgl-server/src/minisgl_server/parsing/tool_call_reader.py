@@ -144,7 +144,12 @@ def _is_encodable(text: str) -> bool:
 
 
 def _loads(text: str) -> Any:
+    """Return the value of a JSON text; None if it is invalid, also by NaN and Infinity, which Python accepts and writes."""
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         return None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
