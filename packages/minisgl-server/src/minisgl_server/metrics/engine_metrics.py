@@ -51,9 +51,10 @@ def prepare_metrics(run_directory: str, is_enabled: bool, served_model_name: str
 
 def drop_gauges(pid: int) -> None:
     """Remove the gauges of a process that has ended. Its counters and histograms stay, so that they never decrease."""
-    if directory := os.environ.get(DIRECTORY_VARIABLE):
-        for path in Path(directory).glob(f"gauge_live*_{pid}.db"):
-            path.unlink(missing_ok=True)
+    if DIRECTORY_VARIABLE in os.environ:
+        from prometheus_client.multiprocess import mark_process_dead
+
+        mark_process_dead(pid)  # type: ignore[no-untyped-call]
 
 
 def make() -> EngineMetrics | None:
