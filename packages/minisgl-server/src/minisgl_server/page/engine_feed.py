@@ -44,9 +44,8 @@ class EngineFeed:
         if self._poll is None or (self._poll.done() and time.monotonic() > self._polled_s + SHARED_S):
             self._polled_s = time.monotonic()
             self._poll = asyncio.create_task(self._poll_engine())
-            self._poll.add_done_callback(
-                lambda poll: poll.cancelled() or poll.exception()
-            )  # all viewers may have disconnected
+            # All viewers may have disconnected, so that nobody else retrieves the exception.
+            self._poll.add_done_callback(lambda poll: poll.cancelled() or poll.exception())
         try:
             state = await asyncio.shield(self._poll)
         except TimeoutError:

@@ -84,7 +84,7 @@ class RemoteModel:
             raise InvalidValueError("--url", url, "the address of a running server", f"{error}.") from error
 
     def chat(self, messages: Sequence[Message], show: Show, settings: Mapping[str, Any]) -> str:
-        """See `LocalModel.chat`. Ctrl-C closes the connection, so that the server aborts the request."""
+        """Stream the next message, like `LocalModel.chat`. Ctrl-C closes the connection, and the server aborts the request."""
         timer, usage = _TurnTimer(show), dict[str, Any]()
         body = {"model": self.name, "messages": list(messages), "stream": True, **settings}
         try:

@@ -28,8 +28,8 @@ class TokenizerQueue:
     """Queue of the messages to one tokenizer worker.
 
     Tokenizing a long prompt takes seconds, and other requests must not wait for it. Long prompts are therefore tokenized on a
-    thread, one at a time, and short ones pass them meanwhile. Output and aborts are handled at once. A prompt waits until none of
-    them has arrived, or `_MAX_SKIPS` have passed it. A prompt that is aborted while it waits is dropped at once.
+    thread, one at a time, and short ones pass them meanwhile. Output and aborts are handled first, but at most `_MAX_SKIPS` of
+    them before the next prompt. A prompt that is aborted while it waits is dropped at once.
     """
 
     def __init__(self, worker: TokenizerWorker) -> None:

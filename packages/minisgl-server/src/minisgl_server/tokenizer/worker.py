@@ -183,7 +183,7 @@ class TokenizerWorker:
             self._connect_api(api_worker_id)
 
     def encode(self, message: Tokenize) -> EncodedPrompt:
-        """See `PromptEncoder.encode`; may be called on another thread."""
+        """Return the token ids and the text of a prompt. May be called on another thread."""
         return self._encoder.encode(message)
 
     def _send_tokens(self, message: Tokenize | Detokenize, encoded: Future[EncodedPrompt] | None) -> None:

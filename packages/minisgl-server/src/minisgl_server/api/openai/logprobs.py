@@ -93,9 +93,7 @@ class CompletionLogprobs:
                     logprobs = TokenLogprobs(logprobs.token, logprobs.top[: self._num_prompt_logprobs])
                 self._add(result, token_id, logprobs, text.token_bytes, is_shown)
                 if is_first and token.startswith(b" ") and not self._prompt_text.startswith(" "):
-                    self._offset -= (
-                        1  # some tokenizers prepend a space when they encode, and remove it when they decode
-                    )
+                    self._offset -= 1  # some tokenizers prepend a space to a text, and remove it when they decode
         elif text.logprobs is None:
             return None
         for output_logprobs in text.logprobs or ():
