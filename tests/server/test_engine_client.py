@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from starlette.requests import ClientDisconnect
 
 from minisgl_core.protocol.messages import (
     Abort,
@@ -28,7 +29,7 @@ from minisgl_core.runtime.ipc import IpcAddresses, Receiver, Sender
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_server.api import engine_client, waiting_prompts
 from minisgl_server.api.engine_client import MAX_UNSENT_BYTES, MAX_UNSENT_BYTES_PER_OUTPUT, EngineClient, Generation
-from minisgl_server.api.errors import ApiError, ClientGoneError
+from minisgl_server.api.errors import ApiError
 from minisgl_server.api.openai.event_stream import EventStreamResponse, StreamEvents, event
 
 INFO = EngineInfo(
@@ -150,7 +151,7 @@ def test_a_client_disconnect_ends_the_generation() -> None:
         generation = start(client, "a", receive=receive)
         await engine.received(1)
         gone.set()
-        with pytest.raises(ClientGoneError):
+        with pytest.raises(ClientDisconnect):
             await generation.next()
         assert await engine.received(1) == [Abort("a")]
 
@@ -249,7 +250,7 @@ def test_large_prompts_are_refused_while_too_many_bytes_wait(end: str, monkeypat
             with pytest.raises(ApiError, match="no"):
                 await both.next()
         elif end == "failure":
-            both.fail(ClientGoneError())
+            both.fail(ClientDisconnect())
         else:
             both.close()
         client.start([prompt("a", 2000)], connected).close()
@@ -444,7 +445,7 @@ def test_queries_of_clients_that_leave_are_aborted() -> None:
         query = asyncio.create_task(client.query(message, receive))
         await engine.received(1)
         leaves.set()
-        with pytest.raises(ClientGoneError):
+        with pytest.raises(ClientDisconnect):
             await query
         assert await engine.received(1) == [Abort("t")]
         await asyncio.sleep(0)

@@ -146,7 +146,7 @@ async def test_a_refused_request_takes_no_place() -> None:
         return {"type": "http.request"}
 
     counts = memoryview(bytearray(4)).cast("i")
-    limited = RequestLimitMiddleware(app, lambda: 100, 1, counts=counts)
+    limited = RequestLimitMiddleware(app, lambda: 100, 1, request_counts=counts)
     scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
     served, *refused = [asyncio.create_task(limited(scope, receive, unread)) for _ in range(3)]
     await asyncio.sleep(0)

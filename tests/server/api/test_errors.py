@@ -9,9 +9,10 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from pydantic import ValidationError
+from starlette.requests import ClientDisconnect
 
 from minisgl_core.utils.logs import REQUEST_ID
-from minisgl_server.api.errors import ApiError, ClientGoneError, add_error_handlers, invalid_body
+from minisgl_server.api.errors import ApiError, add_error_handlers, invalid_fields
 from minisgl_server.api.http.request_log import AccessRecord, RequestLogMiddleware
 from minisgl_server.api.openai.schemas import ChatRequest
 from minisgl_server.api.openai_responses.schemas import ResponsesRequest
@@ -20,7 +21,7 @@ from minisgl_server.api.openai_responses.schemas import ResponsesRequest
 def message_of(model: Any, **body: Any) -> str:
     with pytest.raises(ValidationError) as caught:
         model.model_validate(body)
-    return invalid_body(caught.value).message
+    return invalid_fields(caught.value.errors()).message
 
 
 def test_reasons_are_given_for_values_that_are_not_supported_only() -> None:
@@ -48,7 +49,7 @@ def test_a_client_that_left_before_the_response_is_logged_as_gone(monkeypatch: p
 
     @app.get("/")
     async def leave() -> None:
-        raise ClientGoneError
+        raise ClientDisconnect
 
     logged: list[AccessRecord] = []
     monkeypatch.setattr("minisgl_server.api.http.request_log._log", lambda level, scope, record: logged.append(record))

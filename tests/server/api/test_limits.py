@@ -23,7 +23,7 @@ from starlette.requests import Request
 from minisgl_core.protocol.messages import EngineInfo, Logprob, Text, Tokenize, TokenizerReply, TokenLogprobs
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_server.api import app  # imports every module with requests
-from minisgl_server.api.errors import ApiError, invalid_body
+from minisgl_server.api.errors import ApiError, invalid_fields
 from minisgl_server.api.http.json_size import JsonSizeCounter
 from minisgl_server.api.limits import MIB, Bound, RequestLimits
 from minisgl_server.api.openai.chat import chat_prompt
@@ -122,7 +122,7 @@ def test_validation_stops_at_the_first_error(body: dict[str, Any]) -> None:
 def test_a_list_error_is_that_of_the_type_that_fits_longest() -> None:
     with pytest.raises(ValidationError) as caught:
         CompletionRequest.model_validate({"prompt": [5, 5, "x"]})
-    assert invalid_body(caught.value).param == "prompt[2]"
+    assert invalid_fields(caught.value.errors()).param == "prompt[2]"
 
 
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
@@ -130,7 +130,7 @@ def test_parts_that_are_not_text_are_refused_with_the_reason(kind: str) -> None:
     parts = [{"type": "text", "text": "What is this?"}, {"type": kind, kind: {}}]
     with pytest.raises(ValidationError) as caught:
         ChatRequest.model_validate({"messages": [{"role": "user", "content": parts}]})
-    error = invalid_body(caught.value)
+    error = invalid_fields(caught.value.errors())
     assert error.param == f"messages[0].content[1].{kind}"
     assert "text only" in error.message
 

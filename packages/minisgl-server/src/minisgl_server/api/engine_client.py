@@ -4,10 +4,12 @@ import asyncio
 import itertools
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive
 
 from minisgl_core.protocol.engine_snapshot import EngineSnapshot, SnapshotRequest
 from minisgl_core.protocol.messages import (
@@ -27,15 +29,7 @@ from minisgl_core.protocol.messages import (
 )
 from minisgl_core.runtime.ipc import AsyncReceiver, IpcAddresses, Sender
 from minisgl_core.sampling_params import MAX_LOGPROBS
-from minisgl_server.api.errors import (
-    ApiError,
-    ClientGoneError,
-    no_replica,
-    not_encodable,
-    rejected,
-    shutting_down,
-    slow_client,
-)
+from minisgl_server.api.errors import ApiError, no_replica, rejected, shutting_down, slow_client
 from minisgl_server.api.waiting_prompts import WaitingPrompts
 
 logger = logging.getLogger(__name__)
@@ -47,7 +41,6 @@ MAX_UNSENT_PROMPT_BYTES = 2**27
 """Limit on the approximate memory of unsent prompts, which requests with ``echo`` or ``prompt_logprobs`` return. Room for
 the log-probabilities of one prompt that fills the context is added."""
 _BYTES_PER_TEXT, _BYTES_PER_TOKEN, _BYTES_PER_LOGPROB = 500, 40, 100
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Incoming = (
     EngineInfo | TextBatch | TokenizerReply | Rejected | RequestCounts | EngineSnapshot | NoSnapshot | NoReplica | Stop
 )
@@ -86,7 +79,7 @@ class Generation:
 
         Raises:
             ApiError: one of the requests was rejected, the engine stops, or the client reads too slowly.
-            ClientGoneError: the client disconnected.
+            ClientDisconnect: the client disconnected.
         """
         while not self._arrived and self._error is None and self._running:
             self._wake = asyncio.get_running_loop().create_future()
@@ -146,7 +139,7 @@ class Generation:
     async def _wait_for_disconnect(self, receive: Receive) -> None:
         await _disconnected(receive)
         self._disconnect_task = None
-        self.fail(ClientGoneError())
+        self.fail(ClientDisconnect())
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -159,7 +152,8 @@ def _encode(message: msgspec.Struct) -> bytes:
     try:
         return encode(message)
     except (OverflowError, RecursionError, UnicodeError):
-        raise not_encodable() from None
+        why = "an integer beyond 64 bits, a text with half of a surrogate pair, or values that are nested too deeply"
+        raise ApiError(400, f"The request cannot be passed to the engine: it has {why}.") from None
 
 
 def _num_bytes(text: Text) -> int:
@@ -266,7 +260,7 @@ class EngineClient:
 
         Raises:
             ApiError: 400, the message was rejected or cannot be encoded; 429, see `WaitingPrompts`; 500, the engine has stopped.
-            ClientGoneError: the client disconnected.
+            ClientDisconnect: the client disconnected.
         """
         worker = next(self._next_worker)
         answer = asyncio.create_task(self._ask(worker, message, message.request_id))
@@ -275,7 +269,7 @@ class EngineClient:
             await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
                 self._workers[worker].send(Abort(message.request_id))
-                raise ClientGoneError
+                raise ClientDisconnect
             tokens: TokenizerReply = answer.result()
             return tokens
         finally:

@@ -3,16 +3,16 @@
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
-from pydantic import ValidationError
+from fastapi.exceptions import RequestValidationError
 from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.routing import Match
+from starlette.types import Receive, Scope, Send
 
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.protocol.messages import Rejected
@@ -37,7 +37,6 @@ ANTHROPIC_PATH = "/v1/messages"
 """Prefix of the paths whose errors are in Anthropic's format."""
 ANTHROPIC_ID_HEADER = "request-id"
 """Response header in which Anthropic's client expects the request's id, also of errors."""
-_METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -76,6 +75,10 @@ class ApiError(Exception):
             kind = "rate_limit_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
+    async def send(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        await self.response(scope["path"])(scope, receive, send)
+
     def response(self, path: str = "") -> Response:
         """Return the response, in the format of the API that `path` belongs to."""
         body, headers = self.body(), self.headers
@@ -95,20 +98,10 @@ def _truncate(text: str, max_chars: int) -> str:
     return text if len(text) <= max_chars else f"{text[: max_chars - 3]}..."
 
 
-class ClientGoneError(Exception):
-    """The client disconnected, so that no response can be sent."""
-
-
 def no_replica(retry_after_s: float = 1) -> ApiError:
     """Return the error of a request while no replica is ready."""
     headers = {"Retry-After": str(math.ceil(retry_after_s))}
     return ApiError(503, "No replica is ready; each is starting again.", code="no_replica", headers=headers)
-
-
-def not_encodable() -> ApiError:
-    """Return the error for a value that JSON allows but the IPC messages cannot encode."""
-    why = "an integer beyond 64 bits, a text with half of a surrogate pair, or values that are nested too deeply"
-    return ApiError(400, f"The request cannot be passed to the engine: it has {why}.")
 
 
 def body_too_large(what: str) -> ApiError:
@@ -146,9 +139,8 @@ def invalid_value(error: InvalidValueError) -> ApiError:
     return ApiError(400, str(error), error.name)
 
 
-def invalid_body(error: ValidationError) -> ApiError:
-    """Return the most specific error of the first invalid field of a body."""
-    errors = error.errors(include_url=False, include_input=False)
+def invalid_fields(errors: Sequence[ErrorDetails]) -> ApiError:
+    """Return the most specific error of the first invalid field, of pydantic's errors of a request."""
     # A field with a union of types has an error for each of them. The type that the client meant is the one whose error is
     # deepest, or is not about the type, or comes last in a list.
     field_errors = [each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]]
@@ -178,6 +170,8 @@ def add_error_handlers(app: FastAPI) -> None:
     async def on_error(request: Request, error: Exception) -> Response:
         if isinstance(error, InvalidValueError):
             error = invalid_value(error)
+        elif isinstance(error, RequestValidationError):  # of the path or query; routes validate bodies themselves
+            error = invalid_fields([each | {"loc": each["loc"][1:]} for each in error.errors()])
         elif not isinstance(error, ApiError):
             error = ApiError(500, "The server failed on this request.", code="internal_error")
         return error.response(request.url.path)
@@ -187,26 +181,21 @@ def add_error_handlers(app: FastAPI) -> None:
         path = request.url.path
         response = ApiError(error.status_code, f"{request.method} {path}: {error.detail}.").response(path)
         response.headers.update(error.headers or {})
-        if error.status_code == 405:  # Starlette lists the methods of the first route only
-            if (operations := app.openapi()["paths"].get(path)) is not None:  # a fixed path wins over parameters
-                allowed = sorted(method.upper() for method in operations)
-            else:
-                scopes = ({**request.scope, "method": method} for method in _METHODS)
-                allowed = [
-                    each["method"] for each in scopes if any(r.matches(each)[0] == Match.FULL for r in app.routes)
-                ]
-            response.headers["Allow"] = ", ".join(allowed)
+        if error.status_code == 405 and (route := request.scope.get("route")) is not None:
+            methods = (
+                app.openapi()["paths"].get(route.path_format) or route.methods
+            )  # Starlette lists those of one route
+            response.headers["Allow"] = ", ".join(sorted(method.upper() for method in methods))
         return response
 
     async def on_client_gone(request: Request, error: Exception) -> Response:
         access_record(request.scope).client_gone = True
         return Response(status_code=499)
 
-    for kind in (ApiError, InvalidValueError, Exception):
+    for kind in (ApiError, InvalidValueError, RequestValidationError, Exception):
         app.add_exception_handler(kind, on_error)
     app.add_exception_handler(HTTPException, on_http_error)
-    app.add_exception_handler(ClientGoneError, on_client_gone)
-    app.add_exception_handler(ClientDisconnect, on_client_gone)  # raised before the body was complete
+    app.add_exception_handler(ClientDisconnect, on_client_gone)
 
 
 def _reason(param: str | None) -> str:

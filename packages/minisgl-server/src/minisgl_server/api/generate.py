@@ -19,7 +19,7 @@ from minisgl_server.api.openai.response_format import single_structured_output
 from minisgl_server.api.openai.sampling import RequestSampling
 from minisgl_server.api.openai.schemas import SamplingFields
 from minisgl_server.api.openapi import route_docs
-from minisgl_server.api.response_models import GenerateResponse, GenerateResponses
+from minisgl_server.api.response_models import GenerateResponses
 from minisgl_server.api.strict_model import Int, StrictModel, TokenId
 
 router = APIRouter()
@@ -79,9 +79,7 @@ class GenerateRequest(StrictModel):
     priority: Int | None = Field(None, description="Lower values run first; 0 by default.")
 
 
-@router.post(
-    "/generate", **route_docs(GenerateRequest, GenerateResponses, stream_event=GenerateResponse, errors=(400,))
-)
+@router.post("/generate", **route_docs(GenerateRequest, GenerateResponses, streams=True, errors=(400,)))
 async def generate(request: Request) -> Response:
     """Continue one or more prompts; several prompts or outputs give a list of responses."""
     started_s = time.perf_counter()

@@ -48,8 +48,7 @@ def route_docs(
     body: type[BaseModel] | None = None,
     response: type[BaseModel] | None = None,
     *,
-    stream_event: type[BaseModel] | None = None,
-    ends_with_done: bool = True,
+    streams: bool = False,
     errors: Iterable[int] = (),
     needs_engine: bool = True,
 ) -> dict[str, Any]:
@@ -57,19 +56,19 @@ def route_docs(
 
     Args:
         body: model of the request body.
-        response: model of the response of status 200; None for a route that always fails.
-        stream_event: model of the server-sent events, for a route that can stream.
-        ends_with_done: the last event is ``[DONE]``; otherwise events are named after their types.
+        response: model of the response of status 200.
+        streams: the route can stream server-sent events, which OpenAPI 3.1 cannot describe.
         errors: further statuses, keys of `ERRORS`. Those of any route and of the middleware are added.
         needs_engine: the route answers 503 while the engine does not serve.
     """
-    _models.update(each for each in (body, response, stream_event) if each is not None)
+    _models.update(each for each in (body, response) if each is not None)
     responses: dict[int | str, Any] = {}
     if response is not None:
         content = {"application/json": {"schema": _reference(response)}}
-        if stream_event is not None:
-            content["text/event-stream"] = {"itemSchema": _event(stream_event, ends_with_done)}
-        responses[200] = {"description": "Success.", "content": content}
+        responses[200] = {
+            "description": "Success.",
+            "content": content | ({"text/event-stream": {}} if streams else {}),
+        }
     for status in sorted({*errors, 500, *([503] if needs_engine else [])}):
         responses[status] = _error(status)
     route: dict[str, Any] = {"responses": responses, "response_class": Response, "status_code": min(responses)}
@@ -136,21 +135,3 @@ def _error(status: int, body: type[BaseModel] = Error) -> dict[str, Any]:
 
 def _reference(model: type[BaseModel]) -> dict[str, str]:
     return {"$ref": _TEMPLATE.format(model=model.__name__)}
-
-
-def _event(model: type[BaseModel], ends_with_done: bool) -> dict[str, Any]:
-    """Return the schema of a server-sent event, in the form of OpenAPI 3.2; version 3.1 has none."""
-    chunk: dict[str, Any] = {"type": "string", "contentMediaType": "application/json"}
-    if ends_with_done:
-        description = (
-            f"Each event is a {model.__name__}; the last is '[DONE]'. An error after the first event is an Error."
-        )
-        chunk["contentSchema"] = {"anyOf": [_reference(model), _reference(Error)]}
-        properties: dict[str, Any] = {"data": {"anyOf": [{"const": "[DONE]"}, chunk]}}
-    else:
-        description = (
-            f"Each event is a {model.__name__}, named after its type. An error after the first event is one too."
-        )
-        chunk["contentSchema"] = _reference(model)
-        properties = {"event": {"type": "string"}, "data": chunk}
-    return {"type": "object", "description": description, "properties": properties, "required": list(properties)}

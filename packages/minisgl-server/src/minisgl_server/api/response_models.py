@@ -1,4 +1,4 @@
-"""Models of the responses, for the OpenAPI document. Responses are built without them, as they would cost time per chunk."""
+"""Models of the responses, for the OpenAPI document. Responses are built without them, which takes less time."""
 
 from typing import Any, Literal
 
@@ -71,26 +71,14 @@ class ModelList(BaseModel):
     data: list[Model]
 
 
-class PromptTokensDetails(BaseModel):
-    """Details of the prompt tokens."""
-
-    cached_tokens: int
-
-
-class CompletionTokensDetails(BaseModel):
-    """Details of the output tokens."""
-
-    reasoning_tokens: int
-
-
 class Usage(BaseModel):
     """Token counts of a request."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails
+    prompt_tokens_details: dict[str, int]
+    completion_tokens_details: dict[str, int]
 
 
 class Message(BaseModel):
@@ -128,31 +116,8 @@ class ChatCompletionResponse(BaseModel):
     prompt_logprobs: PromptLogprobs | None = None
 
 
-class ChatCompletionChunkChoice(BaseModel):
-    """New output of one choice."""
-
-    index: int
-    delta: dict[str, Any]
-    logprobs: dict[str, Any] | None
-    finish_reason: FinishReason | None
-    stop_reason: str | int | None = None
-    token_ids: list[int] | None = None
-
-
-class ChatCompletionChunk(BaseModel):
-    """Event of a streamed chat."""
-
-    id: str
-    object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
-    choices: list[ChatCompletionChunkChoice]
-    usage: Usage | None = None
-    prompt_token_ids: list[int] | None = None
-
-
 class CompletionChoice(BaseModel):
-    """One of n outputs of a prompt; in a stream, its new output."""
+    """One of n outputs of a prompt."""
 
     index: int
     text: str
@@ -165,7 +130,7 @@ class CompletionChoice(BaseModel):
 
 
 class CompletionResponse(BaseModel):
-    """Response of ``POST /v1/completions``, or event of a streamed one."""
+    """Response of ``POST /v1/completions``."""
 
     id: str
     object: Literal["text_completion"]

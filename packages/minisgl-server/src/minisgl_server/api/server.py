@@ -8,7 +8,7 @@ import socket
 from collections.abc import Iterator
 
 import uvicorn
-from uvloop import new_event_loop
+import uvloop
 
 from minisgl_core.protocol.messages import Ready
 from minisgl_core.runtime.ipc import IpcAddresses
@@ -18,7 +18,6 @@ from minisgl_server.api.engine_client import EngineClient
 from minisgl_server.api.http.connection_limits import ConnectionLimits
 from minisgl_server.api.http.limited_protocol import limited_protocol_class
 from minisgl_server.api.http.middleware import add_middleware
-from minisgl_server.api.openai.requests import start_request_numbers
 from minisgl_server.options import ServerOptions
 
 SEND_TIMEOUT_S = 2
@@ -40,8 +39,7 @@ def run_api(
     then it reports that it is ready. While it drains, it answers 503 to new requests, so that load balancers that poll /ready
     notice.
     """
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        runner.run(_serve(options, api_key_digests, addresses, listener, report))
+    uvloop.run(_serve(options, api_key_digests, addresses, listener, report))
 
 
 async def _serve(
@@ -51,7 +49,6 @@ async def _serve(
     listener: socket.socket,
     report: Report,
 ) -> None:
-    start_request_numbers(addresses.api_worker_id)
     client, index = EngineClient(addresses), addresses.api_worker_id % addresses.num_api_workers
     with open(addresses.request_counts, "r+b") as file:
         counts = memoryview(mmap.mmap(file.fileno(), 0)).cast("i")
@@ -69,15 +66,11 @@ async def _serve(
     )
     server = _Server(config)
 
-    def stop() -> None:
-        tasks.append(asyncio.create_task(drain()))
-
     async def drain() -> None:
         await client.drain(options.drain_timeout)
         server.should_exit = True
 
     async def report_when_ready() -> None:
-        await server.is_listening.wait()
         await client.ready.wait()
         report(Ready(process="api"))
 
@@ -85,9 +78,8 @@ async def _serve(
         await client.stopped.wait()
         server.should_exit = True
 
-    tasks: list[asyncio.Task[None]] = []
-    asyncio.get_running_loop().add_signal_handler(END_SIGNAL, stop)
-    tasks += [asyncio.create_task(report_when_ready()), asyncio.create_task(stop_with_engine())]
+    tasks = [asyncio.create_task(report_when_ready()), asyncio.create_task(stop_with_engine())]
+    asyncio.get_running_loop().add_signal_handler(END_SIGNAL, lambda: tasks.append(asyncio.create_task(drain())))
     try:
         await server.serve(sockets=[listener])
     finally:
@@ -97,19 +89,11 @@ async def _serve(
 
 
 class _Server(uvicorn.Server):
-    """uvicorn server that leaves signals to `_serve`, and has an event for when it listens."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.is_listening = asyncio.Event()
+    """uvicorn server that leaves signals to `_serve`."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.is_listening.set()
 
 
 def max_open_files() -> int:

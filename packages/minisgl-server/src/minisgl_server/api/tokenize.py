@@ -11,7 +11,7 @@ from minisgl_core.sampling_params import SamplingParams
 from minisgl_server.api.limits import Bound, RequestLimits
 from minisgl_server.api.openai.requests import (
     json_response,
-    new_query_id,
+    new_request_id,
     parse_request,
     request_limits,
     run_in_thread_if_large,
@@ -84,7 +84,7 @@ def _query(body: TokenizeRequest, limits: RequestLimits) -> Tokenize:
         ApiError: 400, the messages and tools together are too long.
     """
     message = Tokenize(
-        request_id=new_query_id(),
+        request_id=new_request_id("tokens"),
         sampling=SamplingParams(),
         text=body.prompt,
         messages=None if body.messages is None else [each.model_dump(exclude_none=True) for each in body.messages],
@@ -102,5 +102,5 @@ def _query(body: TokenizeRequest, limits: RequestLimits) -> Tokenize:
 async def detokenize(request: Request) -> Response:
     """Return the text of token ids, including special tokens."""
     body = await parse_request(DetokenizeRequest, request)
-    tokens = await request.app.state.client.query(Detokenize(new_query_id(), body.tokens), request.receive)
+    tokens = await request.app.state.client.query(Detokenize(new_request_id("tokens"), body.tokens), request.receive)
     return json_response({"prompt": tokens.text})

@@ -1,15 +1,14 @@
 """Routes of the page: ``GET /``, the files below ``/page/``, and ``GET /engine/state``."""
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Query, Response
 from fastapi.responses import FileResponse
 from fastapi.staticfiles import StaticFiles
 from pydantic import BaseModel
 from starlette.types import Scope
 
-from minisgl_core.errors import InvalidValueError
 from minisgl_server.api.openai.requests import json_response
 from minisgl_server.api.openapi import route_docs
 from minisgl_server.page.engine_feed import EngineFeed
@@ -23,13 +22,6 @@ HEADERS = {
     "Cache-Control": "no-cache",
 }
 """Headers of the page and its files: no third-party or inline content, no frames, and browsers revalidate their caches."""
-_NUMBER = {"in": "query", "schema": {"type": "integer", "minimum": 0, "default": 0}}
-SINCE = {**_NUMBER, "name": "since", "description": "Number of a step; only later steps are returned."}
-REPLICA = {
-    **_NUMBER,
-    "name": "replica",
-    "description": "Index of a replica; while it is not ready, another one answers.",
-}
 
 
 class EngineState(BaseModel):
@@ -62,20 +54,13 @@ def add_routes(app: FastAPI) -> None:
     async def page() -> Response:
         return FileResponse(STATIC / "index.html", headers=HEADERS)
 
-    @app.get(
-        "/engine/state",
-        **route_docs(response=EngineState, errors=[400]),
-        openapi_extra={"parameters": [SINCE, REPLICA]},
-    )
-    async def state(request: Request) -> Response:
+    step = Query(ge=0, lt=2**63, description="Number of a step; only later steps are returned.")
+    index = Query(ge=0, lt=len(feeds), description="Index of a replica; while it is not ready, another one answers.")
+
+    @app.get("/engine/state", **route_docs(response=EngineState, errors=[400]))
+    async def state(since: Annotated[int, step] = 0, replica: Annotated[int, index] = 0) -> Response:
         """Return the engine's requests, steps, pages and prefix cache; with text only if the server has --page-prompts."""
-        text = request.query_params.get("since", "0")
-        if not (text.isascii() and text.isdigit() and len(text) < 19):
-            raise InvalidValueError("since", text, "the number of a step")
-        replica = request.query_params.get("replica", "0")
-        if not (replica.isascii() and replica.isdigit() and len(replica) < 4 and int(replica) < len(feeds)):
-            raise InvalidValueError("replica", replica, f"a number from 0 to {len(feeds) - 1}")
-        return json_response(await feeds[int(replica)].state(int(text)))
+        return json_response(await feeds[replica].state(since))
 
     app.mount("/page", _PageFiles(directory=STATIC))
     for path in ("/", "/page/"):

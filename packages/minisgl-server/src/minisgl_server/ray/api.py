@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import secrets
 from contextvars import Context
 from dataclasses import replace
 from typing import Any
@@ -34,7 +33,6 @@ from minisgl_core.runtime.supervisor import Supervisor
 from minisgl_server.api.app import create_app
 from minisgl_server.api.engine_client import EngineClient
 from minisgl_server.api.http.middleware import add_middleware
-from minisgl_server.api.openai.requests import start_request_numbers
 from minisgl_server.metrics.endpoint import Families, merge
 from minisgl_server.options import ServerOptions
 from minisgl_server.ray import request_router
@@ -98,9 +96,6 @@ class API:
         self._attempts: dict[str, int] = {}
         self._outputs, self._address = open_receiver(CacheEvents)
         self._proxies = Connections()
-        start_request_numbers(
-            secrets.randbits(31)
-        )  # ids of requests must differ from those of other replicas of the API
         self.client = EngineClient(self._addresses)
         names = [f"tokenizer {index}" for index in range(len(self._workers))]
         for index, name in enumerate(names):
@@ -119,9 +114,8 @@ class API:
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the application."""
-        counts = memoryview(bytearray(4)).cast("i")  # each replica of the API limits its own requests
         app = create_app(self.client, self._options, self._collect_metrics)
-        return DirectStreams(add_middleware(app, self._options, self._digests, counts, 0), self._proxies)
+        return DirectStreams(add_middleware(app, self._options, self._digests), self._proxies)
 
     async def check_health(self) -> None:
         """Raise the error of a tokenizer worker that has ended, and close idle connections."""

@@ -28,12 +28,6 @@ class MessageResponse(BaseModel):
     usage: MessageUsage
 
 
-class MessageEvent(BaseModel):
-    """Event of a streamed message; further fields depend on its type."""
-
-    type: str
-
-
 class TokenCount(BaseModel):
     """Response of ``POST /v1/messages/count_tokens``."""
 

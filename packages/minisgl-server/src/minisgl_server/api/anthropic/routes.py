@@ -4,7 +4,7 @@ from fastapi import APIRouter, Request, Response
 
 from minisgl_core.utils.logs import REQUEST_ID
 from minisgl_server.api.anthropic.events import MessageEvents, MessageObject
-from minisgl_server.api.anthropic.response_models import MessageEvent, MessageResponse, TokenCount
+from minisgl_server.api.anthropic.response_models import MessageResponse, TokenCount
 from minisgl_server.api.anthropic.schemas import CountTokensRequest, MessagesRequest
 from minisgl_server.api.anthropic.translate import template_hints, to_chat_request
 from minisgl_server.api.errors import ANTHROPIC_ID_HEADER
@@ -16,10 +16,7 @@ from minisgl_server.api.openapi import route_docs
 router = APIRouter()
 
 
-@router.post(
-    "/v1/messages",
-    **route_docs(MessagesRequest, MessageResponse, stream_event=MessageEvent, ends_with_done=False, errors=(400, 404)),
-)
+@router.post("/v1/messages", **route_docs(MessagesRequest, MessageResponse, streams=True, errors=(400, 404)))
 async def messages(request: Request) -> Response:
     """Generate content blocks for a conversation."""
     _, model = served_model(request.app)

@@ -64,11 +64,11 @@ class ThinkingBlock(StrictModel):
 
 
 Block = Annotated[
-    Annotated[TextBlock, Tag("TextBlock")]
-    | Annotated[ToolUseBlock, Tag("ToolUseBlock")]
-    | Annotated[ToolResultBlock, Tag("ToolResultBlock")]
-    | Annotated[ThinkingBlock, Tag("ThinkingBlock")],
-    type_discriminator(TextBlock, ToolUseBlock, ToolResultBlock, ThinkingBlock),
+    Annotated[TextBlock, Tag("<text>")]
+    | Annotated[ToolUseBlock, Tag("<tool_use>")]
+    | Annotated[ToolResultBlock, Tag("<tool_result>")]
+    | Annotated[ThinkingBlock, Tag("<thinking>")],
+    type_discriminator("text", "tool_use", "tool_result", "thinking"),
 ]
 
 

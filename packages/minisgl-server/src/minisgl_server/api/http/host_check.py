@@ -34,9 +34,7 @@ class HostMiddleware:
                     message = (
                         f"The host {host!r} is not allowed. Start the server with --allowed-hosts NAME to allow it."
                     )
-                    return await ApiError(403, message, "Host", "host_not_allowed").response(scope["path"])(
-                        scope, receive, send
-                    )
+                    return await ApiError(403, message, "Host", "host_not_allowed").send(scope, receive, send)
         return await self._app(scope, receive, send)
 
     def _is_allowed(self, name: str) -> bool:
@@ -65,9 +63,7 @@ class OriginMiddleware:
                     f"Web pages of the origin {origin!r} may not use this server. Start it with --cors-origin ORIGIN to"
                     " allow them."
                 )
-                return await ApiError(403, message, "Origin", "origin_not_allowed").response(scope["path"])(
-                    scope, receive, send
-                )
+                return await ApiError(403, message, "Origin", "origin_not_allowed").send(scope, receive, send)
         return await self._app(scope, receive, send)
 
     def _is_allowed(self, origin: str, headers: Headers) -> bool:

@@ -29,11 +29,18 @@ body its part of the memory of all bodies. At this rate, a body of 32 MiB takes 
 
 
 def add_middleware(
-    api: FastAPI, options: ServerOptions, api_key_digests: Sequence[bytes], counts: memoryview, index: int
+    api: FastAPI,
+    options: ServerOptions,
+    api_key_digests: Sequence[bytes],
+    request_counts: memoryview | None = None,
+    worker_index: int = 0,
 ) -> ASGIApp:
     """Return `api` behind the middleware that `options` ask for; a request passes the last one first.
 
-    `counts` and `index` are those of `RequestLimitMiddleware`.
+    Args:
+        request_counts: number of POST requests that each API worker serves, int32, in memory that all of them share. By default,
+            there is one worker.
+        worker_index: index of this worker.
     """
 
     def max_body_bytes() -> int:
@@ -42,7 +49,7 @@ def add_middleware(
         return RequestLimits.of(info, options.max_body_size).max_body_bytes
 
     app: ASGIApp = RequestLimitMiddleware(
-        api, max_body_bytes, options.max_concurrent_requests, counts=counts, index=index
+        api, max_body_bytes, options.max_concurrent_requests, request_counts=request_counts, worker_index=worker_index
     )
     if api_key_digests:
         app = ApiKeyMiddleware(app, api_key_digests, api.state.public_paths)
@@ -72,9 +79,8 @@ class ApiKeyMiddleware:
             await self._app(scope, receive, send)
         else:
             message = "A valid API key is required, as the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
-            response = ApiError(401, message, code="invalid_api_key").response(scope["path"])
-            response.headers["WWW-Authenticate"] = "Bearer"
-            await response(scope, receive, send)
+            headers = {"WWW-Authenticate": "Bearer"}
+            await ApiError(401, message, code="invalid_api_key", headers=headers).send(scope, receive, send)
 
     def _has_key(self, scope: Scope) -> bool:
         headers = Headers(scope=scope)
@@ -90,8 +96,7 @@ class RequestLimitMiddleware:
     Args:
         max_requests: maximum number of concurrent POST requests; None for no limit.
         body_timeout_s: maximum wait for the next part of a body, and time after which its mean rate is checked.
-        counts: number of POST requests that each API worker serves, int32; memory that all of them share.
-        index: index of this one.
+        request_counts, worker_index: see `add_middleware`.
     """
 
     def __init__(
@@ -100,12 +105,12 @@ class RequestLimitMiddleware:
         max_body_bytes: Callable[[], int],
         max_requests: int | None,
         body_timeout_s: float = BODY_TIMEOUT_S,
-        counts: memoryview | None = None,
-        index: int = 0,
+        request_counts: memoryview | None = None,
+        worker_index: int = 0,
     ) -> None:
         self._app, self._max_body_bytes, self._max_requests = app, max_body_bytes, max_requests
         self._body_timeout_s = body_timeout_s
-        self._counts, self._index = counts or memoryview(bytearray(4)).cast("i"), index
+        self._counts, self._index = request_counts or memoryview(bytearray(4)).cast("i"), worker_index
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer 408, 413 or 429."""
@@ -116,14 +121,13 @@ class RequestLimitMiddleware:
         send = _drain_refused_body(receive, send)
         max_bytes = self._max_body_bytes()
         if length is not None and int(length) > max_bytes:
-            refusal = body_too_large(f"is larger than {max_bytes} bytes (--max-body-size)").response(scope["path"])
-            return await refusal(scope, receive, send)
+            too_large = body_too_large(f"is larger than {max_bytes} bytes (--max-body-size)")
+            return await too_large.send(scope, receive, send)
         self._counts[self._index] += is_post  # before the check, so that two workers cannot both admit the last request
         if is_post and self._max_requests is not None and sum(self._counts) > self._max_requests:
             self._counts[self._index] -= 1  # at once, as the client may not read the refusal
             message = f"{self._max_requests} requests are being served, as many as this server takes at a time."
-            error = ApiError(429, message, code="too_many_requests")
-            return await error.response(scope["path"])(scope, receive, send)
+            return await ApiError(429, message, code="too_many_requests").send(scope, receive, send)
         try:
             await self._app(scope, self._limited(receive, max_bytes), send)
         finally:

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 
 from starlette.routing import BaseRoute, Match
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class PathMiddleware:
-    """Answers HEAD as GET without the body, and a path with a trailing slash as the path without it.
+    """Handles HEAD as GET, and a path with a trailing slash as the path without it.
 
-    It does not redirect, as several clients drop the body of a POST request when they follow a redirect.
+    uvicorn sends no body to HEAD. There is no redirect, as several clients drop the body of a POST request when they follow one.
 
     Args:
         routes: routes of the application. The slash is kept if only the path with the slash matches one.
@@ -26,14 +26,5 @@ class PathMiddleware:
                 if any(route.matches(without)[0] != Match.NONE for route in self._routes):
                     scope = without
             if scope["method"] == "HEAD":
-                scope, send = {**scope, "method": "GET"}, _without_body(send)
+                scope = {**scope, "method": "GET"}
         await self._app(scope, receive, send)
-
-
-def _without_body(send: Send) -> Send:
-    """Return `send` that drops bodies; Content-Length is still that of the response to GET."""
-
-    async def send_headers(message: Message) -> None:
-        await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
-
-    return send_headers

@@ -5,13 +5,14 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request, Response
 
+from minisgl_core.errors import InvalidValueError
 from minisgl_core.protocol.messages import Text, Tokenize, ToolCallDelta
 from minisgl_server.api.openai.choices import Choices, make_tokenize
 from minisgl_server.api.openai.event_stream import ChoiceEvents, EventStreamResponse
 from minisgl_server.api.openai.logprobs import chat_logprobs, prompt_fields
 from minisgl_server.api.openai.requests import (
     json_response,
-    new_query_id,
+    new_request_id,
     parse_request,
     request_limits,
     run_in_thread_if_large,
@@ -19,10 +20,10 @@ from minisgl_server.api.openai.requests import (
 )
 from minisgl_server.api.openai.sampling import request_sampling
 from minisgl_server.api.openai.schemas import ChatRequest
-from minisgl_server.api.openai.template_fields import template_fields
 from minisgl_server.api.openai.tools import tool_use
 from minisgl_server.api.openapi import route_docs
-from minisgl_server.api.response_models import ChatCompletionChunk, ChatCompletionResponse
+from minisgl_server.api.response_models import ChatCompletionResponse
+from minisgl_server.api.unsupported_fields import UNSUPPORTED_REASONS
 
 router = APIRouter()
 
@@ -34,7 +35,7 @@ def chat_prompt(request: Request, chat: ChatRequest, template_hints: dict[str, A
         ApiError: 400, the messages and tools together are too long.
     """
     info, _ = served_model(request.app)
-    fields = template_fields(chat, request.app.state.options.trust_request_chat_template)
+    fields = _template_fields(chat, request.app.state.options.trust_request_chat_template)
     if template_hints:
         fields["template_hints"] = template_hints
     prompt = make_tokenize(
@@ -47,6 +48,36 @@ def chat_prompt(request: Request, chat: ChatRequest, template_hints: dict[str, A
     )
     request_limits(request.app).check_conversation(prompt)
     return prompt
+
+
+def _template_fields(chat: ChatRequest, trusts_templates: bool) -> dict[str, Any]:
+    """Return the fields of `Tokenize` that control the chat template and the reasoning parser."""
+    if chat.chat_template is not None and not trusts_templates:
+        raise InvalidValueError("chat_template", chat.chat_template, "left out", UNSUPPORTED_REASONS["chat_template"])
+    if chat.continue_final_message and chat.add_generation_prompt:
+        allowed = "false or left out if continue_final_message is true"
+        raise InvalidValueError("add_generation_prompt", True, allowed)
+    if chat.include_reasoning is False and chat.separate_reasoning is False:
+        allowed = "true or left out if separate_reasoning is false, which leaves reasoning content in the text"
+        raise InvalidValueError("include_reasoning", False, allowed)
+    add_generation_prompt = (
+        not chat.continue_final_message if chat.add_generation_prompt is None else chat.add_generation_prompt
+    )
+    return {
+        "add_generation_prompt": add_generation_prompt,
+        "continue_final_message": bool(chat.continue_final_message),
+        "chat_template": chat.chat_template,
+        "documents": chat.documents,
+        "template_hints": effort_hints(chat.reasoning_effort),
+        "hints_name": "" if chat.reasoning_effort is None else "reasoning_effort",
+        "include_reasoning": chat.include_reasoning is not False,
+        "separate_reasoning": chat.separate_reasoning is not False,
+    }
+
+
+def effort_hints(effort: str | None) -> dict[str, Any]:
+    """Return the chat template variables of a reasoning effort; see `Tokenize.template_hints`."""
+    return {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
 
 
 async def start_chat(
@@ -68,15 +99,12 @@ async def start_chat(
 async def count_prompt_tokens(request: Request, chat: ChatRequest, template_hints: dict[str, Any] | None = None) -> int:
     """Count the tokens of a chat's prompt, without running it."""
     prompt = await run_in_thread_if_large(request, chat_prompt, request, chat, template_hints)
-    query = msgspec.structs.replace(prompt, request_id=new_query_id(), only_tokens=True)
+    query = msgspec.structs.replace(prompt, request_id=new_request_id("tokens"), only_tokens=True)
     tokens = await request.app.state.client.query(query, request.receive)
     return len(tokens.token_ids)
 
 
-@router.post(
-    "/v1/chat/completions",
-    **route_docs(ChatRequest, ChatCompletionResponse, stream_event=ChatCompletionChunk, errors=(400, 404)),
-)
+@router.post("/v1/chat/completions", **route_docs(ChatRequest, ChatCompletionResponse, streams=True, errors=(400, 404)))
 async def chat_completions(request: Request) -> Response:
     """Generate the next message of a conversation."""
     chat = await parse_request(ChatRequest, request)
@@ -161,7 +189,7 @@ class _ChatEvents(ChoiceEvents):
         return entry
 
     def output(self, index: int, text: Text) -> bytes:
-        """See `StreamEvents.output`. The prompt's token ids are sent with the first choice."""
+        """Return the chunk with new output. The one with the first choice has the prompt's token ids."""
         if not self._returns_ids or text.prompt_token_ids is None or index > 0:
             return super().output(index, text)
         return self.chunk(self.entry(index, text), prompt_token_ids=text.prompt_token_ids)

@@ -10,11 +10,10 @@ from fastapi import Request
 
 from minisgl_core.protocol.messages import EngineInfo, Text, Tokenize
 from minisgl_core.sampling_params import MAX_LOGPROBS
-from minisgl_core.utils.logs import REQUEST_ID
 from minisgl_server.api.engine_client import EngineClient, Generation
 from minisgl_server.api.errors import ApiError
 from minisgl_server.api.http.request_log import access_record
-from minisgl_server.api.openai.requests import next_request_number
+from minisgl_server.api.openai.requests import new_request_id
 from minisgl_server.api.openai.sampling import RequestSampling
 from minisgl_server.api.openai.schemas import GenerationRequest
 
@@ -53,7 +52,7 @@ class Choices:
     def __init__(
         self, prefix: str, model: str, prompts: Sequence[Tokenize], info: EngineInfo, is_buffered: bool | None = None
     ) -> None:
-        self.id = f"{prefix}-{REQUEST_ID.get()}-{next_request_number():x}"
+        self.id = new_request_id(prefix)
         self._model = model
         self._created = int(time.time())
         self.sampling = prompts[0].sampling

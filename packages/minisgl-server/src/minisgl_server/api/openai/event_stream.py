@@ -8,10 +8,11 @@ from typing import Any
 
 import msgspec
 from fastapi import Response
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from minisgl_core.protocol.messages import Text
-from minisgl_server.api.errors import ApiError, ClientGoneError
+from minisgl_server.api.errors import ApiError
 from minisgl_server.api.http.request_log import access_record
 from minisgl_server.api.openai.choices import Choices
 from minisgl_server.api.openai.schemas import StreamOptions
@@ -111,7 +112,7 @@ class EventStreamResponse(Response):
                 last = await asyncio.create_task(self._send_all(send)) + self._events.done
             except ApiError as error:
                 last = self._events.error(error)
-            except ClientGoneError:
+            except ClientDisconnect:
                 access_record(scope).client_gone = True
             except Exception:
                 logger.exception("a stream failed")

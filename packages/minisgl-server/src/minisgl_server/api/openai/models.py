@@ -1,8 +1,8 @@
-"""Routes ``GET /v1/models`` and ``POST /v1/embeddings``, which is always refused."""
+"""Routes ``GET /v1/models`` and ``GET /v1/models/NAME``."""
 
 from fastapi import APIRouter, FastAPI, Request, Response
 
-from minisgl_server.api.errors import ApiError, model_not_found
+from minisgl_server.api.errors import model_not_found
 from minisgl_server.api.openai.requests import json_response, served_model
 from minisgl_server.api.openapi import route_docs
 from minisgl_server.api.response_models import Model, ModelList
@@ -23,14 +23,6 @@ async def model(request: Request, name: str) -> Response:
     if name != served:
         raise model_not_found(name, served)
     return json_response(_model(request.app))
-
-
-@router.post("/v1/embeddings", **route_docs(errors=(400,)))
-async def embeddings(request: Request) -> Response:
-    """Refuse the request with an error that says that the model does not support embeddings."""
-    served = served_model(request.app)[1]
-    message = f"The model {served!r} generates text; it does not support embeddings."
-    raise ApiError(400, message, "model", "unsupported_operation")
 
 
 def _model(app: FastAPI) -> dict[str, object]:

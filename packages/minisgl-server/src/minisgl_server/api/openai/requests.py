@@ -1,7 +1,7 @@
 """Steps that every generation route begins and ends with: parse the body, check the model, encode the response."""
 
 import asyncio
-import itertools
+import uuid
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -12,7 +12,7 @@ from pydantic_core import from_json
 
 from minisgl_core.protocol.messages import EngineInfo
 from minisgl_core.utils.logs import REQUEST_ID
-from minisgl_server.api.errors import ApiError, invalid_body, model_not_found
+from minisgl_server.api.errors import ApiError, invalid_fields, model_not_found
 from minisgl_server.api.http.request_body import BodyMemory, read_body
 from minisgl_server.api.limits import RequestLimits
 
@@ -22,18 +22,6 @@ P = ParamSpec("P")
 
 _MAX_INLINE_BYTES = 2**16
 """Larger bodies are handled on a thread; see `run_in_thread_if_large`."""
-_numbers = itertools.count(1)
-
-
-def start_request_numbers(process_id: int) -> None:
-    """Start the request numbers of this process, which no other API worker uses; `process_id` has up to 31 bits."""
-    global _numbers
-    _numbers = itertools.count(process_id << 32 | 1)
-
-
-def next_request_number() -> int:
-    """Return a new number for an id, as clients may send the same X-Request-Id twice."""
-    return next(_numbers)
 
 
 async def parse_request(model: type[R], request: Request) -> R:
@@ -77,7 +65,7 @@ def _validate(model: type[R], body: bytearray, limits: RequestLimits) -> R:
     try:
         return model.model_validate(data, context=limits)
     except ValidationError as error:
-        raise invalid_body(error) from None
+        raise invalid_fields(error.errors(include_url=False, include_input=False)) from None
 
 
 def served_model(app: FastAPI) -> tuple[EngineInfo, str]:
@@ -104,6 +92,6 @@ def json_response(body: dict[str, Any] | list[dict[str, Any]]) -> Response:
     return Response(msgspec.json.encode(body), media_type="application/json")
 
 
-def new_query_id() -> str:
-    """Return an id for a query to a tokenizer worker."""
-    return f"tokens-{REQUEST_ID.get()}-{next_request_number():x}"
+def new_request_id(prefix: str) -> str:
+    """Return a unique id with the X-Request-Id of this request, as clients may send the same one twice."""
+    return f"{prefix}-{REQUEST_ID.get()}-{uuid.uuid4().hex[:16]}"

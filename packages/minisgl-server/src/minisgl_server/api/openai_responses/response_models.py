@@ -5,26 +5,13 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 
-class InputTokensDetails(BaseModel):
-    """Details of the prompt tokens."""
-
-    cached_tokens: int
-    cache_write_tokens: int
-
-
-class OutputTokensDetails(BaseModel):
-    """Details of the output tokens."""
-
-    reasoning_tokens: int
-
-
 class ResponseUsage(BaseModel):
     """Token counts of a response."""
 
     input_tokens: int
-    input_tokens_details: InputTokensDetails
+    input_tokens_details: dict[str, int]
     output_tokens: int
-    output_tokens_details: OutputTokensDetails
+    output_tokens_details: dict[str, int]
     total_tokens: int
 
 
@@ -40,13 +27,6 @@ class ResponsesResponse(BaseModel):
     error: dict[str, Any] | None
     incomplete_details: dict[str, Any] | None
     usage: ResponseUsage | None
-
-
-class ResponseEvent(BaseModel):
-    """Event of a streamed response; further fields depend on its type."""
-
-    type: str
-    sequence_number: int
 
 
 class InputItems(BaseModel):

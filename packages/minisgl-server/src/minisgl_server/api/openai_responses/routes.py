@@ -1,13 +1,11 @@
 """Routes of the Responses API, below ``/v1/responses``."""
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 
 from minisgl_core.errors import InvalidValueError
-from minisgl_server.api.errors import ApiError
 from minisgl_server.api.field_names import FieldNames
 from minisgl_server.api.http.request_body import BodyMemory
 from minisgl_server.api.openai.chat import count_prompt_tokens, start_chat
@@ -25,11 +23,16 @@ from minisgl_server.api.openai_responses.response_models import (
     DeletedResponse,
     InputItems,
     InputTokensResponse,
-    ResponseEvent,
     ResponsesResponse,
 )
 from minisgl_server.api.openai_responses.response_object import ResponseObject, new_id
-from minisgl_server.api.openai_responses.schemas import InputTokensRequest, PromptFields, ResponsesRequest
+from minisgl_server.api.openai_responses.schemas import (
+    InputItemsQuery,
+    InputTokensRequest,
+    PromptFields,
+    ResponsesRequest,
+    RetrieveQuery,
+)
 from minisgl_server.api.openai_responses.store import ResponseStore
 from minisgl_server.api.openai_responses.translate import Conversation, template_hints, to_chat_request
 from minisgl_server.api.openapi import route_docs
@@ -42,20 +45,12 @@ class _ItemId(msgspec.Struct):
 
 
 _decode_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
-"""Finds the items of a list without decoding them, as a list may have 32 MiB and a client asks for at most `_MAX_ITEMS`."""
+"""Finds the items of a list without decoding them, as a list may have 32 MiB and a client asks for few of them."""
 _decode_id = msgspec.json.Decoder(_ItemId).decode
-_MAX_ITEMS = 100
-"""Maximum of ``limit``, which is OpenAI's."""
-_MAX_LIMIT_DIGITS = 3
 _ID_PREFIXES = {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 
-@router.post(
-    "/v1/responses",
-    **route_docs(
-        ResponsesRequest, ResponsesResponse, stream_event=ResponseEvent, ends_with_done=False, errors=(400, 404)
-    ),
-)
+@router.post("/v1/responses", **route_docs(ResponsesRequest, ResponsesResponse, streams=True, errors=(400, 404)))
 async def create(request: Request) -> Response:
     """Generate output items for a conversation."""
     _, model = served_model(request.app)
@@ -98,9 +93,8 @@ async def input_tokens(request: Request) -> Response:
     "/v1/responses/{response_id}",
     **route_docs(response=ResponsesResponse, errors=(400, 404), needs_engine=False),
 )
-async def retrieve(request: Request, response_id: str) -> Response:
+async def retrieve(request: Request, response_id: str, query: Annotated[RetrieveQuery, Query()]) -> Response:
     """Return a stored response."""
-    _query_params(request, {"stream": ("false",)})
     return Response(_store(request).get(response_id).body, media_type="application/json")
 
 
@@ -109,44 +103,27 @@ async def retrieve(request: Request, response_id: str) -> Response:
 )
 async def delete(request: Request, response_id: str) -> Response:
     """Delete a stored response."""
-    _query_params(request, {})
     _store(request).delete(response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
-
-
-@router.post("/v1/responses/{response_id}/cancel", **route_docs(errors=(400, 404), needs_engine=False))
-async def cancel(request: Request, response_id: str) -> Response:
-    """Refuse the request, as responses do not run in the background."""
-    _store(request).get(response_id)
-    message = "Only a response that runs in the background can be cancelled, and this server refuses background=true."
-    raise ApiError(400, message, "response_id", "unsupported_operation")
 
 
 @router.get(
     "/v1/responses/{response_id}/input_items", **route_docs(response=InputItems, errors=(400, 404), needs_engine=False)
 )
-async def input_items(request: Request, response_id: str) -> Response:
+async def input_items(request: Request, response_id: str, query: Annotated[InputItemsQuery, Query()]) -> Response:
     """List the input items of a stored response, without those of previous responses."""
-    query = _query_params(request, {"limit": None, "order": ("asc", "desc"), "after": None})
-    limit = query.get("limit", "20")
-    if not (limit.isdecimal() and len(limit) <= _MAX_LIMIT_DIGITS and 1 <= int(limit) <= _MAX_ITEMS):
-        raise InvalidValueError("limit", limit, f"a number from 1 to {_MAX_ITEMS}")
     items = _decode_items(_store(request).get(response_id).items)
-    if query.get("order", "desc") == "desc":
+    if query.order == "desc":
         items.reverse()
-    if after := query.get("after"):
-        index = next((index for index, item in enumerate(items) if _item_id(item) == after), None)
+    if query.after:
+        index = next((index for index, item in enumerate(items) if _decode_id(item).id == query.after), None)
         if index is None:
-            raise InvalidValueError("after", after, "the id of one of the items")
+            raise InvalidValueError("after", query.after, "the id of one of the items")
         items = items[index + 1 :]
-    shown = items[: int(limit)]
-    first_id, last_id = (_item_id(shown[0]), _item_id(shown[-1])) if shown else (None, None)
+    shown = items[: query.limit]
+    first_id, last_id = (_decode_id(shown[0]).id, _decode_id(shown[-1]).id) if shown else (None, None)
     ends = {"first_id": first_id, "last_id": last_id}
     return json_response({"object": "list", "data": shown, **ends, "has_more": len(shown) < len(items)})
-
-
-def _item_id(item: msgspec.Raw) -> str:
-    return _decode_id(item).id
 
 
 def _store(request: Request) -> ResponseStore:
@@ -155,7 +132,7 @@ def _store(request: Request) -> ResponseStore:
 
 
 async def _translate(request: Request, body: PromptFields) -> tuple[ChatRequest, Conversation, FieldNames]:
-    """See `to_chat_request`. The messages of the previous responses are limited like a body, as they are decoded like one.
+    """Translate a request with `to_chat_request`. The messages of the previous responses are limited like a body.
 
     Raises:
         ApiError: 400, there is no such response; 429, too many bodies are large.
@@ -167,16 +144,6 @@ async def _translate(request: Request, body: PromptFields) -> tuple[ChatRequest,
     with memory.reserve(request_limits(request.app)) as add_bytes:
         add_bytes(len(history))
         return await run_in_thread_if_large(request, to_chat_request, body, history)
-
-
-def _query_params(request: Request, known: Mapping[str, tuple[str, ...] | None]) -> Mapping[str, str]:
-    """Return the query parameters. `known` has the allowed values of each; None allows any value."""
-    for name, value in request.query_params.items():
-        if name not in known:
-            raise ApiError(400, f"The field {name[:80]!r} is not supported.", name[:80], "unsupported_field")
-        if (values := known[name]) is not None and value not in values:
-            raise InvalidValueError(name, value, f"{' or '.join(values)}")
-    return request.query_params
 
 
 def _input_items(body: ResponsesRequest) -> bytes:

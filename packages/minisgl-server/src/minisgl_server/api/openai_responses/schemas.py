@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Tag
+from pydantic import BaseModel, Field, Tag
 
 from minisgl_server.api.limits import Bound
 from minisgl_server.api.openai.schemas import CommonSamplingFields, FunctionName
@@ -36,10 +36,10 @@ class Refusal(StrictModel):
 
 
 Part = Annotated[
-    Annotated[InputText, Tag("InputText")]
-    | Annotated[OutputText, Tag("OutputText")]
-    | Annotated[Refusal, Tag("Refusal")],
-    type_discriminator(InputText, OutputText, Refusal),
+    Annotated[InputText, Tag("<input_text>")]
+    | Annotated[OutputText, Tag("<output_text>")]
+    | Annotated[Refusal, Tag("<refusal>")],
+    type_discriminator("input_text", "output_text", "refusal"),
 ]
 
 
@@ -109,11 +109,11 @@ class ReasoningItem(StrictModel):
 
 
 Item = Annotated[
-    Annotated[Message, Tag("Message")]
-    | Annotated[FunctionCall, Tag("FunctionCall")]
-    | Annotated[FunctionCallOutput, Tag("FunctionCallOutput")]
-    | Annotated[ReasoningItem, Tag("ReasoningItem")],
-    type_discriminator(Message, FunctionCall, FunctionCallOutput, ReasoningItem, default=Message),
+    Annotated[Message, Tag("<message>")]
+    | Annotated[FunctionCall, Tag("<function_call>")]
+    | Annotated[FunctionCallOutput, Tag("<function_call_output>")]
+    | Annotated[ReasoningItem, Tag("<reasoning>")],
+    type_discriminator("message", "function_call", "function_call_output", "reasoning", default="message"),
 ]
 
 
@@ -200,6 +200,20 @@ class PromptFields(StrictModel):
         None, description="Only disabled is supported: a prompt that is too long is an error."
     )
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the chat template.")
+
+
+class RetrieveQuery(BaseModel, extra="forbid"):
+    """Query of ``GET /v1/responses/{response_id}``."""
+
+    stream: Literal["false"] | None = None
+
+
+class InputItemsQuery(BaseModel, extra="forbid"):
+    """Query of ``GET /v1/responses/{response_id}/input_items``."""
+
+    limit: int = Field(20, ge=1, le=100)
+    order: Literal["asc", "desc"] = "desc"
+    after: str | None = Field(None, description="Id of an item; only items after it are returned.")
 
 
 class InputTokensRequest(PromptFields):

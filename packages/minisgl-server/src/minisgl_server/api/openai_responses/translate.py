@@ -7,9 +7,9 @@ import msgspec
 
 from minisgl_core.errors import InvalidValueError
 from minisgl_server.api.field_names import FieldNames
+from minisgl_server.api.openai.chat import effort_hints
 from minisgl_server.api.openai.schemas import ChatRequest, CommonSamplingFields
 from minisgl_server.api.openai.segments import Segment
-from minisgl_server.api.openai.template_fields import effort_hints
 from minisgl_server.api.openai_responses.schemas import (
     AllowedTools,
     FunctionCall,
