@@ -338,7 +338,7 @@ def test_invalid_bodies_are_refused(http: httpx.Client, data: bytes) -> None:
     assert http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 1}).status_code == 200
 
 
-def test_bodies_need_a_json_type_and_may_be_compressed(http: httpx.Client) -> None:
+def test_bodies_need_a_json_type_and_no_encoding(http: httpx.Client) -> None:
     body = json.dumps({"prompt": "Hi", "max_tokens": 1}).encode()
     form = http.post("/v1/completions", content=body, headers={"Content-Type": "application/x-www-form-urlencoded"})
     assert (form.status_code, form.json()["error"]["code"]) == (415, "unsupported_media_type")
@@ -346,9 +346,7 @@ def test_bodies_need_a_json_type_and_may_be_compressed(http: httpx.Client) -> No
     page = http.post("/v1/completions", content=body, headers={"Origin": str(http.base_url).rstrip("/")})
     assert page.status_code == 415
     packed = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
-    assert http.post("/v1/completions", content=gzip.compress(body), headers=packed).status_code == 200
-    broken = http.post("/v1/completions", content=body, headers=packed)
-    assert (broken.status_code, broken.json()["error"]["code"]) == (400, "invalid_encoding")
+    assert http.post("/v1/completions", content=gzip.compress(body), headers=packed).status_code == 415
 
 
 def test_values_that_cannot_be_encoded_are_refused(http: httpx.Client) -> None:

@@ -1,10 +1,8 @@
-"""Headers and compression of bodies."""
+"""Headers of bodies, and the memory of all bodies."""
 
 from __future__ import annotations
 
 import asyncio
-import gzip
-import zlib
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -80,45 +78,10 @@ def test_requests_with_an_origin_need_a_json_content_type() -> None:
     assert read(TEXT, origin="https://a.example") == TEXT
 
 
-@pytest.mark.parametrize("step", [1, 7, 10**6])
-@pytest.mark.parametrize(
-    ("name", "pack"), [("gzip", gzip.compress), ("GZIP", gzip.compress), ("deflate", zlib.compress)]
-)
-def test_compressed_bodies_are_unpacked(name: str, pack: Any, step: int) -> None:
-    assert read(pack(TEXT), step, content_encoding=name) == TEXT
-    assert read(TEXT, step, content_encoding="identity") == TEXT
-
-
-@pytest.mark.parametrize(
-    ("data", "why"),
-    [
-        (TEXT, "incorrect header check"),
-        (gzip.compress(TEXT)[:-1], "it ends too early"),
-        (b"", "it ends too early"),
-        (gzip.compress(TEXT)[:-5] + b"xxxxx", "incorrect data check"),
-        (gzip.compress(TEXT) + b"x", "there is data after its end"),
-        (gzip.compress(TEXT) + gzip.compress(TEXT), "there is data after its end"),
-    ],
-)
-def test_invalid_compressed_data_are_refused(data: bytes, why: str) -> None:
-    for step in (1, 10**6):
-        error = refusal(data, step, content_encoding="gzip")
-        assert (error.status, error.code) == (400, "invalid_encoding")
-        assert why in error.message
-
-
-@pytest.mark.parametrize("name", ["br", "zstd", "gzip, gzip"])
-def test_other_compression_is_refused(name: str) -> None:
-
+@pytest.mark.parametrize("name", ["gzip", "br", "zstd"])
+def test_compressed_bodies_are_refused(name: str) -> None:
     assert refusal(TEXT, content_encoding=name).status == 415
-
-
-@pytest.mark.parametrize("step", [1000, 10**6])
-def test_bodies_that_decompress_beyond_the_limit_are_refused(step: int) -> None:
-    error = refusal(gzip.compress(b" " * (2**20 + 1)), step, content_encoding="gzip")
-    assert (error.status, error.code) == (413, "body_too_large")
-    assert len(read(gzip.compress(b" " * 2**20), step, content_encoding="gzip")) == 2**20
-    assert refusal(b" " * (2**20 + 1)).status == 413
+    assert read(TEXT, content_encoding="identity") == TEXT
 
 
 def test_many_large_bodies_at_a_time_are_refused() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import zlib
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -146,18 +145,6 @@ def test_a_large_body_is_refused_without_delaying_others(
         answer = post(attacked, attack.path, content)
     assert (answer.status_code, answer.json()["error"]["param"]) == (attack.status, attack.param), answer.text
     assert len(answer.text) < 2000
-
-
-@pytest.mark.parametrize(("encoding", "window_bits"), [("gzip", 31), ("deflate", 15)])
-def test_a_zip_bomb_is_refused(
-    encoding: str, window_bits: int, attacked: Any, withstands: Callable[[Any], Any]
-) -> None:
-    packer = zlib.compressobj(9, zlib.DEFLATED, window_bits)
-    bomb = b"".join(packer.compress(b" " * MIB) for _ in range(300)) + packer.flush()
-    with withstands(attacked):
-        answer = post(attacked, COMPLETION, bomb, **{"Content-Encoding": encoding})
-    assert answer.status_code == 413
-    assert answer.json()["error"]["code"] == "body_too_large"
 
 
 def test_the_largest_body_does_not_delay_other_requests(attacked: Any, withstands: Callable[[Any], Any]) -> None:

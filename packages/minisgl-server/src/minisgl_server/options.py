@@ -82,7 +82,7 @@ class ServerOptions:
     )
     max_body_size: int | None = option(
         None,
-        "Maximum size of a request body in bytes after decompression; larger ones get status 413. By default, 1 MiB plus 32"
+        "Maximum size of a request body in bytes; larger ones get status 413. By default, 1 MiB plus 32"
         " bytes per token of as many full prompts as may run and wait, up to 32 MiB or one prompt.",
         low=1,
     )

@@ -20,7 +20,7 @@ ERRORS = {
     404: "The model or response does not exist.",
     408: "The body was not received in time.",
     413: "The body is larger than --max-body-size, or cannot fit the context.",
-    415: "The Content-Type is not JSON, or the Content-Encoding is neither gzip nor deflate.",
+    415: "The Content-Type is not JSON, or the body is compressed.",
     429: "Too many requests run or wait; try again later.",
     500: "The server failed on this request.",
     503: "The engine is starting, or the server is shutting down.",
