@@ -24,7 +24,7 @@ from minisgl_core.protocol.messages import EngineInfo, Logprob, Text, Tokenize, 
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_server.api import app  # imports every module with requests
 from minisgl_server.api.errors import ApiError, invalid_fields
-from minisgl_server.api.http.json_size import JsonSizeCounter
+from minisgl_server.api.http.request_body import JsonSizeCounter
 from minisgl_server.api.limits import MIB, Bound, RequestLimits
 from minisgl_server.api.openai.chat import chat_prompt
 from minisgl_server.api.openai.choices import Choices, make_tokenize

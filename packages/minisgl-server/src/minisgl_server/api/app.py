@@ -4,13 +4,14 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import cache, partial
 from importlib.metadata import version
 
 from fastapi import FastAPI
 
 from minisgl_core.plugins.hooks import Hook, Hooks
 from minisgl_core.plugins.registry import Registry
-from minisgl_server.api import errors, generate, health, openapi, tokenize
+from minisgl_server.api import errors, generate, health, tokenize
 from minisgl_server.api.anthropic import routes as messages
 from minisgl_server.api.engine_client import EngineClient
 from minisgl_server.api.http.path_middleware import PathMiddleware
@@ -18,6 +19,7 @@ from minisgl_server.api.http.request_body import BodyMemory
 from minisgl_server.api.openai import chat, completions, models
 from minisgl_server.api.openai_responses import routes as responses
 from minisgl_server.api.openai_responses.store import ResponseStore
+from minisgl_server.api.openapi import openapi_document
 from minisgl_server.api.public_paths import PublicPaths
 from minisgl_server.metrics.endpoint import Families, collect_local, make_router
 from minisgl_server.options import ServerOptions
@@ -51,7 +53,7 @@ def create_app(
     app.state.response_store = ResponseStore(options.response_store_bytes)
     app.state.started = int(time.time())
     errors.add_error_handlers(app)
-    openapi.add_openapi_document(app)
+    app.openapi = cache(partial(openapi_document, app))  # type: ignore[method-assign]
     for module in (chat, completions, responses, messages, generate, tokenize, models, health):
         app.include_router(module.router)
     if options.metrics:

@@ -144,7 +144,7 @@ def invalid_fields(errors: Sequence[ErrorDetails]) -> ApiError:
     # A field with a union of types has an error for each of them. The type that the client meant is the one whose error is
     # deepest, or is not about the type, or comes last in a list.
     field_errors = [each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]]
-    first = max(field_errors, key=lambda each: (len(each["loc"]), not each["type"].endswith("_type"), _indices(each)))
+    first = max(field_errors, key=_specificity)
     param = _field(first["loc"])
     if first["type"] == "extra_forbidden":
         param = ".".join(filter(None, (_field(first["loc"][:-1]), str(first["loc"][-1]))))
@@ -160,8 +160,9 @@ def invalid_fields(errors: Sequence[ErrorDetails]) -> ApiError:
     return ApiError(400, f"{where}{': ' if where else ''}{first['msg']}.{reason}", param)
 
 
-def _indices(error: ErrorDetails) -> list[int]:
-    return [part for part in error["loc"] if isinstance(part, int)]
+def _specificity(error: ErrorDetails) -> tuple[int, bool, list[int]]:
+    indices = [part for part in error["loc"] if isinstance(part, int)]
+    return len(error["loc"]), not error["type"].endswith("_type"), indices
 
 
 def add_error_handlers(app: FastAPI) -> None:

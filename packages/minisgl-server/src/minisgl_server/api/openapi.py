@@ -1,6 +1,5 @@
 """OpenAPI document of the API. Routes parse and encode their bodies themselves, so that each declares them here."""
 
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -78,22 +77,9 @@ def route_docs(
     return route
 
 
-def add_openapi_document(app: FastAPI) -> None:
-    """Have `app` serve the document."""
-
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            app.openapi_schema = _document(app)
-        return app.openapi_schema
-
-    app.openapi = openapi  # type: ignore[method-assign]
-
-
-def _document(app: FastAPI) -> dict[str, Any]:
-    with warnings.catch_warnings():
-        # A route with several methods has one id; ids are made unique below.
-        warnings.filterwarnings("ignore", "Duplicate Operation ID")
-        document = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
+def openapi_document(app: FastAPI) -> dict[str, Any]:
+    """Return the document of an application."""
+    document = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
     models = sorted(_models, key=lambda model: model.__name__)
     _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=_TEMPLATE)
     for definition in definitions["$defs"].values():
@@ -113,8 +99,6 @@ def _document(app: FastAPI) -> dict[str, Any]:
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             responses = operation["responses"]
-            # FastAPI's id ends with an arbitrary one of the route's methods.
-            operation["operationId"] = f"{operation['operationId'].rpartition('_')[0]}_{method}"
             responses.pop("422", None)  # of FastAPI's own validation, which no route uses
             responses["403"] = _error(403)
             if path in app.state.public_paths:

@@ -6,7 +6,7 @@ from minisgl_core.utils.logs import REQUEST_ID
 from minisgl_server.api.anthropic.events import MessageEvents, MessageObject
 from minisgl_server.api.anthropic.response_models import MessageResponse, TokenCount
 from minisgl_server.api.anthropic.schemas import CountTokensRequest, MessagesRequest
-from minisgl_server.api.anthropic.translate import template_hints, to_chat_request
+from minisgl_server.api.anthropic.translate import to_chat_request
 from minisgl_server.api.errors import ANTHROPIC_ID_HEADER
 from minisgl_server.api.openai.chat import count_prompt_tokens, start_chat
 from minisgl_server.api.openai.event_stream import EventStreamResponse
@@ -23,7 +23,7 @@ async def messages(request: Request) -> Response:
     body = await parse_request(MessagesRequest, request)
     chat, field_names = await run_in_thread_if_large(request, to_chat_request, body)
     with field_names.renaming_errors():
-        choices = await start_chat(request, chat, "msg", template_hints(body))
+        choices = await start_chat(request, chat, "msg")
     message = MessageObject(model, choices)
     if body.stream:
         response: Response = EventStreamResponse(choices, MessageEvents(message))
@@ -39,7 +39,7 @@ async def count_tokens(request: Request) -> Response:
     body = await parse_request(CountTokensRequest, request)
     chat, field_names = await run_in_thread_if_large(request, to_chat_request, body)
     with field_names.renaming_errors():
-        count = await count_prompt_tokens(request, chat, template_hints(body))
+        count = await count_prompt_tokens(request, chat)
     return _with_request_id(json_response({"input_tokens": count}))
 
 

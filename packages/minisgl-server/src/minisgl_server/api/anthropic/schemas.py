@@ -5,8 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, Tag
 
 from minisgl_server.api.limits import Bound
-from minisgl_server.api.strict_model import Int, StrictModel
-from minisgl_server.api.type_discriminator import type_discriminator
+from minisgl_server.api.strict_model import Int, StrictModel, type_discriminator
 
 
 class CacheControl(StrictModel):

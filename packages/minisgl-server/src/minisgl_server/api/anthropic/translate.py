@@ -16,7 +16,7 @@ from minisgl_server.api.anthropic.schemas import (
     ToolUseBlock,
 )
 from minisgl_server.api.field_names import FieldNames
-from minisgl_server.api.openai.schemas import ChatRequest
+from minisgl_server.api.openai.schemas import TranslatedChat
 
 _SAME_NAMES = ("model", "stream", "temperature", "top_p", "top_k")
 _NAMES = {
@@ -36,7 +36,7 @@ _BLOCK_TYPES = {
 """Allowed content blocks of each role."""
 
 
-def to_chat_request(request: MessagePrompt) -> tuple[ChatRequest, FieldNames]:
+def to_chat_request(request: MessagePrompt) -> tuple[TranslatedChat, FieldNames]:
     """Translate a request into a chat; also return its field names."""
     messages: list[dict[str, Any]] = []
     names: list[str] = []
@@ -47,7 +47,7 @@ def to_chat_request(request: MessagePrompt) -> tuple[ChatRequest, FieldNames]:
         translated = _messages(message, f"messages[{index}]")
         messages += translated
         names += [f"messages[{index}]"] * len(translated)
-    chat: dict[str, Any] = {"messages": messages, **_tools(request)}
+    chat: dict[str, Any] = {"messages": messages, "template_hints": _template_hints(request), **_tools(request)}
     if (last := messages[-1])["role"] == "assistant":
         if "tool_calls" in last or not last["content"].strip():
             allowed = "text, if the last message is the assistant's: the output continues it"
@@ -61,10 +61,10 @@ def to_chat_request(request: MessagePrompt) -> tuple[ChatRequest, FieldNames]:
         if request.stop_sequences:
             chat["stop"] = request.stop_sequences
     _check_thinking(request)
-    return ChatRequest.model_validate(chat), FieldNames(_NAMES, names, "messages")
+    return TranslatedChat.model_validate(chat), FieldNames(_NAMES, names, "messages")
 
 
-def template_hints(request: MessagePrompt) -> dict[str, Any]:
+def _template_hints(request: MessagePrompt) -> dict[str, Any]:
     """Return the chat template variables of the request's reasoning settings."""
     hints: dict[str, Any] = {}
     if request.thinking is not None and request.thinking.type != "adaptive":

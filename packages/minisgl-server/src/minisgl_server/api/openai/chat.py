@@ -19,7 +19,7 @@ from minisgl_server.api.openai.requests import (
     served_model,
 )
 from minisgl_server.api.openai.sampling import request_sampling
-from minisgl_server.api.openai.schemas import ChatRequest
+from minisgl_server.api.openai.schemas import ChatRequest, TranslatedChat
 from minisgl_server.api.openai.tools import tool_use
 from minisgl_server.api.openapi import route_docs
 from minisgl_server.api.response_models import ChatCompletionResponse
@@ -28,23 +28,20 @@ from minisgl_server.api.unsupported_fields import UNSUPPORTED_REASONS
 router = APIRouter()
 
 
-def chat_prompt(request: Request, chat: ChatRequest, template_hints: dict[str, Any] | None = None) -> Tokenize:
-    """Return the message to a tokenizer worker for a chat, without id; for `template_hints` see `Tokenize`.
+def chat_prompt(request: Request, chat: ChatRequest) -> Tokenize:
+    """Return the message to a tokenizer worker for a chat, without id.
 
     Raises:
         ApiError: 400, the messages and tools together are too long.
     """
     info, _ = served_model(request.app)
-    fields = _template_fields(chat, request.app.state.options.trust_request_chat_template)
-    if template_hints:
-        fields["template_hints"] = template_hints
     prompt = make_tokenize(
         chat,
         request_sampling(chat, info),
         messages=[message.model_dump(exclude_none=True) for message in chat.messages],
         chat_template_kwargs=chat.chat_template_kwargs or {},
         tools=tool_use(chat),
-        **fields,
+        **_template_fields(chat, request.app.state.options.trust_request_chat_template),
     )
     request_limits(request.app).check_conversation(prompt)
     return prompt
@@ -68,7 +65,9 @@ def _template_fields(chat: ChatRequest, trusts_templates: bool) -> dict[str, Any
         "continue_final_message": bool(chat.continue_final_message),
         "chat_template": chat.chat_template,
         "documents": chat.documents,
-        "template_hints": effort_hints(chat.reasoning_effort),
+        "template_hints": chat.template_hints
+        if isinstance(chat, TranslatedChat)
+        else effort_hints(chat.reasoning_effort),
         "hints_name": "" if chat.reasoning_effort is None else "reasoning_effort",
         "include_reasoning": chat.include_reasoning is not False,
         "separate_reasoning": chat.separate_reasoning is not False,
@@ -80,25 +79,17 @@ def effort_hints(effort: str | None) -> dict[str, Any]:
     return {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
 
 
-async def start_chat(
-    request: Request, chat: ChatRequest, prefix: str, template_hints: dict[str, Any] | None = None
-) -> Choices:
-    """Start a chat. The Responses and Messages APIs translate their requests into chats and call this too.
-
-    Args:
-        prefix: prefix of the ids, such as ``chatcmpl``.
-        template_hints: see `Tokenize`.
-    """
+async def start_chat(request: Request, chat: ChatRequest, prefix: str) -> Choices:
+    """Start a chat whose ids have a prefix such as ``chatcmpl``. The Responses and Messages APIs call this, too."""
     info, model = served_model(request.app)
-    choices = Choices(
-        prefix, model, [await run_in_thread_if_large(request, chat_prompt, request, chat, template_hints)], info
-    )
+    prompt = await run_in_thread_if_large(request, chat_prompt, request, chat)
+    choices = Choices(prefix, model, [prompt], info)
     return await choices.start(request.app.state.client, request)
 
 
-async def count_prompt_tokens(request: Request, chat: ChatRequest, template_hints: dict[str, Any] | None = None) -> int:
+async def count_prompt_tokens(request: Request, chat: ChatRequest) -> int:
     """Count the tokens of a chat's prompt, without running it."""
-    prompt = await run_in_thread_if_large(request, chat_prompt, request, chat, template_hints)
+    prompt = await run_in_thread_if_large(request, chat_prompt, request, chat)
     query = msgspec.structs.replace(prompt, request_id=new_request_id("tokens"), only_tokens=True)
     tokens = await request.app.state.client.query(query, request.receive)
     return len(tokens.token_ids)

@@ -290,6 +290,16 @@ class ChatRequest(GenerationRequest):
     echo: Literal[False] | None = Field(None, description="Only false is supported: the last message is not repeated.")
 
 
+class TranslatedChat(ChatRequest):
+    """Chat that a request of another API was translated into.
+
+    Attributes:
+        template_hints: see `Tokenize`; in place of reasoning_effort.
+    """
+
+    template_hints: dict[str, Any]
+
+
 class CompletionRequest(GenerationRequest):
     """Body of ``POST /v1/completions``."""
 

@@ -17,7 +17,7 @@ from minisgl_server.api.openai.requests import (
     run_in_thread_if_large,
     served_model,
 )
-from minisgl_server.api.openai.schemas import ChatRequest
+from minisgl_server.api.openai.schemas import TranslatedChat
 from minisgl_server.api.openai_responses.events import ResponseEvents
 from minisgl_server.api.openai_responses.response_models import (
     DeletedResponse,
@@ -34,7 +34,7 @@ from minisgl_server.api.openai_responses.schemas import (
     RetrieveQuery,
 )
 from minisgl_server.api.openai_responses.store import ResponseStore
-from minisgl_server.api.openai_responses.translate import Conversation, template_hints, to_chat_request
+from minisgl_server.api.openai_responses.translate import Conversation, to_chat_request
 from minisgl_server.api.openapi import route_docs
 
 router = APIRouter()
@@ -63,7 +63,7 @@ async def create(request: Request) -> Response:
     chat, conversation, field_names = await _translate(request, body)
     items = await run_in_thread_if_large(request, _input_items, body) if is_stored else b""
     with field_names.renaming_errors():
-        choices = await start_chat(request, chat, "resp", template_hints(body))
+        choices = await start_chat(request, chat, "resp")
     response = ResponseObject(body, model, is_stored, choices)
 
     def finish() -> dict[str, Any]:
@@ -85,7 +85,7 @@ async def input_tokens(request: Request) -> Response:
     body = await parse_request(InputTokensRequest, request)
     chat, _, field_names = await _translate(request, body)
     with field_names.renaming_errors():
-        count = await count_prompt_tokens(request, chat, template_hints(body))
+        count = await count_prompt_tokens(request, chat)
     return json_response({"object": "response.input_tokens", "input_tokens": count})
 
 
@@ -131,7 +131,7 @@ def _store(request: Request) -> ResponseStore:
     return store
 
 
-async def _translate(request: Request, body: PromptFields) -> tuple[ChatRequest, Conversation, FieldNames]:
+async def _translate(request: Request, body: PromptFields) -> tuple[TranslatedChat, Conversation, FieldNames]:
     """Translate a request with `to_chat_request`. The messages of the previous responses are limited like a body.
 
     Raises:

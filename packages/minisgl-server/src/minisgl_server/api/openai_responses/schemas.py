@@ -6,8 +6,7 @@ from pydantic import BaseModel, Field, Tag
 
 from minisgl_server.api.limits import Bound
 from minisgl_server.api.openai.schemas import CommonSamplingFields, FunctionName
-from minisgl_server.api.strict_model import Int, Metadata, StrictModel
-from minisgl_server.api.type_discriminator import type_discriminator
+from minisgl_server.api.strict_model import Int, Metadata, StrictModel, type_discriminator
 
 Status = Literal["in_progress", "completed", "incomplete"]
 

@@ -8,7 +8,7 @@ import msgspec
 from minisgl_core.errors import InvalidValueError
 from minisgl_server.api.field_names import FieldNames
 from minisgl_server.api.openai.chat import effort_hints
-from minisgl_server.api.openai.schemas import ChatRequest, CommonSamplingFields
+from minisgl_server.api.openai.schemas import CommonSamplingFields, TranslatedChat
 from minisgl_server.api.openai.segments import Segment
 from minisgl_server.api.openai_responses.schemas import (
     AllowedTools,
@@ -109,7 +109,7 @@ class Conversation:
         return last
 
 
-def to_chat_request(request: PromptFields, history_json: bytes) -> tuple[ChatRequest, Conversation, FieldNames]:
+def to_chat_request(request: PromptFields, history_json: bytes) -> tuple[TranslatedChat, Conversation, FieldNames]:
     """Translate a request into a chat; also return its conversation and field names.
 
     Args:
@@ -121,7 +121,8 @@ def to_chat_request(request: PromptFields, history_json: bytes) -> tuple[ChatReq
         raise InvalidValueError("input", None, "given, or previous_response_id is")
     if not conversation.messages:
         raise InvalidValueError("input", [], "a string or a list of one or more items")
-    chat: dict[str, Any] = {"messages": conversation.messages}
+    effort = None if request.reasoning is None else request.reasoning.effort
+    chat: dict[str, Any] = {"messages": conversation.messages, "template_hints": effort_hints(effort)}
     chat |= {name: value for name in _SAME_NAMES if (value := getattr(request, name, None)) is not None}
     chat |= _tools(request)
     if request.text is not None and request.text.format is not None:
@@ -130,13 +131,7 @@ def to_chat_request(request: PromptFields, history_json: bytes) -> tuple[ChatReq
         if request.max_output_tokens is not None:
             chat["max_completion_tokens"] = request.max_output_tokens
         chat |= _logprobs(request)
-    return ChatRequest.model_validate(chat), conversation, FieldNames(_NAMES, conversation.field_names, "input")
-
-
-def template_hints(request: PromptFields) -> dict[str, Any]:
-    """Return the chat template variables of the request's reasoning effort."""
-    effort = request.reasoning.effort if request.reasoning is not None else None
-    return effort_hints(effort)
+    return TranslatedChat.model_validate(chat), conversation, FieldNames(_NAMES, conversation.field_names, "input")
 
 
 def _text(message: Message) -> str:
