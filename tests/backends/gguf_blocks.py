@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Kind
 
-from minisgl_core.testing.packed_checkpoint import Packed, PackedCheckpoint
+from minisgl_core.testing.packed_checkpoint import Packed, PackedCheckpoint, PackedModule
 
 SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,)}
 """Places of the float16 numbers in a block; 0 and 2 in other types."""
@@ -55,3 +55,21 @@ def random_blocks(kind: str, rows: int, columns: int, norm: float = 0.0) -> tupl
             scales = np.ascontiguousarray(blocks[..., place : place + 2]).view(np.float16) * np.float16(factor)
             blocks[..., place : place + 2] = scales.view(np.uint8)
     return torch.from_numpy(flat.view(np.int8)), torch.from_numpy(gguf.dequantize(flat, Kind[kind]))
+
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+def random_experts(
+    kinds: tuple[str, str, str], hidden: int, inner: int, num_experts: int
+) -> tuple[dict[str, str], dict[str, PackedModule]]:
+    """Return the types of the projections of the experts ``m``, which are given, and the experts' modules."""
+    modules, types = {}, {}
+    for place, (projection, kind) in enumerate(zip(PROJECTIONS, kinds, strict=True)):
+        types[f"m.{projection}"] = kind
+        for expert in range(num_experts):
+            rows, columns = (hidden, inner) if projection == "down_proj" else (inner, hidden)
+            # The number of rows seeds the values.
+            blocks, weight = random_blocks(kind, rows + num_experts * place + expert, columns)
+            modules[f"m.{expert}.{projection}"] = PackedModule({"qweight": blocks[:rows]}, weight[:rows])
+    return types, modules

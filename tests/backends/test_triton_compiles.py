@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from minisgl_backends.kernels import int8_gemm, packed_gemm, quantize
 from minisgl_backends.kernels.packed_matrix import Packing
-from minisgl_backends.moe import triton_grouped
+from minisgl_backends.moe import packed_grouped, triton_grouped
 from minisgl_backends.quantization.gguf_types import TYPES
 
 def check(kernel, pointers, constants, instruction):
@@ -52,6 +52,11 @@ for place, (packing, dtype) in enumerate(packings):
     tensor_cores = r"mma.*\\.f32\\.%s" % dtype.replace("fp", "f")
     check(packed_gemm._packed_gemm, pointers, sizes | gemm, rf"(?s){unpacked}.*{tensor_cores}")
     check(packed_gemm._dequantize_rows, pointers, sizes | {"GATHER": place % 2 == 0}, unpacked)
+    if packing.kind != "int4":  # experts of GGUF files
+        pointers |= dict(row_weights="fp32", block_rows="i32", block_experts="i32")
+        gated = place % 2 == 0
+        grouped = dict(TOP_K=8, COLS=64, GATED=gated, HAS_WEIGHTS=not gated, EVEN=gated, WIDEN=False)
+        check(packed_grouped._packed_grouped_gemm, pointers, sizes | grouped, rf"(?s){unpacked}.*{tensor_cores}")
 rounding = {"LARGEST": 127.0, "LEAST": 1e-12, "BLOCK": 1024}
 check(quantize._quantize_rows, {"x": "bf16", "codes": "i8", "scales": "fp32"}, rounding, r"st\\.global")
 """

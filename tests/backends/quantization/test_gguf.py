@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gguf import GGMLQuantizationType as Kind
-from gguf_blocks import checkpoint, random_blocks
+from gguf_blocks import PROJECTIONS, checkpoint, random_blocks, random_experts
 
 from minisgl_backends.moe.torch_kernel import TorchMoe
 from minisgl_backends.native import library
@@ -30,7 +30,6 @@ from minisgl_core.testing.packed_checkpoint import PackedModule, fill
 from minisgl_core.testing.quantization_kit import QuantizationTests
 
 CPU = torch.device("cpu")
-PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 if reasons := library.unsupported(CPU, torch.float32):
     pytest.skip("; ".join(reasons), allow_module_level=True)
 
@@ -188,13 +187,7 @@ def test_parts_of_different_types(rows: int, is_gated: bool) -> None:
 
 def experts_case(kinds: tuple[str, str, str], hidden: int, inner: int) -> tuple[Gguf, dict[str, PackedModule]]:
     """Return the provider and the modules of three experts, whose projections have these types."""
-    modules, types = {}, {}
-    for projection, kind in zip(PROJECTIONS, kinds, strict=True):
-        types[f"m.{projection}"] = kind
-        for expert in range(3):
-            rows, columns = (hidden, inner) if projection == "down_proj" else (inner, hidden)
-            blocks, weight = random_blocks(kind, rows + expert, columns)  # the number of rows seeds the values
-            modules[f"m.{expert}.{projection}"] = PackedModule({"qweight": blocks[:rows]}, weight[:rows])
+    types, modules = random_experts(kinds, hidden, inner, num_experts=3)
     return provider(types), modules
 
 

@@ -44,37 +44,39 @@ def _dequantize_part(
     return out
 
 
-@triton.jit(do_not_specialize=["M"])
-def _packed_gemm(
-    x, codes, high, words, superblocks, bias, out, partials, arrived, M, N, K, half, chunks, words_stride, x_stride, out_stride,
-    COLS: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SUB: tl.constexpr,
-    BLOCK: tl.constexpr, WORD: tl.constexpr, ZERO: tl.constexpr, PARTS: tl.constexpr, HAS_SUPERBLOCKS: tl.constexpr,
-    SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, WIDEN: tl.constexpr,
-    PDL: tl.constexpr,
+@triton.jit
+def packed_dot(
+    rows, row_mask, codes, high, words, superblocks, stored_row, half, K, first, last, chunks, words_stride, COLS: tl.constexpr,
+    ROWS: tl.constexpr, KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SUB: tl.constexpr, BLOCK: tl.constexpr,
+    WORD: tl.constexpr, ZERO: tl.constexpr, PARTS: tl.constexpr, HAS_SUPERBLOCKS: tl.constexpr, GATED: tl.constexpr,
+    EVEN: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute a block of outputs; with GATED, rows `half` and on are the up rows, and the activation is fused.
+    """Multiply some outputs' weights by rows of x, over the chunks from `first` to `last`. A chunk has PARTS parts of SUB inputs.
 
-    `total` has the sums of the outputs, or of the gate if GATED; `up` those of up. A chunk has PARTS parts of SUB inputs.
+    Args:
+        rows: pointers to the rows of x, [ROWS].
+        row_mask: True for rows that exist, [ROWS].
+        stored_row: row of tiles of each output, [COLS].
+        half: distance from a gate row to its up row, in rows of tiles.
+
+    Returns:
+        The sums of the outputs, or of the gate if GATED, and those of up: float32 [COLS, ROWS].
     """
     CHUNK: tl.constexpr = PARTS * SUB
     PER_CODE: tl.constexpr = 16 // LOW  # parts per int16 element of the first plane
     SAME: tl.constexpr = min(WORD // SUB, PARTS)  # parts of a chunk that share a word
-    dtype: tl.constexpr = out.dtype.element_ty
-    block, split, row_block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row, col = row_block * ROWS + tl.arange(0, ROWS), block * COLS + tl.arange(0, COLS)
-    row_mask, col_mask = row < M, col < N
-    stored_row, depth = tl.minimum(col, half - 1), tl.arange(0, SUB)
+    dtype: tl.constexpr = rows.dtype.element_ty
+    depth = tl.arange(0, SUB)
     length = chunks * (PARTS // PER_CODE)
     codes_at = codes + ((stored_row // 64).to(tl.int64) * length * 64 + stored_row % 64)[:, None] * SUB + depth[None, :]
     up_codes_at = codes_at + half.to(tl.int64) * length * SUB
     high_at = high + ((stored_row // 64).to(tl.int64) * chunks * 64 + stored_row % 64)[:, None] * SUB + depth[None, :]
     up_high_at = high_at + half.to(tl.int64) * chunks * SUB
-    rows = x + row[None, :].to(tl.int64) * x_stride + depth[:, None]
+    x = rows[None, :] + depth[:, None]
     total = tl.zeros((COLS, ROWS), tl.float32)
     up = tl.zeros((COLS, ROWS), tl.float32)
     await_previous(PDL)
-    chunks_per_split = tl.cdiv(chunks, SPLITS)
-    for chunk in range(split * chunks_per_split, tl.minimum((split + 1) * chunks_per_split, chunks)):
+    for chunk in range(first, last):
         for i in tl.static_range(PARTS):
             k = chunk * CHUNK + i * SUB
             if i % PER_CODE == 0:
@@ -102,7 +104,7 @@ def _packed_gemm(
             mask = row_mask[None, :]
             if not EVEN:
                 mask = mask & (k + depth < K)[:, None]
-            inputs = tl.load(rows + k, mask=mask, other=0.0)
+            inputs = tl.load(x + k, mask=mask, other=0.0)
             left = _dequantize_part(
                 packed, upper, word, scales, i, KIND, LOW, HIGH, i * SUB % WORD // BLOCK, ZERO, dtype
             )
@@ -112,6 +114,28 @@ def _packed_gemm(
                     up_packed, up_upper, up_word, up_scales, i, KIND, LOW, HIGH, i * SUB % WORD // BLOCK, ZERO, dtype
                 )
                 up = add_dot(up, left, inputs, WIDEN)
+    return total, up
+
+
+@triton.jit(do_not_specialize=["M"])
+def _packed_gemm(
+    x, codes, high, words, superblocks, bias, out, partials, arrived, M, N, K, half, chunks, words_stride, x_stride, out_stride,
+    COLS: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SUB: tl.constexpr,
+    BLOCK: tl.constexpr, WORD: tl.constexpr, ZERO: tl.constexpr, PARTS: tl.constexpr, HAS_SUPERBLOCKS: tl.constexpr,
+    SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, WIDEN: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Compute a block of outputs; with GATED, rows `half` and on are the up rows, and the activation is fused."""
+    dtype: tl.constexpr = out.dtype.element_ty
+    block, split, row_block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, col = row_block * ROWS + tl.arange(0, ROWS), block * COLS + tl.arange(0, COLS)
+    row_mask, col_mask = row < M, col < N
+    chunks_per_split = tl.cdiv(chunks, SPLITS)
+    total, up = packed_dot(
+        x + row.to(tl.int64) * x_stride, row_mask, codes, high, words, superblocks, tl.minimum(col, half - 1), half, K,
+        split * chunks_per_split, tl.minimum((split + 1) * chunks_per_split, chunks), chunks, words_stride, COLS, ROWS, KIND, LOW,
+        HIGH, SUB, BLOCK, WORD, ZERO, PARTS, HAS_SUPERBLOCKS, GATED, EVEN, WIDEN, PDL,
+    )  # fmt: skip
     to = row[None, :].to(tl.int64) * N + col[:, None]
     mask = row_mask[None, :] & col_mask[:, None]
     if SPLITS > 1:

@@ -51,7 +51,8 @@ def _dequantize(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _activated(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
+def activated(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Clamp gate and up to LIMIT, and apply the activation; see `MoeSpec.activation`."""
     if LIMIT is not None:  # comparisons that let NaN through
         gate = tl.where(gate > LIMIT, LIMIT, gate)
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
@@ -132,7 +133,7 @@ def _gate_up_activation(  # type: ignore[no-untyped-def]
         col_bias = bias + expert * 2 * intermediate_size + cols
         gate += tl.load(col_bias, mask=col_mask, other=0.0).to(tl.float32)[None, :]
         up += tl.load(col_bias + intermediate_size, mask=col_mask, other=0.0).to(tl.float32)[None, :]
-    result = _activated(gate, up, ACTIVATION, LIMIT)
+    result = activated(gate, up, ACTIVATION, LIMIT)
     out_rows = out + rows[:, None] * intermediate_size
     tl.store(out_rows + cols[None, :], result.to(out.dtype.element_ty), mask=row_mask[:, None] & col_mask[None, :])
 

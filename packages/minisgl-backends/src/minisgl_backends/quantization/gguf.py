@@ -8,10 +8,10 @@ import logging
 from collections.abc import Callable, Iterable
 
 from minisgl_backends.kernels.device import packed_gemm_unsupported
-from minisgl_backends.moe.torch_kernel import TorchMoe
 from minisgl_backends.native import library
 from minisgl_backends.quantization.gguf_cpu import CpuLinearMethod
-from minisgl_backends.quantization.gguf_experts import CpuExperts
+from minisgl_backends.quantization.gguf_experts import CpuExperts, GgufExperts
+from minisgl_backends.quantization.gguf_method import GgufLinearMethod
 from minisgl_backends.quantization.gguf_types import TYPES, GgmlType
 from minisgl_backends.requirements import wrong_weights_message
 from minisgl_core.contracts.layer_methods import EmbeddingMethod, ExpertsMethod, ExpertsSpec, LinearMethod, LinearSpec
@@ -24,7 +24,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Gguf(Quantization):
-    """Linear layers, embedding and LM head of a GGUF file, and its experts on CPUs.
+    """Linear layers, embedding, LM head and experts of a GGUF file.
 
     A layer is dequantized if its type has no kernel, or if a rank's columns begin or end within a block.
     """
@@ -40,30 +40,35 @@ class Gguf(Quantization):
 
     def __init__(self, spec: QuantizationSpec, ops: Ops) -> None:
         super().__init__(spec, ops)
-        self._method: Callable[[LinearSpec, list[GgmlType]], EmbeddingMethod] = CpuLinearMethod
+        self._linear: Callable[[LinearSpec, list[GgmlType]], GgufLinearMethod] = CpuLinearMethod
+        self._experts: type[GgufExperts] = CpuExperts
         if spec.device.type == "cuda":
-            from minisgl_backends.quantization.gguf_gpu import gpu_method
+            self.use_gpu_kernels()
 
-            self._method = gpu_method(spec.device)
+    def use_gpu_kernels(self) -> None:
+        """Select the Triton kernels."""
+        from minisgl_backends.quantization.gguf_gpu import GpuExperts, gpu_method
+
+        self._linear, self._experts = gpu_method(self.spec.device), GpuExperts
 
     def linear(self, spec: LinearSpec) -> LinearMethod:
         """Return the method of a layer whose parts all have a kernel."""
         types = self._types([(part.name, spec.columns) for part in spec.parts])
-        return super().linear(spec) if types is None else self._method(spec, types)
+        return super().linear(spec) if types is None else self._linear(spec, types)
 
     def embedding(self, spec: LinearSpec) -> EmbeddingMethod | None:
         """Return the method of the embedding or the LM head."""
         types = self._types([(part.name, spec.columns) for part in spec.parts])
-        return None if types is None else self._method(spec, types)
+        return None if types is None else self._linear(spec, types)
 
     def experts(self, spec: ExpertsSpec, kernel: type[MoeKernel]) -> ExpertsMethod:
-        """Return the method of packed experts on CPUs. Other kernels than `TorchMoe` get dequantized weights."""
+        """Return the method of packed experts, if all have a kernel that replaces the MoE kernel."""
         types = None
-        if self.spec.device.type == "cpu" and kernel is TorchMoe and CpuExperts.supports(spec):
+        if self._experts.supports(spec, kernel):
             columns = (*[Shard.whole(spec.moe.hidden_size)] * 2, spec.inner)
             names = [f"{spec.name}.{projection}" for projection in spec.projections]
             types = self._types(zip(names, columns, strict=True))
-        return super().experts(spec, kernel) if types is None else CpuExperts(spec, kernel, types)
+        return super().experts(spec, kernel) if types is None else self._experts(spec, kernel, types, self._linear)
 
     def _types(self, modules: Iterable[tuple[str, Shard]]) -> list[GgmlType] | None:
         """Return the types of modules with these columns; None if one of them is dequantized."""

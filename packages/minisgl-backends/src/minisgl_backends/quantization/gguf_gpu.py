@@ -9,12 +9,18 @@ import torch
 
 from minisgl_backends.kernels.activation import silu_and_mul
 from minisgl_backends.kernels.packed_gemm import PackedGemm
-from minisgl_backends.kernels.packed_matrix import PackedMatrix
+from minisgl_backends.kernels.packed_matrix import TILE, PackedMatrix
 from minisgl_backends.kernels.split_k import SplitKWorkspace
+from minisgl_backends.moe.packed_grouped import packed_grouped_gemm
+from minisgl_backends.moe.sorted_blocks import sort_into_blocks
+from minisgl_backends.moe.tiles import choose_block_size
+from minisgl_backends.moe.triton_grouped import sum_choices
+from minisgl_backends.moe.triton_kernel import TritonMoe
+from minisgl_backends.quantization.gguf_experts import GgufExperts
 from minisgl_backends.quantization.gguf_method import GgufLinearMethod
 from minisgl_backends.quantization.gguf_packing import pack
 from minisgl_backends.quantization.gguf_types import GgmlType
-from minisgl_core.contracts.layer_methods import EmbeddingOp, LinearSpec
+from minisgl_core.contracts.layer_methods import EmbeddingOp, ExpertsOp, LinearSpec
 
 
 def gpu_method(device: torch.device) -> Callable[[LinearSpec, list[GgmlType]], GgufLinearMethod]:
@@ -69,3 +75,46 @@ class SplitLinear:
             gemm.write(flat, columns)
         out = silu_and_mul(out) if self._gated else out
         return out.view(*x.shape[:-1], out.shape[-1])
+
+
+class GpuExperts(GgufExperts):
+    """Experts for the Triton kernels: the grouped GEMMs of `TritonMoe`, with packed weights."""
+
+    replaced_kernel = TritonMoe
+
+    def prepare(self) -> ExpertsOp:
+        """Repack the blocks to matrices of all experts. Gate and up projections of one type become one GEMM."""
+        gate_up, [down] = self._packed(self.gate_up), self._packed(self.down)
+        num_experts, inner = self.spec.moe.num_experts, self.spec.moe.intermediate_size
+
+        def run(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
+            num_rows, top_k = topk_ids.numel(), topk_ids.shape[1]
+            block_size = choose_block_size(num_rows, num_experts)
+            blocks = sort_into_blocks(topk_ids.contiguous(), num_experts, block_size)
+            x, out, intermediate = x.contiguous(), torch.empty_like(x), x.new_empty(num_rows, len(gate_up) * inner)
+            for matrix, columns in zip(gate_up, torch.split(intermediate, inner, 1), strict=True):
+                packed_grouped_gemm(x, matrix, columns, blocks, top_k=top_k)
+            if len(gate_up) > 1:
+                intermediate = silu_and_mul(intermediate)
+            rows = x.new_empty(num_rows, x.shape[1])
+            packed_grouped_gemm(intermediate, down, rows, blocks, row_weights=topk_weights.contiguous())
+            sum_choices(rows, out)
+            return out
+
+        return run
+
+    def _packed(self, experts: list[GgufLinearMethod]) -> list[PackedMatrix]:
+        """Return the matrices of a projection of all experts, or of gate and up, and free the blocks."""
+        spec, types = experts[0].spec, experts[0].types
+        rows = -(-spec.parts[0].rows.size // TILE) * TILE
+        is_fused = spec.gated and types[0] == types[1]
+        groups, matrices = [[0, 1]] if is_fused else [[index] for index in range(len(types))], []
+        for indices in groups:
+            kind, size = types[indices[0]], len(experts) * len(indices) * rows
+            matrix = PackedMatrix.empty(kind.packing, size, spec.in_features, spec.device, gated=is_fused)
+            blocks = [(expert.blocks, index) for expert in experts for index in indices]
+            for place, (of_expert, index) in enumerate(blocks):
+                pack(matrix, place * rows, kind, of_expert[index])
+                of_expert[index] = torch.empty(0)
+            matrices.append(matrix)
+        return matrices
