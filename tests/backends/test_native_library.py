@@ -68,6 +68,7 @@ def program(path: Path, text: str) -> str:
     return str(path)
 
 
+@pytest.mark.nightly
 def test_concurrent_compilations_leave_one_cached_library(cache: Path) -> None:
     command = [sys.executable, "-c", ASK]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]

@@ -62,7 +62,7 @@ check(quantize._quantize_rows, {"x": "bf16", "codes": "i8", "scales": "fp32"}, r
 """
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.nightly), 90])
 def test_kernels_compile_with_tensor_core_instructions(capability: int, tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(

@@ -56,7 +56,10 @@ def reference(smollm2_reference: Any) -> Reference:
 @pytest.mark.parametrize(
     "options",
     [
-        {"page_size": 1, "cache": "naive", "disable_overlap": True, "num_pages": 2000, "max_prefill_length": 300},
+        pytest.param(
+            {"page_size": 1, "cache": "naive", "disable_overlap": True, "num_pages": 2000, "max_prefill_length": 300},
+            marks=pytest.mark.nightly,
+        ),
         {"page_size": 16, "cache": "radix", "disable_overlap": False, "num_pages": 70},  # too few for all at once
     ],
 )

@@ -151,7 +151,7 @@ def kill(llm: LLM, rank: int) -> None:
         (tiny_folder.llama, 2, 2, True, 1),
         pytest.param(tiny_folder.qwen3_moe, 2, 2, False, 2, marks=pytest.mark.nightly),
         pytest.param(qwen2, 1, 2, False, 1, marks=pytest.mark.nightly),
-        (qwen3, 1, 3, True, 1),
+        pytest.param(qwen3, 1, 3, True, 1, marks=pytest.mark.nightly),
         (tiny_folder.qwen3_moe, 1, 3, False, 2),
     ],
 )

@@ -26,6 +26,7 @@ class Processes:
         pass
 
 
+@pytest.mark.nightly
 def test_failures_before_a_long_service_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)

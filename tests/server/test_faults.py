@@ -44,7 +44,9 @@ def events(response: httpx.Response) -> Iterator[Any]:
             yield data if data == "[DONE]" else json.loads(data)
 
 
-@pytest.mark.parametrize("victim", ["scheduler rank 0", pytest.param("tokenizer 0", marks=pytest.mark.nightly), "api"])
+@pytest.mark.parametrize(
+    "victim", ["scheduler rank 0", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("tokenizer 0", "api"))]
+)
 def test_a_killed_process_ends_the_launch_with_the_reason(start: Launch, victim: str) -> None:
     server = start().wait_started()
     children = server.children()
@@ -126,6 +128,7 @@ def test_requests_beyond_the_drain_timeout_fail(start: Launch) -> None:
     assert server.stderr() == ""
 
 
+@pytest.mark.nightly
 def test_a_full_disk_loses_logs_and_output_only(tiny_checkpoint: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -247,6 +247,7 @@ def test_prompts_are_hidden_without_the_flag(page: Any) -> None:
     assert "lighthouse" not in page.locator("#engine").text_content()
 
 
+@pytest.mark.nightly
 def test_prompts_are_shown_with_the_flag(
     launch: Callable[..., Any], tiny_checkpoint: Path, open_page: Callable[..., Any]
 ) -> None:
@@ -272,7 +273,7 @@ NAMELESS = """() => [...document.querySelectorAll("button, input, select, textar
 }).map((node) => node.outerHTML)"""
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(1280, "dark"), (390, "light")])
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "dark"), pytest.param(390, "light", marks=pytest.mark.nightly)])
 def test_figures_are_whole_and_controls_have_names(
     open_page: Callable[..., Any], server: Any, width: int, scheme: str
 ) -> None:

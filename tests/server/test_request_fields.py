@@ -421,6 +421,7 @@ def test_templates_of_requests_have_limits(reasoning: httpx.Client, template: st
     assert chat(reasoning, max_tokens=1)["usage"]["completion_tokens"] == 1
 
 
+@pytest.mark.nightly
 def test_log_probabilities_of_a_long_prompt_are_complete(http: httpx.Client, engine_tokenizer: Any) -> None:
     """They reach the API server in parts."""
     prompt = "One two three four five. " * 200

@@ -559,6 +559,7 @@ class SmallKit(AttentionBackendTests):
     dtypes = (torch.float32,)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("broken", BROKEN)
 def test_a_broken_backend_fails_the_kit(broken: type[RightAttention]) -> None:
     class Kit(SmallKit):

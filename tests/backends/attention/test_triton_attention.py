@@ -21,6 +21,7 @@ class TestTriton(AttentionBackendTests):
     dtypes = (torch.float32, torch.bfloat16) if torch.cuda.is_available() else (torch.float32,)
 
 
+@pytest.mark.nightly
 def test_a_sequence_in_many_partitions_matches_the_reference() -> None:
     """Too much for the whole kit under the interpreter."""
     kit = TestTriton()

@@ -169,11 +169,13 @@ def failed_checks(provider: type[Communicator], folder, default_timeout_s: float
     return []
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("broken", BROKEN)
 def test_a_broken_communicator_fails_a_check(broken: type[Communicator], tmp_path) -> None:
     assert failed_checks(broken, tmp_path, default_timeout_s=3)
 
 
+@pytest.mark.nightly
 def test_the_right_one_fails_none(tmp_path) -> None:
     assert failed_checks(TorchCommunicator, tmp_path, default_timeout_s=60) == []
 

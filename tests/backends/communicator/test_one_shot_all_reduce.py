@@ -84,7 +84,7 @@ def main(folder: str, rank: int, size: int) -> None:
     torch.save(results, f"{folder}/results {rank}")
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_all_ranks_get_bitwise_equal_sums(size: int, tmp_path: Path) -> None:
     from minisgl_backends.kernels.one_shot_all_reduce import EMPTY
 

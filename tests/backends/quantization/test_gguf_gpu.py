@@ -138,7 +138,7 @@ def unit_inputs(modules: dict[str, PackedModule], num_tokens: int) -> torch.Tens
 @pytest.mark.parametrize(
     ("kinds", "hidden", "inner", "num_tokens"),
     [
-        *(((kind, kind, kind), 256, 256, 3) for kind in TYPES),
+        *(pytest.param((kind, kind, kind), 256, 256, 3, marks=pytest.mark.nightly) for kind in TYPES),
         (("Q4_K", "Q4_K", "Q6_K"), 256, 256, 1),
         (("Q4_0", "Q4_0", "Q8_0"), 96, 160, 40),
         (("Q5_K", "Q8_0", "Q5_0"), 256, 96, 3),

@@ -99,6 +99,7 @@ def test_w(tmp_path: Path, tiny_checkpoint: Path) -> None:
     assert result["runs"][0]["num_cached_tokens"] == 0
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_transformers_runs_a_gguf_file_as_a_dense_model(smollm2_path: Path) -> None:
     import torch

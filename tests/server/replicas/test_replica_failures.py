@@ -102,6 +102,7 @@ def test_a_rank_that_dies_before_readiness_is_restarted(server: Any) -> None:
     assert all(num_errors(events) == 0 for events in run_streams(server, 2, 3, lambda: None))
 
 
+@pytest.mark.nightly
 def test_a_killed_rank_gives_one_error_per_lost_stream(server: Any) -> None:
     victim = child(server, "replica 0 rank 1")
     assert victim is not None
@@ -145,6 +146,7 @@ def test_requests_are_refused_while_all_replicas_fail_repeatedly(server: Any, ch
     assert get("/health").status_code == complete(server).status_code == 200
 
 
+@pytest.mark.nightly
 def test_a_drain_restarts_no_replica(server: Any) -> None:
     """The replica that is killed loses its streams; the others finish."""
     wait_all_ready(server)
@@ -164,6 +166,7 @@ def test_a_drain_restarts_no_replica(server: Any) -> None:
     assert "Replica 1 stays down, because the server is stopping." in server.stderr()
 
 
+@pytest.mark.nightly
 def test_an_error_that_would_repeat_ends_the_launch(launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["NoSuchModel"], "vocab_size": 10}')
     (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
