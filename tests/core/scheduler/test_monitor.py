@@ -179,7 +179,7 @@ def test_a_large_pool_is_mapped_in_strides() -> None:
     mapped = owners(state)
     assert len(mapped) == -(-state.pages.capacity // 8) <= MAX_MAPPED_PAGES
     [node] = state.nodes
-    pages = loop.scheduler.running[0].pages.view
+    pages = loop.scheduler.running[0].pages
     expected = sorted((pages[pages % 8 == 1] - 1) // 8)
     assert np.flatnonzero(mapped).tolist() == expected
     assert set(mapped[expected].tolist()) <= {node.node_id, -2}

@@ -161,7 +161,7 @@ class Walk:
         self.scheduler.check()
         for request in [*self.scheduler.running, *self.scheduler.waiting]:
             sequence = self.sequences[request.request_id]
-            assert request.tokens.view.tolist() == sequence.tokens
+            assert request.tokens.tolist() == sequence.tokens
             assert request.max_tokens_left == sequence.max_length - len(sequence.tokens)
 
 

@@ -1,1 +1,1 @@
-"""Paged KV cache: the page pool and the page table on the device, and the allocators on the host."""
+"""Paged KV cache: the page pool and the page table on the device, and the page allocator on the host."""

@@ -1,4 +1,4 @@
-"""Host-side allocators of KV pages and page-table rows."""
+"""Host-side allocator of KV pages."""
 
 import numpy as np
 import numpy.typing as npt
@@ -66,30 +66,3 @@ class PageAllocator:
         assert len(np.unique(listed)) == self._num_free, "a page is listed twice"
         assert self._is_free[listed].all(), "a listed page is not marked free"
         assert np.count_nonzero(self._is_free) == self._num_free, "a page marked free is not listed"
-
-
-class RowAllocator:
-    """Free list of page-table rows. Row 0 is reserved for padding."""
-
-    def __init__(self, num_rows: int) -> None:
-        """Put the rows 1 to `num_rows` on the free list."""
-        self._free = list(range(num_rows, 0, -1))
-        self._used: set[int] = set()
-        self.capacity = num_rows
-
-    @property
-    def num_free(self) -> int:
-        """Number of rows that can be allocated now."""
-        return len(self._free)
-
-    def allocate(self) -> int:
-        """Allocate a row; one must be free."""
-        row = self._free.pop()
-        self._used.add(row)
-        return row
-
-    def free(self, row: int) -> None:
-        """Free a row, which must be allocated."""
-        assert row in self._used, f"row {row} freed twice"
-        self._used.remove(row)
-        self._free.append(row)

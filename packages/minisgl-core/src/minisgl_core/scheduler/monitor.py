@@ -102,7 +102,7 @@ class Monitor:
             stride *= 2
         map_owners = np.where(allocator.is_free[1::stride], 0, -1)
         owned = [(node.node_id, node.pages) for node in nodes]
-        owned += [(-1 - each.arrival, each.pages.view[each.num_shared :]) for each in self._scheduler.running]
+        owned += [(-1 - each.arrival, each.pages[each.num_shared :]) for each in self._scheduler.running]
         if owned:
             numbers, page_ids = zip(*owned, strict=True)
             owners = np.repeat(np.array(numbers), [len(part) for part in page_ids])
@@ -134,10 +134,10 @@ def _request_snapshot(request: Request, now_s: float, num_tokens: int) -> Reques
         num_cached=request.num_cached,
         num_computed=request.num_computed,
         num_output=request.num_output,
-        num_pages=len(request.pages),
+        num_pages=request.num_pages,
         num_shared=request.num_shared,
-        last_shared_page=int(request.pages.view[request.num_shared - 1]) if request.num_shared else 0,
-        token_ids=request.tokens.view[max(0, len(request.tokens) - num_tokens) :],
+        last_shared_page=int(request.pages[request.num_shared - 1]) if request.num_shared else 0,
+        token_ids=request.tokens[max(0, request.num_tokens - num_tokens) :],
     )
 
 

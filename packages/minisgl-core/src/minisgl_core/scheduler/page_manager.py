@@ -54,7 +54,7 @@ class PageManager:
         """Return how many cached tokens the request could use. Its last token is always computed again."""
         if request.sampling.prompt_logprobs is not None:
             return 0
-        return self._num_usable(request, self.cache.match(request.tokens.view, request.namespace)) * self.page_size
+        return self._num_usable(request, self.cache.match(request.tokens, request.namespace)) * self.page_size
 
     def surely_lacks_pages(self, request: Request, num_tokens: int, num_available: int) -> bool:
         """Return True if the last match shows that a waiting request needs more than `num_available` pages.
@@ -72,7 +72,7 @@ class PageManager:
         """
         if request.sampling.prompt_logprobs is not None or request.num_pending:
             return
-        tokens = request.tokens.view
+        tokens = request.tokens
         match = self.cache.match(tokens, request.namespace)
         num_usable = self._num_usable(request, match)
         request.num_matched, request.matched_at = num_usable, self._num_insertions
@@ -81,22 +81,25 @@ class PageManager:
         if num_usable < len(match.pages):
             match = self.cache.match(tokens[: num_usable * self.page_size], request.namespace)
             assert len(match.pages) == num_usable, "a cache matched fewer pages of a shorter prefix"
-        self.cache.lock(match.handle)
+        num_kept = request.num_shared
+        self._lock(request, match.handle, num_usable)
+        replaced = request.pages[num_kept:].copy()
+        assert len(replaced) <= num_usable
+        self._running.num_pages[request.row] = num_kept
+        self._extend(request, match.pages[num_kept:])
+        self.allocator.free(replaced)
+        request.num_computed = num_usable * self.page_size
+
+    def _lock(self, request: Request, handle: object, num_pages: int) -> None:
+        """Lock the cached prefix that a request shares from now on, and unlock the one that it shared before."""
+        self.cache.lock(handle)
         if request.handle is not None:
             self.cache.unlock(request.handle)
-        replaced = request.pages.view[request.num_shared :].copy()
-        assert len(replaced) <= num_usable
-        self._running.pages.truncate(request.row, request.num_shared)
-        fresh = match.pages[request.num_shared :]
-        self._extend(request, fresh)
-        self.allocator.free(replaced)
-        request.handle = match.handle
-        request.num_shared = num_usable
-        request.num_computed = num_usable * self.page_size
+        request.handle, request.num_shared = handle, num_pages
 
     def _num_usable(self, request: Request, match: PrefixMatch) -> int:
         """Return how many pages of a match the request could use; the page of its last token is never one of them."""
-        return min(len(match.pages), (len(request.tokens) - 1) // self.page_size)
+        return min(len(match.pages), (request.num_tokens - 1) // self.page_size)
 
     def detach(self, request: Request) -> None:
         """Undo `attach_cached`, page-table entries included, for a request that was not admitted."""
@@ -107,7 +110,7 @@ class PageManager:
 
     def missing_pages(self, request: Request, num_tokens: int) -> int:
         """Return how many more pages the request needs to hold `num_tokens` tokens."""
-        return max(0, self.pages_for(num_tokens) - len(request.pages))
+        return max(0, self.pages_for(num_tokens) - request.num_pages)
 
     def take(self, request: Request, num_tokens: int) -> None:
         """Give the request pages for `num_tokens` tokens, and evict cached pages if needed. They must be available."""
@@ -118,21 +121,20 @@ class PageManager:
     def decodes_without_page(self, rows: Int32) -> Int32:
         """Return those of the decoding rows that need a page for their next token."""
         running = self._running
-        without_page: Int32 = rows[running.num_computed[rows] == running.pages.lengths[rows] * self.page_size]
+        without_page: Int32 = rows[running.num_computed[rows] == running.num_pages[rows] * self.page_size]
         return without_page
 
     def take_one_each(self, rows: Int32) -> None:
         """Give each row a page. They must be available."""
         if len(rows):
             pages = self._allocate(len(rows))
-            self._table_writes.append((rows, self._running.pages.lengths[rows], pages))
-            self._running.pages.append(rows, pages)
+            self._table_writes.append((rows, self._running.add_pages(rows, pages), pages))
 
     def num_reserved(self) -> int:
         """Return how many pages the running requests need for one more token each."""
         running = self._running
         rows = running.rows[running.is_live(running.rows)]
-        missing = -(-(running.lengths[rows] + 1) // self.page_size) - running.pages.lengths[rows]
+        missing = -(-(running.lengths[rows] + 1) // self.page_size) - running.num_pages[rows]
         return int(np.maximum(missing, 0).sum())
 
     def _allocate(self, num_pages: int) -> Int32:
@@ -158,32 +160,23 @@ class PageManager:
             return
         if len(self.cache.match(tokens, request.namespace).pages) > request.num_shared:
             return
-        inserted = self._insert(request, tokens, request.pages.view[:num_pages])
-        num_taken = len(inserted.pages)
-        if num_taken == request.num_shared:
-            return
-        self.cache.lock(inserted.handle)
-        if request.handle is not None:
-            self.cache.unlock(request.handle)
-        request.handle, request.num_shared = inserted.handle, num_taken
+        inserted = self._insert(request, tokens, request.pages[:num_pages])
+        if len(inserted.pages) > request.num_shared:
+            self._lock(request, inserted.handle, len(inserted.pages))
 
     def release(self, request: Request) -> None:
         """Release all pages of a request that is in no step in flight. Insert its known prefix into the cache."""
         assert request.num_inflight == 0, "released while a step in flight reads its pages"
         tokens = request.known_computed
         num_pages = len(tokens) // self.page_size
-        own_start = request.num_shared
-        duplicates = np.empty(0, np.int32)
-        if num_pages > request.num_shared:
-            own = request.pages.view
-            inserted = self._insert(request, tokens, own[:num_pages])
-            duplicates = own[request.num_shared : max(inserted.num_present, request.num_shared)].copy()
-            own_start = max(len(inserted.pages), request.num_shared)
-        rest = request.pages.view[own_start:].copy()
+        pages, own_start = request.pages, request.num_shared
+        if num_pages > own_start:
+            inserted = self._insert(request, tokens, pages[:num_pages])
+            self.allocator.free(pages[own_start : inserted.num_present])  # duplicates of cached pages
+            own_start = max(len(inserted.pages), own_start)
         if request.handle is not None:
             self.cache.unlock(request.handle)
-        self.allocator.free(duplicates)
-        self.allocator.free(rest)
+        self.allocator.free(pages[own_start:])
         request.matched_at = -1
         request.reset()
 
@@ -216,16 +209,17 @@ class PageManager:
         return np.concatenate((rows[keep], columns[keep], pages[keep]))
 
     def _extend(self, request: Request, pages: Int32) -> None:
-        row, start = request.row, len(request.pages)
-        columns = np.arange(start, start + len(pages), dtype=np.int32)
+        row, start = request.row, request.num_pages
+        end = start + len(pages)
+        self._running.pages[row, start:end], self._running.num_pages[row] = pages, end
+        columns = np.arange(start, end, dtype=np.int32)
         self._table_writes.append((np.full(len(pages), row, np.int32), columns, pages))
-        self._running.pages.extend(row, pages)
 
     def check(self) -> None:
         """Verify that every page has exactly one owner. For tests."""
         self.allocator.check()
         self.cache.check()
-        own = [request.pages.view[request.num_shared :] for request in self._running.all()]
+        own = [request.pages[request.num_shared :] for request in self._running.all()]
         owned = np.concatenate(own) if own else np.empty(0, np.int32)
         assert len(np.unique(owned)) == len(owned), "two requests own a page"
         total = self.allocator.num_free + self.cache.num_pages + len(owned)

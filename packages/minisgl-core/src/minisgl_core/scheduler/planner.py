@@ -71,7 +71,7 @@ class Planner:
             starts = np.concatenate((starts, np.array([c.start for c in chunks], np.int32)))
             num_new = np.concatenate((num_new, np.array([c.num_new for c in chunks], np.int32)))
             samples = np.concatenate((samples, [c.samples for c in chunks]))
-            known = [c.request.tokens.view[c.start : c.start + c.num_new] for c in chunks]
+            known = [c.request.tokens[c.start : c.start + c.num_new] for c in chunks]
             token_ids = np.concatenate((token_ids, *known))
         with_logprobs = [
             i
@@ -121,7 +121,7 @@ class Planner:
             if request.sampling.has_penalties:
                 has_penalties = True
                 if is_new:
-                    prompt, output = np.split(request.tokens.view.copy(), [request.num_prompt_tokens])
+                    prompt, output = np.split(request.tokens.copy(), [request.num_prompt_tokens])
                     penalty_states.append(PenaltyState(row=row, prompt_ids=prompt, output_ids=output))
             if len(request.bias_ids):
                 biased.append(i)
@@ -156,6 +156,6 @@ def _targets(chunk: Chunk) -> Int32:
     """Return the token after each token of the chunk; -1 past the end of the prompt."""
     targets = np.full(chunk.num_new, -1, np.int32)
     end = min(chunk.start + chunk.num_new + 1, chunk.request.num_prompt_tokens)
-    known = chunk.request.tokens.view[chunk.start + 1 : end]
+    known = chunk.request.tokens[chunk.start + 1 : end]
     targets[: len(known)] = known
     return targets

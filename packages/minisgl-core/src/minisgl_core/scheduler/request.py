@@ -5,10 +5,10 @@ import time
 import numpy as np
 
 from minisgl_core.contracts.prefix_cache import CacheNamespace
+from minisgl_core.kv.allocator import Int32
 from minisgl_core.plugins.hookspecs import RequestRecord
 from minisgl_core.protocol.messages import Submit, TokenLogprobs
 from minisgl_core.scheduler.constraints import Constraint
-from minisgl_core.scheduler.int32_buffer import Int32, Int32Buffer
 from minisgl_core.scheduler.running_requests import RunningRequests
 from minisgl_core.scheduler.token_rules import TokenRules
 
@@ -19,7 +19,7 @@ class Request:
     A prefix of the request's tokens has been computed. With overlap, the last token may be in flight: a launched step samples
     it, and the host does not know it yet.
 
-        tokens   |<-------------- len(tokens) ------------->|<----- num_pending ----->|
+        tokens   |<-------------- num_tokens -------------->|<----- num_pending ----->|
         KV       |<-- num_computed -->|<-- to compute ------------------------------->|
         pages    |<-- num_shared: the cache's, locked -->|<-- the request's own -->|
 
@@ -70,7 +70,8 @@ class Request:
         self.scheduled_s: float | None = None
         self.first_token_s: float | None = None
         self.num_preemptions = 0
-        self._tokens = Int32Buffer(submit.token_ids)
+        self._tokens: Int32 = submit.token_ids
+        """Tokens without a row."""
         self.num_prompt_tokens = len(submit.token_ids)
         self.max_length = self.num_prompt_tokens + sampling.max_tokens
         self.seed = np.uint64((seed if sampling.seed is None else sampling.seed) % 2**64)
@@ -87,6 +88,8 @@ class Request:
     def reset(self) -> None:
         """Discard the row and the computed state, and keep the tokens, for preemption."""
         if self.row:
+            if self.num_output:
+                self._tokens = self.tokens.copy()
             self._running.remove(self)
         self.num_shared = 0
         self.handle: object = None
@@ -95,14 +98,25 @@ class Request:
             self.prompt_logprobs = [None]
 
     @property
-    def tokens(self) -> Int32Buffer:
-        """Prompt and output tokens known to the host; valid until the next change."""
-        return self._running.tokens[self.row] if self.row else self._tokens
+    def num_tokens(self) -> int:
+        """Number of tokens known to the host."""
+        return int(self._running.num_tokens[self.row]) if self.row else len(self._tokens)
 
     @property
-    def pages(self) -> Int32Buffer:
-        """Page ids in order; valid until the next change. `PageManager` changes them."""
-        return self._running.pages[self.row]
+    def tokens(self) -> Int32:
+        """Prompt and output tokens known to the host; a view that is valid until the next change."""
+        return self._running.tokens[self.row, : self.num_tokens] if self.row else self._tokens
+
+    @property
+    def num_pages(self) -> int:
+        """Number of pages, the cache's and its own."""
+        return int(self._running.num_pages[self.row])
+
+    @property
+    def pages(self) -> Int32:
+        """Page ids in order; a view that is valid until the next change. `PageManager` changes them."""
+        pages: Int32 = self._running.pages[self.row, : self.num_pages]
+        return pages
 
     @property
     def num_computed(self) -> int:
@@ -127,17 +141,17 @@ class Request:
     @property
     def num_output(self) -> int:
         """Output tokens known to the host."""
-        return len(self.tokens) - self.num_prompt_tokens
+        return self.num_tokens - self.num_prompt_tokens
 
     @property
     def max_tokens_left(self) -> int:
         """Most output tokens that are still to come and not known to the host."""
-        return self.max_length - len(self.tokens)
+        return self.max_length - self.num_tokens
 
     @property
     def length(self) -> int:
         """Tokens of the sequence, including those in flight."""
-        return len(self.tokens) + self.num_pending
+        return self.num_tokens + self.num_pending
 
     @property
     def needs_mask(self) -> bool:
@@ -148,7 +162,7 @@ class Request:
         """Return the tokens that the mask of the next token has to exclude."""
         rules, has_grammar = self.token_rules, self.constraint is not None
         banned: frozenset[int] = (
-            frozenset() if rules is None else rules.banned_after(self.tokens.view[self.num_prompt_tokens :])
+            frozenset() if rules is None else rules.banned_after(self.tokens[self.num_prompt_tokens :])
         )
         if self.num_output < self.sampling.min_tokens:
             return banned | self.stop_ids | (eos_ids if has_grammar else frozenset())
@@ -157,7 +171,7 @@ class Request:
     @property
     def known_computed(self) -> Int32:
         """Tokens known to the host whose KV is in the pool, or will be once the launched steps are done."""
-        return self.tokens.view[: self.num_computed]
+        return self.tokens[: self.num_computed]
 
     def record(self, finish_reason: str) -> RequestRecord:
         """Return the record of this request, which has ended."""

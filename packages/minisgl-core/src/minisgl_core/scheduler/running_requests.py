@@ -1,7 +1,8 @@
 """State of the running requests in arrays, which are indexed by the row of the page table.
 
 A step of decodes changes the same few numbers of every request. In arrays, this takes a few operations per step instead of a
-loop over the requests.
+loop over the requests. Rows of `tokens` and `pages` have space for the longest sequence, but occupy memory only once they are
+written to.
 """
 
 from __future__ import annotations
@@ -11,49 +12,59 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from minisgl_core.scheduler.int32_buffer import Int32
-from minisgl_core.scheduler.row_buffers import RowBuffers
+from minisgl_core.kv.allocator import Int32
 
 if TYPE_CHECKING:
+    from minisgl_core.scheduler.limits import SchedulerLimits
     from minisgl_core.scheduler.request import Request
 
 Bools = npt.NDArray[np.bool_]
 
 
 class RunningRequests:
-    """Requests with a row, and the arrays of their state, each [R].
+    """Requests with a row, and the arrays of their state, each [R] unless stated otherwise. Row 0 is for padding.
 
-    The state of row 0 and of free rows is 0. Only `last_token`, `worker` and `request_id` keep the values of the last request.
+    The counts and flags of row 0 and of free rows are 0. The other arrays keep the values of the last request.
 
     Attributes:
-        tokens, pages, num_prompt_tokens, num_computed, num_pending, num_inflight: as in `Request`.
+        tokens: token ids of each row, of which the first `num_tokens` are known to the host, int32 [R, max_seq_len].
+        pages: page ids of each row, of which the first `num_pages` are valid, int32 [R, pages of max_seq_len].
+        num_prompt_tokens, num_computed, num_pending, num_inflight: as in `Request`.
         max_length: as in `Request`; 0 once the request has ended.
         last_token: last token known to the host.
         is_plain: True for a request without a grammar and without log-probabilities, so that its new tokens need no further work.
         worker, request_id: as in `Request`.
     """
 
-    def __init__(self, num_rows: int, vocab_size: int) -> None:
-        """Allocate the arrays for `num_rows` rows besides row 0."""
-        rows = num_rows + 1
-        self.tokens, self.pages = RowBuffers(rows), RowBuffers(rows)
-        numbers = np.zeros((7, rows), np.int32)
-        self.num_prompt_tokens, self.num_computed, self.num_pending, self.num_inflight = numbers[:4]
-        self.max_length, self.last_token, self.worker = numbers[4:]
+    def __init__(self, limits: SchedulerLimits) -> None:
+        """Allocate the arrays, with a row for each of `limits.max_running` requests."""
+        rows, max_pages = limits.max_running + 1, -(-limits.max_seq_len // limits.page_size)
+        self.tokens, self.pages = (np.empty((rows, width), np.int32) for width in (limits.max_seq_len, max_pages))
+        self._counts = np.zeros((7, rows), np.int32)
+        self.num_tokens, self.num_pages, self.num_prompt_tokens, self.num_computed = self._counts[:4]
+        self.num_pending, self.num_inflight, self.max_length = self._counts[4:]
+        self.last_token, self.worker = np.zeros((2, rows), np.int32)
         self.is_plain = np.zeros(rows, np.bool_)
         self.request_id = np.full(rows, "", object)
-        self._num_stopping = np.zeros(vocab_size, np.int32)
+        self._num_stopping = np.zeros(limits.vocab_size, np.int32)
         """Number of admitted requests that each token stops."""
         self._requests: dict[int, Request] = {}
         """Admitted requests by row, in order of admission."""
         self._rows: Int32 | None = None
+        self._free_rows = list(range(limits.max_running, 0, -1))
 
-    def assign(self, request: Request, row: int) -> None:
-        """Assign a row to a waiting request, which `admit` or `remove` must follow."""
-        self.tokens.set_buffer(row, request.tokens)
-        request.row = row
+    @property
+    def num_free_rows(self) -> int:
+        """Number of requests that `assign` could still give a row."""
+        return len(self._free_rows)
+
+    def assign(self, request: Request) -> None:
+        """Assign a free row to a waiting request, which `admit` or `remove` must follow."""
+        tokens = request.tokens
+        row = request.row = self._free_rows.pop()
+        self.tokens[row, : len(tokens)], self.num_tokens[row] = tokens, len(tokens)
         self.num_prompt_tokens[row], self.max_length[row] = request.num_prompt_tokens, request.max_length
-        self.last_token[row] = request.tokens.view[-1]
+        self.last_token[row] = tokens[-1]
         self.worker[row], self.request_id[row] = request.worker, request.request_id
         self.is_plain[row] = request.constraint is None and request.sampling.logprobs is None
 
@@ -64,16 +75,14 @@ class RunningRequests:
         self._num_stopping[list(request.stop_ids)] += 1
 
     def remove(self, request: Request) -> None:
-        """Clear the row of a request, which keeps its tokens."""
+        """Free the row of a request."""
         row = request.row
         if self._requests.pop(row, None) is not None:
             self._rows = None
             self._num_stopping[list(request.stop_ids)] -= 1
-        self.tokens.clear(row)
-        self.pages.clear(row)
-        for array in (self.num_prompt_tokens, self.num_computed, self.num_pending, self.num_inflight, self.max_length):
-            array[row] = 0
+        self._counts[:, row] = 0
         self.is_plain[row] = False
+        self._free_rows.append(row)
         request.row = 0
 
     @property
@@ -96,7 +105,7 @@ class RunningRequests:
     @property
     def lengths(self) -> Int32:
         """`Request.length` of every row."""
-        lengths: Int32 = self.tokens.lengths + self.num_pending
+        lengths: Int32 = self.num_tokens + self.num_pending
         return lengths
 
     def schedulable(self) -> tuple[Int32, Int32]:
@@ -124,12 +133,20 @@ class RunningRequests:
 
         These are the rows of plain requests, unless the token is the request's first or may be its last.
         """
-        self.tokens.append(rows, token_ids)
+        self.tokens[rows, self.num_tokens[rows]] = token_ids
         self.last_token[rows] = token_ids
-        lengths = self.tokens.lengths[rows]
+        self.num_tokens[rows] += 1
+        lengths = self.num_tokens[rows]
         continues = (lengths < self.max_length[rows]) & (self._num_stopping[token_ids] == 0)
         is_token_only: Bools = continues & self.is_plain[rows] & (lengths > self.num_prompt_tokens[rows] + 1)
         return is_token_only
+
+    def add_pages(self, rows: Int32, pages: Int32) -> Int32:
+        """Append a page to each row. Return the index of each page in its row."""
+        columns: Int32 = self.num_pages[rows]
+        self.pages[rows, columns] = pages
+        self.num_pages[rows] += 1
+        return columns
 
     def end(self, request: Request) -> None:
         """Exclude a request from further steps. `remove` clears its row."""
@@ -147,10 +164,8 @@ class RunningRequests:
 
     def check(self) -> None:
         """Verify that free rows have no state, and that the arrays agree with the requests. For tests."""
-        numbers = (self.num_prompt_tokens, self.num_computed, self.num_pending, self.num_inflight, self.max_length)
+        assert sorted((*self._free_rows, *self._requests)) == list(range(1, len(self.worker))), "a row is lost"
         for row in range(len(self.worker)):
-            for buffers in (self.tokens, self.pages):
-                assert len(buffers[row]) == buffers.lengths[row], "a length is wrong"
             if row in self._requests:
                 request = self._requests[row]
                 assert request.row == row, "a request has another row"
@@ -158,7 +173,7 @@ class RunningRequests:
                     "max_length does not tell if a request has ended"
                 )
             else:
-                assert not any(array[row] for array in (*numbers, self.tokens.lengths, self.pages.lengths))
+                assert not self._counts[:, row].any(), "a free row has state"
         num_stopping = np.zeros_like(self._num_stopping)
         for request in self._requests.values():
             num_stopping[list(request.stop_ids)] += 1

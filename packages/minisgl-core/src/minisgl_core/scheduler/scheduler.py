@@ -26,7 +26,7 @@ import numpy.typing as npt
 from minisgl_core.contracts.policy import Policy, RequestView
 from minisgl_core.contracts.prefix_cache import PrefixCache
 from minisgl_core.errors import InvalidValueError, PluginError, QueueFullError
-from minisgl_core.kv.allocator import Int32, RowAllocator
+from minisgl_core.kv.allocator import Int32
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.protocol.batch_plan import BatchPlan, StepResult, TokenMasks
 from minisgl_core.protocol.messages import Rejected, Submit, TokenBatch, TokenLogprobs, TokenOut
@@ -83,13 +83,12 @@ class Scheduler:
         self.limits, self.grammars = limits, grammars
         hooks = hooks or Hooks()
         self._request_finished = hooks.request_finished
-        self._running = RunningRequests(limits.max_running, limits.vocab_size)
+        self._running = RunningRequests(limits)
         self.pages = PageManager(limits.num_pages, limits.page_size, cache, self._running, hooks)
         capacity = self.pages.allocator.capacity * limits.page_size
         assert limits.max_seq_len <= capacity, (
             f"a sequence of {limits.max_seq_len} does not fit in {capacity} tokens of KV"
         )
-        self.rows = RowAllocator(limits.max_running)
         self.planner = Planner(limits.max_running, limits.vocab_size, self._running)
         self.policy = policy
         self.stats = SchedulerStats()
@@ -186,7 +185,7 @@ class Scheduler:
     @property
     def is_full(self) -> bool:
         """True if `submit` refuses requests: `max_queued` requests wait, in addition to one per free page-table row."""
-        return self.num_waiting >= self.limits.max_queued + self.rows.num_free
+        return self.num_waiting >= self.limits.max_queued + self._running.num_free_rows
 
     @property
     def num_pages_used(self) -> int:
@@ -309,7 +308,6 @@ class Scheduler:
         """Release a running request's pages and queue it again. It resumes from its tokens, whose KV may still be cached."""
         self.stats.num_preemptions += 1
         request.num_preemptions += 1
-        self.rows.free(request.row)
         self.pages.release(request)
         insort(self._waiting, request, key=_queue_key)
 
@@ -369,7 +367,7 @@ class Scheduler:
                 request = self._running[row]
                 self.pages.attach_cached(request)
                 budget -= self._add_chunk(request, budget, chunks)
-        if self._waiting and budget > 0 and self.rows.num_free > 0:
+        if self._waiting and budget > 0 and self._running.num_free_rows > 0:
             self._admit(budget, reserve, chunks)
         return chunks
 
@@ -394,18 +392,17 @@ class Scheduler:
         few_wait = len(self._waiting) <= _FEW_WAITING
         reserved = self.pages.num_reserved()
         for request in self._in_order(self._waiting):
-            if budget <= 0 or self.rows.num_free == 0:
+            if budget <= 0 or self._running.num_free_rows == 0:
                 return
             num_tokens = min(request.length + 1, self.limits.max_seq_len)
             if self.pages.surely_lacks_pages(request, num_tokens, self.pages.num_available - reserved):
                 return
-            self._running.assign(request, self.rows.allocate())
+            self._running.assign(request)
             self.pages.attach_cached(request)
             num_left = request.length - request.num_computed if few_wait else 1
             has_room = not (chunks and reserve) or num_left <= budget - reserve
             missing = self.pages.missing_pages(request, num_tokens)
             if not has_room or missing > self.pages.num_available - reserved:
-                self.rows.free(request.row)
                 self.pages.detach(request)
                 return
             self._remove_waiting(request)
@@ -466,7 +463,7 @@ class Scheduler:
                 return "abort"
         if token in request.stop_ids or (constraint is not None and constraint.is_finished):
             return "stop"
-        return "length" if len(request.tokens) >= request.max_length else None
+        return "length" if request.num_tokens >= request.max_length else None
 
     def _finish(self, request: Request, reason: str, token_ids: list[int]) -> TokenOut:
         request.finish_reason = reason
@@ -497,7 +494,6 @@ class Scheduler:
         return output
 
     def _release(self, request: Request) -> None:
-        self.rows.free(request.row)
         self.pages.release(request)
         self._report(request)
 
@@ -510,7 +506,6 @@ class Scheduler:
         """Verify that pages, page-table rows and the map of requests agree. For tests."""
         self.pages.check()
         running = self._running.all()
-        assert self.rows.num_free + len(running) == self.rows.capacity, "a row is lost"
         live = {id(request) for request in self._by_id.values()}
         assert all(id(request) in live for request in self.waiting), "a waiting request is not in the map"
         assert all(id(r) in live or r.num_inflight for r in running), "a finished request still runs"

@@ -7,8 +7,8 @@ from typing import Self
 import numpy as np
 
 from minisgl_core.contracts.grammar import Masks
+from minisgl_core.kv.allocator import Int32
 from minisgl_core.protocol.messages import Submit
-from minisgl_core.scheduler.int32_buffer import Int32
 
 
 @dataclass(slots=True)
