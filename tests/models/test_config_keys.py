@@ -133,7 +133,8 @@ def engine_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
     config, source = checkpoint.config, checkpoint.source
     build = BuildContext(SingleRank(), Ops.of(CPU, torch.float32), CPU, torch.float32, NaiveMoe)
     model = checkpoint.model_class(config, build)
-    spec = attention_spec(options.with_flat(kv_dtype="float32"), config, config.max_position, 16, torch.float32, CPU)
+    resolved = options.with_flat(kv_dtype="float32", page_size=16, max_seq_len_override=config.max_position)
+    spec = attention_spec(resolved, config, CPU)
     if reasons := check_layers(spec, model.attention_layers()):
         raise MinisglError("; ".join(reasons))
     load_weights(model, source, progress=False)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from minisgl_core.config.options import EngineConfig
-from minisgl_core.config.providers import check_providers
+from minisgl_core.config.provider_picker import check_providers
 from minisgl_core.errors import InvalidValueError, PluginError
 from minisgl_core.plugins.registry import Entry, Registry
 

@@ -262,8 +262,8 @@ def test_a_models_experts_are_part_of_what_moe_kernels_are_asked() -> None:
         installed = {**INSTALLED, "moe": {"torch", "triton"}}
         resolved = resolve(EngineConfig(), H200, gpt_oss, installed.__getitem__, unsupported, {}.get, ROLES.__getitem__)
         assert resolved.config.backends.moe == "torch"
-    config, experts = EngineConfig.from_flat(tp=8), replace(MODEL, moe=MoeConfig(8, 2, 100, True))
-    spec = moe_spec(config, experts, torch.float32, torch.device("cpu"))
+    config, experts = EngineConfig.from_flat(tp=8, dtype="float32"), replace(MODEL, moe=MoeConfig(8, 2, 100, True))
+    spec = moe_spec(config, experts, torch.device("cpu"))
     assert spec.intermediate_size == 13, "the layers pad the experts' width to a multiple of the ranks"
 
 

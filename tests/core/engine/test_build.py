@@ -203,7 +203,7 @@ def test_a_name_of_another_kind_does_not_name_a_broken_provider() -> None:
     attention = Entry("attention", "native", f"{TorchAttention.__module__}:TorchAttention", "own", "1")
     registry = Registry([*shipped, attention, Entry("ops", "native", "no_such_module:Ops", "own", "1")])
     config = EngineConfig.from_flat(model=str(tiny.checkpoint()), platform="cpu", attn="native")
-    resolved = resolve_options(config, registry, Hooks()).resolved
+    *_, resolved = resolve_options(config, registry, Hooks())
     assert "native" not in resolved.config.backends.ops.split(",")
     with pytest.raises(ProviderLoadError, match="no_such_module"):
         resolve_options(config.with_flat(ops="native"), registry, Hooks())

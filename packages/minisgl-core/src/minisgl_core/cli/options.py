@@ -32,7 +32,7 @@ from click.core import ParameterSource
 
 from minisgl_core.cli.config_file import load_config_file
 from minisgl_core.config.options import AUTO, LIST, Option, check_value, type_words
-from minisgl_core.config.providers import check_providers
+from minisgl_core.config.provider_picker import check_providers
 from minisgl_core.plugins.registry import Registry
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -1,10 +1,16 @@
-"""Selection of a provider for ``auto``, and the order in which providers are tried."""
+"""Selection of providers: the order in which ``auto`` tries them, and a check of those that the user named.
 
-from collections.abc import Callable, Container, Iterable
-from typing import Any
+This module imports nothing heavy.
+"""
 
-from minisgl_core.config.options import AUTO
-from minisgl_core.errors import ProviderUnsupportedError
+from collections.abc import Callable, Container, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from minisgl_core.config.options import AUTO, engine_options
+from minisgl_core.errors import InvalidValueError, ProviderUnsupportedError
+
+if TYPE_CHECKING:
+    from minisgl_core.plugins.registry import Registry
 
 Unsupported = Callable[..., list[str]]
 """Function ``unsupported(kind, name, *spec)`` that returns the reasons why a provider does not support a spec.
@@ -43,7 +49,6 @@ class ProviderPicker:
     """Selection of the provider of each kind, for one machine.
 
     Attributes:
-        uncompiled: function that returns what an attention backend would compile first; empty if it is ready.
         to_compile: names of the attention backends that were passed over because they are not compiled, as keys.
     """
 
@@ -53,11 +58,12 @@ class ProviderPicker:
         installed: Callable[[str], Iterable[str]],
         unsupported: Unsupported,
         preferred: Callable[[str], str | None],
+        uncompiled: Callable[..., str],
     ) -> None:
         """Store the platform's name, and the functions that `minisgl_core.config.resolve.resolve` receives."""
         self._platform = platform
         self._installed, self._unsupported, self._preferred = installed, unsupported, preferred
-        self.uncompiled: Callable[[str], str] = lambda name: ""
+        self._uncompiled = uncompiled
         self.to_compile: dict[str, None] = {}
 
     def pick(self, kind: str, wanted: str, *spec: Any, skipped: Container[str] = ()) -> tuple[str, str]:
@@ -87,17 +93,16 @@ class ProviderPicker:
                 continue
             reasons = [reason for part in parts for reason in self._unsupported(kind, part, *spec)]
             if not reasons:
-                why = (
-                    "a plugin prefers it here"
-                    if name == preferred
-                    else f"first of {', '.join(ordered)} that works here"
-                )
-                why += "".join(f"; not {other}" for other in passed_over)
-                kernels = {part: text for part in parts if kind == "attention" and (text := self.uncompiled(part))}
+                first = f"first of {', '.join(ordered)} that works here"
+                why = "a plugin prefers it here" if name == preferred else first
+                pick = name, "; not ".join([why, *passed_over])
+                kernels = {
+                    part: text for part in parts if kind == "attention" and (text := self._uncompiled(part, *spec))
+                }
                 if not kernels:
-                    return name, why
+                    return pick
                 if uncompiled_pick is None:
-                    uncompiled_pick = name, why
+                    uncompiled_pick = pick
                     self.to_compile |= dict.fromkeys(kernels)
                 reasons = [f"{text} must be compiled first" for text in kernels.values()]
             passed_over.append(f"{name}: {reasons[0]}")
@@ -118,3 +123,25 @@ class ProviderPicker:
 
     def _preferences(self, kind: str) -> tuple[str, ...]:
         return PREFERENCES.get((kind, self._platform), ()) or PREFERENCES[(kind, "cpu")]
+
+
+def check_providers(values: Mapping[str, Any], registry: "Registry") -> None:
+    """Check that each provider named by an engine option is installed, even if the model does not need its kind.
+
+    Args:
+        values: options by name; those that are not the engine's are ignored.
+        registry: the installed providers, none of which is imported.
+
+    Raises:
+        PluginError: no provider, or more than one, has that name.
+        InvalidValueError: ``auto`` is one of several names, which only ``--ops`` supports.
+    """
+    for name, item in engine_options().items():
+        kind = item.metadata["option"].kind
+        if kind and values.get(name, AUTO) != AUTO:
+            for provider in filter(None, map(str.strip, values[name].split(","))):
+                if provider != AUTO:
+                    registry.entry(kind, provider)
+                elif kind != "ops":
+                    allowed = "auto alone, or names without auto"
+                    raise InvalidValueError(f"--{name.replace('_', '-')}", values[name], allowed)

@@ -6,6 +6,7 @@ be tested without the hardware, and are printed with their reasons.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -85,12 +86,16 @@ def resolve(
         ProviderUnsupportedError: a provider that the user named does not support the model or the hardware, or no provider does.
         InvalidValueError: the value of an option does not fit the model or the hardware.
     """
-    picker = ProviderPicker(hardware.platform, installed, unsupported, preferred)
-    choices = [Choice("platform", hardware.platform, hardware.device_name)]
+    picker = ProviderPicker(hardware.platform, installed, unsupported, preferred, uncompiled)
+    choices: list[Choice] = []
 
-    dtype, why = _dtype(config.model.dtype, model.dtype, hardware)
-    choices.append(Choice("dtype", dtype, why))
+    def choose(name: str, value: Any, why: str) -> None:
+        nonlocal config
+        config = config.with_flat(**{name: value})
+        choices.append(Choice(name, f"{value:g}" if isinstance(value, float) else str(value), why))
 
+    choose("platform", hardware.platform, hardware.device_name)
+    choose("dtype", *_dtype(config.model.dtype, model.dtype, hardware))
     max_seq_len = config.model.max_seq_len_override or model.max_position
     if max_seq_len > model.max_position:
         allowed = f"at most {model.max_position}, the model's context"
@@ -103,96 +108,66 @@ def resolve(
         choices.append(Choice("pp", str(config.parallel.pp), describe_stages(config.parallel, model.num_layers)))
     if placement.nodes:
         choices.append(Choice("placement", config.parallel.placement, describe_nodes(placement.nodes)))
-    torch_dtype, device = getattr(torch, dtype), torch.device(hardware.torch_name)
+    device, is_cpu = torch.device(hardware.torch_name), hardware.torch_name == "cpu"
     page_size, page_why = config.cache.page_size, "set by the user"
     if page_size == AUTO:
         page_size, page_why = 16, "little unused space per request, few page-table entries"
-    spec = attention_spec(config, model, max_seq_len, int(page_size), torch_dtype, device)
+    kv_dtype = config.model.dtype if config.cache.kv_dtype == AUTO else config.cache.kv_dtype
+    config = config.with_flat(max_seq_len_override=max_seq_len, page_size=page_size, kv_dtype=kv_dtype)
 
     attn_names = config.backends.attn.split(",")
     if not 1 <= len(attn_names) <= 2 or not all(attn_names):
         raise InvalidValueError("--attn", config.backends.attn, "one name, or two as 'prefill,decode'")
-    picker.uncompiled = lambda name: uncompiled(name, spec)
+    spec = attention_spec(config, model, device)
     picks = [picker.pick("attention", name, spec) for name in attn_names]
-    attn = ",".join(value for value, _ in picks)
-    choices.append(Choice("attn", attn, "; ".join(reason for _, reason in picks)))
+    choose("attn", ",".join(value for value, _ in picks), "; ".join(reason for _, reason in picks))
     choices.append(Choice("page_size", str(page_size), page_why))
-    kv_dtype = dtype if config.cache.kv_dtype == AUTO else config.cache.kv_dtype
-    if kv_dtype != dtype:
+    if kv_dtype != config.model.dtype:
         choices.append(Choice("kv_dtype", kv_dtype, "set by the user"))
 
-    cache, why = picker.pick("prefix_cache", config.cache.cache)
-    choices.append(Choice("cache", cache, why))
+    choose("cache", *picker.pick("prefix_cache", config.cache.cache))
     ops, why = assign_roles(
         config.backends.ops,
         picker.automatic("ops"),
-        lambda name: unsupported("ops", name, device, torch_dtype),
+        lambda name: unsupported("ops", name, device, torch_dtype(config)),
         ops_roles,
     )
-    choices.append(Choice("ops", ops, why))
-    moe = config.backends.moe
+    choose("ops", ops, why)
     if model.moe is not None:
-        moe, why = picker.pick("moe", moe, moe_spec(config, model, torch_dtype, device))
-        choices.append(Choice("moe", moe, why))
+        choose("moe", *picker.pick("moe", config.backends.moe, moe_spec(config, model, device)))
     quantization = config.backends.quantization
     stored = CheckpointQuantization.of(model.raw)
     is_float8 = model.quantization == "fp8" or (stored is not None and stored.is_float8)
     if quantization == AUTO and model.moe is not None and is_float8:
-        quantization = "none"
-        why = _with_checkpoint_format(model, quantization, "experts use fp8 only with --quantization fp8")
-        choices.append(Choice("quantization", quantization, why))
+        why = "experts use fp8 only with --quantization fp8"
+        choose("quantization", "none", _with_checkpoint_format(model, "none", why))
     elif quantization != AUTO or model.quantization:
         # These providers would quantize the weights of a GGUF file again.
         skipped = ("int4", "int8", "fp8") if stored is not None and stored.is_gguf else ()
-        needs = quantization_spec(model, torch_dtype, device)
+        needs = quantization_spec(model, torch_dtype(config), device)
         quantization, why = picker.pick("quantization", quantization, needs, skipped=skipped)
-        choices.append(Choice("quantization", quantization, _with_checkpoint_format(model, quantization, why)))
+        choose("quantization", quantization, _with_checkpoint_format(model, quantization, why))
     else:
-        quantization = "none"
-    communicator = config.backends.communicator
+        config = config.with_flat(quantization="none")
     if config.parallel.size > 1:
-        communicator, why = _communicators(config, picker, device, placement)
-        choices.append(Choice("communicator", communicator, why))
+        choose("communicator", *_communicators(config, picker, device, placement))
 
     grammar = config.backends.grammar
     if grammar == AUTO:
         # It is loaded later: by a thread after a server's start, or in `LLM` with the first request that needs it.
-        grammar = picker.first("grammar")
+        config = config.with_flat(grammar=picker.first("grammar"))
     elif reasons := unsupported("grammar", grammar):
         raise ProviderUnsupportedError("grammar", grammar, reasons)
 
-    disable_overlap = config.scheduler.disable_overlap
-    if disable_overlap == AUTO:
-        disable_overlap = hardware.torch_name == "cpu"
-        why = "the device works synchronously" if disable_overlap else "the device works asynchronously"
-        choices.append(Choice("overlap", "off" if disable_overlap else "on", why))
-    prefill = config.scheduler.max_prefill_length
-    if prefill == AUTO:
-        prefill = 1024 if hardware.torch_name == "cpu" else 8192
-        choices.append(Choice("max_prefill_length", str(prefill), "prompt tokens in a step"))
-    max_step_ms = config.scheduler.max_step_ms
-    if max_step_ms == AUTO:
-        max_step_ms = 100.0 if hardware.torch_name == "cpu" else 50.0
-        choices.append(Choice("max_step_ms", f"{max_step_ms:g}", "limits prompt tokens while requests decode"))
-
-    resolved = config.with_flat(
-        dtype=dtype,
-        max_seq_len_override=max_seq_len,
-        attn=attn,
-        page_size=page_size,
-        kv_dtype=kv_dtype,
-        cache=cache,
-        ops=ops,
-        moe=moe,
-        quantization=quantization,
-        communicator=communicator,
-        grammar=grammar,
-        disable_overlap=disable_overlap,
-        max_prefill_length=prefill,
-        max_step_ms=max_step_ms,
-        platform=hardware.platform,
-    )
-    return Resolved(resolved, tuple(choices), tuple(picker.to_compile))
+    if config.scheduler.disable_overlap == AUTO:
+        config = config.with_flat(disable_overlap=is_cpu)
+        why = "the device works synchronously" if is_cpu else "the device works asynchronously"
+        choices.append(Choice("overlap", "off" if is_cpu else "on", why))
+    if config.scheduler.max_prefill_length == AUTO:
+        choose("max_prefill_length", 1024 if is_cpu else 8192, "prompt tokens in a step")
+    if config.scheduler.max_step_ms == AUTO:
+        choose("max_step_ms", 100.0 if is_cpu else 50.0, "limits prompt tokens while requests decode")
+    return Resolved(config, tuple(choices), tuple(picker.to_compile))
 
 
 def _dtype(wanted: str, model_dtype: str, hardware: Hardware) -> tuple[str, str]:
@@ -239,20 +214,24 @@ def _check_parallel(
         )
 
 
-def attention_spec(
-    config: EngineConfig, model: ModelConfig, max_seq_len: int, page_size: int, dtype: torch.dtype, device: torch.device
-) -> AttentionSpec:
-    """Return the requirements of a rank on its attention backend."""
+def torch_dtype(config: EngineConfig) -> torch.dtype:
+    """Return the resolved dtype of the model."""
+    dtype: torch.dtype = getattr(torch, config.model.dtype)
+    return dtype
+
+
+def attention_spec(config: EngineConfig, model: ModelConfig, device: torch.device) -> AttentionSpec:
+    """Return the requirements of a rank on its attention backend, from resolved sizes and dtypes."""
     tp = config.parallel.tp
     return AttentionSpec(
         num_q_heads=model.num_q_heads // tp,
         num_kv_heads=max(1, model.num_kv_heads // tp),
         head_dim=model.head_dim,
-        page_size=page_size,
-        dtype=dtype,
-        kv_dtype=kv_torch_dtype(config, dtype),
+        page_size=int(config.cache.page_size),
+        dtype=torch_dtype(config),
+        kv_dtype=kv_torch_dtype(config),
         device=device,
-        max_seq_len=max_seq_len,
+        max_seq_len=int(config.model.max_seq_len_override or 0),
         max_batch=config.scheduler.max_running_requests,
         sliding_windows=tuple(sorted({window for window in model.sliding_windows if window is not None})),
         soft_caps=() if model.soft_cap is None else (model.soft_cap,),
@@ -261,12 +240,10 @@ def attention_spec(
     )
 
 
-def kv_torch_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the KV pool of a model whose dtype is `dtype`."""
-    wanted = config.cache.kv_dtype
-    if wanted == AUTO:
-        return dtype
-    return FP8 if wanted in ("fp8", "fp8_e4m3") else getattr(torch, wanted)
+def kv_torch_dtype(config: EngineConfig) -> torch.dtype:
+    """Return the resolved dtype of the KV pool."""
+    name = config.cache.kv_dtype
+    return FP8 if name in ("fp8", "fp8_e4m3") else getattr(torch, name)
 
 
 def quantization_spec(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> QuantizationSpec:
@@ -284,7 +261,7 @@ def _with_checkpoint_format(model: ModelConfig, chosen: str, why: str) -> str:
     )
 
 
-def moe_spec(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> MoeSpec:
+def moe_spec(config: EngineConfig, model: ModelConfig, device: torch.device) -> MoeSpec:
     """Return the requirements of a rank on its MoE kernel. If the experts' width does not divide evenly, it is padded."""
     assert model.moe is not None
     return MoeSpec(
@@ -292,7 +269,7 @@ def moe_spec(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, devic
         top_k=model.moe.top_k,
         hidden_size=model.hidden_size,
         intermediate_size=-(-model.moe.intermediate_size // config.parallel.tp),
-        dtype=dtype,
+        dtype=torch_dtype(config),
         device=device,
         activation=model.moe.activation,
         has_bias=model.moe.has_bias,

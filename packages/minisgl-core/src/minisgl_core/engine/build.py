@@ -10,19 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from minisgl_core.config.options import AUTO, EngineConfig, engine_options
-from minisgl_core.config.providers import check_providers
-from minisgl_core.config.resolve import (
-    Choice,
-    Resolved,
-    attention_spec,
-    kv_torch_dtype,
-    quantization_spec,
-    resolve,
-)
-from minisgl_core.contracts.attention import AttentionSpec
+from minisgl_core.config.provider_picker import check_providers
+from minisgl_core.config.resolve import Choice, Resolved, kv_torch_dtype, quantization_spec, resolve, torch_dtype
 from minisgl_core.contracts.communicator import Communicator
 from minisgl_core.contracts.executor import RankPlacement
 from minisgl_core.contracts.model import BuildContext
@@ -89,10 +79,9 @@ def build_model_runner(
         MinisglError: an option, the model or a provider is not supported.
     """
     phases = StartupTimer()
-    resolution = resolve_options(config, registry, hooks, placement)
-    checkpoint, resolved, config = resolution.checkpoint, resolution.resolved, resolution.resolved.config
-    sampling = default_sampling(checkpoint.source.generation_config)
-    rank, platform = placement.rank, resolution.platform_class(placement.local_rank)
+    checkpoint, platform_class, hardware, resolved = resolve_options(config, registry, hooks, placement)
+    config, sampling = resolved.config, default_sampling(checkpoint.source.generation_config)
+    rank, platform = placement.rank, platform_class(placement.local_rank)
     # The policy is used later, but an error should be raised before the weights load.
     registry.load("policy", config.scheduler.policy)
     phases.done("opened the checkpoint")
@@ -105,9 +94,9 @@ def build_model_runner(
             _check_same_providers(config, registry, groups, rank, checkpoint.provider)
             phases.done("joined the ranks")
             providers = [registry.load("ops", name) for name in config.backends.ops.split(",")]
-            ops = Ops.of(platform.device, getattr(torch, config.model.dtype), *providers)
+            ops = Ops.of(platform.device, torch_dtype(config), *providers)
             moe = registry.load("moe", config.backends.moe) if checkpoint.config.moe is not None else None
-            kv_dtype = kv_torch_dtype(config, ops.dtype)
+            kv_dtype = kv_torch_dtype(config)
             provider = registry.load("quantization", config.backends.quantization)
             quantization = provider(quantization_spec(checkpoint.config, ops.dtype, platform.device), ops)
             layers = groups.layers(checkpoint.config.num_layers)
@@ -120,8 +109,8 @@ def build_model_runner(
             platform.synchronize()
             phases.done("loaded the weights")
             factory = ModelRunnerFactory(config, checkpoint.config, platform, groups, model, ops, registry)
-            graphs = factory.graph_sizes()
-            piecewise = factory.piecewise_sizes(bool(graphs))
+            graphs = factory.decode_graph_sizes()
+            piecewise = factory.piecewise_graph_sizes(bool(graphs))
             num_captures = 0 if platform.has_host_graphs else len(graphs) + len(piecewise)
             pool = size_pool(factory.smallest_pool, config, platform, groups, factory.run_profile_batch, num_captures)
             max_seq_len = min(factory.max_seq_len, (pool.num_pages - 1) * pool.page_size)
@@ -143,26 +132,8 @@ def build_model_runner(
                 with suppress(Exception):  # the original error is the one to report
                     leave()
             raise
-    info = _info(checkpoint, resolved, sampling, pool.num_pages, max_seq_len, resolution.hardware, phases)
+    info = _info(checkpoint, resolved, sampling, pool.num_pages, max_seq_len, hardware, phases)
     return BuiltModelRunner(model_runner, config, checkpoint, pool.num_pages, max_seq_len, info)
-
-
-@dataclass(frozen=True, slots=True)
-class Resolution:
-    """Resolved options, and what they were resolved for."""
-
-    checkpoint: Checkpoint
-    platform_class: type[Platform]
-    hardware: Hardware
-    resolved: Resolved
-
-    def attention_spec(self, device: torch.device) -> AttentionSpec:
-        """Return the requirements of a rank with this device on its attention backend."""
-        config = self.resolved.config
-        max_seq_len, page_size = int(config.model.max_seq_len_override or 0), int(config.cache.page_size)
-        return attention_spec(
-            config, self.checkpoint.config, max_seq_len, page_size, getattr(torch, config.model.dtype), device
-        )
 
 
 def resolve_options(
@@ -170,8 +141,11 @@ def resolve_options(
     registry: Registry,
     hooks: Hooks,
     placement: RankPlacement = RankPlacement(),  # noqa: B008  # frozen
-) -> Resolution:
+) -> tuple[Checkpoint, type[Platform], Hardware, Resolved]:
     """Open the checkpoint and resolve all options for this machine.
+
+    Returns:
+        The checkpoint, the platform and the hardware that the options were resolved for, and the resolved options.
 
     Raises:
         MinisglError: an option, the model or a provider is not supported.
@@ -197,7 +171,7 @@ def resolve_options(
         lambda name, spec: str(registry.load("attention", name).uncompiled(spec)),
         placement,
     )
-    return Resolution(checkpoint, platform_class, hardware, resolved)
+    return checkpoint, platform_class, hardware, resolved
 
 
 def _preferred(hooks: Hooks) -> Preferred:

@@ -61,13 +61,14 @@ def compile_kernels(config: EngineConfig) -> None:
     Raises:
         MinisglError: the options are invalid, or the kernels cannot be compiled.
     """
+    from minisgl_core.config.resolve import attention_spec
     from minisgl_core.engine.build import resolve_options
 
     registry = Registry.from_environment()
-    resolution = resolve_options(config, registry, Hooks(registry))
-    device = resolution.platform_class(0).device
-    for name in resolution.resolved.uncompiled:
-        registry.load("attention", name).compile(resolution.attention_spec(device))
+    checkpoint, platform_class, _, resolved = resolve_options(config, registry, Hooks(registry))
+    spec = attention_spec(resolved.config, checkpoint.config, platform_class(0).device)
+    for name in resolved.uncompiled:
+        registry.load("attention", name).compile(spec)
 
 
 def main() -> None:

@@ -1,10 +1,11 @@
 """Factory of the model runner, first with a minimal KV pool to measure a step's memory, then with the full pool."""
 
 from contextlib import suppress
+from dataclasses import replace
 
 from minisgl_core.config.options import AUTO, EngineConfig
 from minisgl_core.config.resolve import attention_spec
-from minisgl_core.contracts.attention import AttentionBackend, AttentionSpec, check_layers
+from minisgl_core.contracts.attention import AttentionBackend, check_layers
 from minisgl_core.contracts.kv_cache import KVCacheSpec, KVGroup, KVLayout, KVPoolSpec
 from minisgl_core.contracts.model import Model
 from minisgl_core.contracts.model_config import ModelConfig
@@ -64,15 +65,15 @@ class ModelRunnerFactory:
         self._config, self._model_config, self._platform, self._groups = config, model_config, platform, groups
         self._model, self._ops = model, ops
         self.attention = [registry.load("attention", name) for name in config.backends.attn.split(",")]
-        self.max_seq_len = int(config.model.max_seq_len_override or 0)
-        page_size, layers = int(config.cache.page_size), model.attention_layers()
-        spec = attention_spec(config, model_config, self.max_seq_len, page_size, ops.dtype, platform.device)
+        layers = model.attention_layers()
+        self._spec = spec = attention_spec(config, model_config, platform.device)
+        self.max_seq_len = spec.max_seq_len
         reasons = check_layers(spec, layers)
         if spec.value_head_dim not in (None, spec.head_dim):
             reasons.append("the KV pool stores keys and values of one head dimension")
         if reasons:
             raise ModelFormatError(f"the model {model_config.architecture} is not supported: {'; '.join(reasons)}")
-        group = KVGroup(len(layers), page_size, spec.num_kv_heads, spec.head_dim, spec.value_head_dim)
+        group = KVGroup(len(layers), spec.page_size, spec.num_kv_heads, spec.head_dim, spec.value_head_dim)
         layout = common_layout(config.backends.attn, registry)
         self.smallest_pool = KVPoolSpec.of_group(
             KVCacheSpec((group,)).only_group, 2, spec.kv_dtype, platform.device, layout
@@ -82,10 +83,9 @@ class ModelRunnerFactory:
         """Allocate the pool and return a model runner with it."""
         num_rows = self._config.scheduler.max_running_requests
         table = PageTable(num_rows, max_seq_len, pool.page_size, pool.device)
-        spec = attention_spec(
-            self._config, self._model_config, max_seq_len, pool.page_size, self._ops.dtype, pool.device
-        )
-        attention = _attention(self.attention, spec, KVPool(pool), table)
+        spec, kv = replace(self._spec, max_seq_len=max_seq_len), KVPool(pool)
+        backends = [backend(spec, kv, table.data) for backend in self.attention]
+        attention = backends[0] if len(backends) == 1 else CombinedAttention(spec, kv, table.data, *backends)
         return ModelRunner(self._platform, self._groups, self._model, attention, table, self._ops, num_rows)
 
     def run_profile_batch(self) -> None:
@@ -107,7 +107,7 @@ class ModelRunnerFactory:
             reasons.append("on a CPU, experts cannot be captured")
         return reasons
 
-    def graph_sizes(self) -> list[int]:
+    def decode_graph_sizes(self) -> list[int]:
         """Return the batch sizes of decode steps to capture.
 
         Raises:
@@ -127,7 +127,7 @@ class ModelRunnerFactory:
             return list(range(1, min(limit, _MAX_BATCH_ON_CPU if wanted == AUTO else int(wanted)) + 1))
         return graph_sizes(min(limit, 256) if wanted == AUTO else min(limit, int(wanted)))
 
-    def piecewise_sizes(self, has_decode_graphs: bool) -> list[int]:
+    def piecewise_graph_sizes(self, has_decode_graphs: bool) -> list[int]:
         """Return the numbers of tokens to capture piecewise CUDA graphs for.
 
         With ``auto`` there are none without CUDA graphs of decodes. Otherwise they cover the sizes that kernel launches limit.
@@ -136,10 +136,8 @@ class ModelRunnerFactory:
             InvalidValueError: piecewise CUDA graphs were requested and cannot be captured.
         """
         platform, limits = self._platform, self._config.scheduler
-        wanted, largest = (
-            limits.piecewise_cuda_graph_max_tokens,
-            int(limits.max_prefill_length) + limits.max_running_requests,
-        )
+        wanted = limits.piecewise_cuda_graph_max_tokens
+        largest = int(limits.max_prefill_length) + limits.max_running_requests
         reasons = self._reasons_against_graphs()
         if reasons and wanted not in (AUTO, 0):
             raise InvalidValueError("--piecewise-cuda-graph-max-tokens", wanted, f"0 here: {' and '.join(reasons)}")
@@ -184,10 +182,3 @@ def _sharing(layouts: tuple[KVLayout, ...], besides: str, registry: Registry) ->
             if name != besides and set(layouts).intersection(_layouts(name, registry)):
                 found.append(name)
     return found
-
-
-def _attention(
-    classes: list[type[AttentionBackend]], spec: AttentionSpec, pool: KVPool, table: PageTable
-) -> AttentionBackend:
-    backends = [backend(spec, pool, table.data) for backend in classes]
-    return backends[0] if len(backends) == 1 else CombinedAttention(spec, pool, table.data, *backends)

@@ -20,7 +20,7 @@ import msgspec
 import setproctitle
 
 from minisgl_core.config.options import EngineConfig
-from minisgl_core.config.providers import check_providers
+from minisgl_core.config.provider_picker import check_providers
 from minisgl_core.engine.kernel_compiler import start_kernel_compiler, stop_kernel_compiler
 from minisgl_core.engine.startup_timer import StartupTimer, process_age_s
 from minisgl_core.errors import InvalidValueError, WorkerDiedError

@@ -10,7 +10,7 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
 from minisgl_core.config.options import EngineConfig, check_value, engine_options
-from minisgl_core.config.providers import check_providers
+from minisgl_core.config.provider_picker import check_providers
 from minisgl_core.contracts.executor import ExecutorSpec
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.plugins.registry import Registry
