@@ -28,6 +28,10 @@ def decode(tokenizer: Any, ids: list[int], skip: bool) -> str:
     return tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
 
 
+def incremental(tokens: TokenBytes, **sampling: Any) -> IncrementalDetokenizer:
+    return IncrementalDetokenizer(tokens, SamplingParams(**sampling))
+
+
 def run(detokenizer: IncrementalDetokenizer, pieces: list[list[int]]) -> tuple[list[str], str | None]:
     texts = []
     for place, piece in enumerate(pieces):
@@ -69,7 +73,7 @@ def test_pieces_joined_are_the_whole_text(
     ids = [token for part in data.draw(st.lists(parts, min_size=1, max_size=6)) for token in part]
     sizes = data.draw(st.lists(st.integers(1, 9), max_size=3))
     skip = data.draw(st.booleans())
-    texts, _ = run(IncrementalDetokenizer(tokens, skip, ()), chunks(ids, sizes) or [[]])
+    texts, _ = run(incremental(tokens, skip_special_tokens=skip), chunks(ids, sizes) or [[]])
     assert "".join(texts) == decode(engine_tokenizer, ids, skip)
 
 
@@ -78,7 +82,7 @@ def test_a_character_after_many_invalid_bytes(num: int, engine_tokenizer: Any, t
     """The window moves on while no place is known to lie between two characters."""
     emoji = engine_tokenizer("👩")["input_ids"]
     ids = emoji[:1] * num + emoji
-    texts, _ = run(IncrementalDetokenizer(tokens), chunks(ids, []))
+    texts, _ = run(incremental(tokens), chunks(ids, []))
     assert "".join(texts) == decode(engine_tokenizer, ids, True)
     assert texts[-1].endswith("👩")
 
@@ -87,20 +91,20 @@ def test_no_piece_ends_inside_a_character(engine_tokenizer: Any, tokens: TokenBy
     text = "日本語 👩‍👩‍👧‍👦 ok"
     ids = engine_tokenizer(text)["input_ids"]
     assert len(ids) > len(text), "the text must need several tokens a character for this test to mean anything"
-    texts, _ = run(IncrementalDetokenizer(tokens), chunks(ids, []))
+    texts, _ = run(incremental(tokens), chunks(ids, []))
     assert "".join(texts) == text
     assert not any("\ufffd" in piece for piece in texts)
 
 
 def test_half_a_character_at_the_end_is_not_lost(engine_tokenizer: Any, tokens: TokenBytes) -> None:
     ids = engine_tokenizer("x👩")["input_ids"][:-1]
-    texts, _ = run(IncrementalDetokenizer(tokens), chunks(ids, []))
+    texts, _ = run(incremental(tokens), chunks(ids, []))
     assert "".join(texts) == decode(engine_tokenizer, ids, True)
     assert texts[-1].endswith("\ufffd")
 
 
 def test_a_finish_without_tokens_returns_what_was_held(engine_tokenizer: Any, tokens: TokenBytes) -> None:
-    detokenizer = IncrementalDetokenizer(tokens, stop=("hello world",))
+    detokenizer = incremental(tokens, stop=("hello world",))
     assert detokenizer.push(engine_tokenizer("hello")["input_ids"], False) == ("", None)
     assert detokenizer.push([], True) == ("hello", None)
 
@@ -117,7 +121,7 @@ def test_only_the_last_tokens_are_decoded_again(engine_tokenizer: Any) -> None:
     invalid = engine_tokenizer("👩")["input_ids"][:1]
     for ids in (engine_tokenizer("Many words follow one another. " * 200)["input_ids"], invalid * 2000, [0] * 2000):
         counting = Counting()
-        run(IncrementalDetokenizer(TokenBytes(counting)), chunks(ids, []))
+        run(incremental(TokenBytes(counting)), chunks(ids, []))
         assert counting.most <= MAX_WINDOW + 1
         assert counting.total <= (MAX_WINDOW + KEPT_WINDOW) * len(ids)
 
@@ -130,7 +134,7 @@ def test_stop_texts_cut_the_output_before_the_first_match(
     ids = engine_tokenizer(data.draw(st.text("ab é漢", min_size=1, max_size=40)))["input_ids"]
     whole = decode(engine_tokenizer, ids, True)
     stops = tuple(data.draw(st.lists(st.text("ab é漢", min_size=1, max_size=6), min_size=1, max_size=3)))
-    texts, stop = run(IncrementalDetokenizer(tokens, stop=stops), chunks(ids, []))
+    texts, stop = run(incremental(tokens, stop=stops), chunks(ids, []))
     ends = {text: whole.find(text) + len(text) for text in stops if text in whole}
     if not ends:
         assert ("".join(texts), stop) == (whole, None)
@@ -148,13 +152,13 @@ def test_stop_texts_end_nothing_before_so_many_tokens(
     ids = engine_tokenizer("one two one two one two one")["input_ids"]
     num_free = data.draw(st.integers(0, len(ids)))
     pieces = chunks(ids, data.draw(st.lists(st.integers(1, 4), max_size=3)))
-    texts, stop = run(IncrementalDetokenizer(tokens, stop=("one",), min_tokens=num_free), pieces)
+    texts, stop = run(incremental(tokens, stop=("one",), min_tokens=num_free), pieces)
     free, rest = decode(engine_tokenizer, ids[:num_free], True), decode(engine_tokenizer, ids[num_free:], True)
     assert ("".join(texts), stop) == (free + rest.partition("one")[0], "one" if "one" in rest else None)
 
 
 def test_a_possible_stop_text_is_withheld_and_then_sent(engine_tokenizer: Any, tokens: TokenBytes) -> None:
-    detokenizer = IncrementalDetokenizer(tokens, stop=("The end.",))
+    detokenizer = incremental(tokens, stop=("The end.",))
     shown = [detokenizer.push([token], False)[0] for token in engine_tokenizer("The endless")["input_ids"]]
     assert shown[0] == ""
     assert "".join(shown) == "The endless"
@@ -204,13 +208,13 @@ def test_sentencepiece_spaces_and_byte_fallback(words: list[str], sizes: list[in
             ids.append(tokenizer.get_vocab()[word])
         else:
             ids += [3 + byte for byte in word.encode()]
-    texts, _ = run(IncrementalDetokenizer(TokenBytes(tokenizer)), chunks(ids, sizes))
+    texts, _ = run(incremental(TokenBytes(tokenizer)), chunks(ids, sizes))
     assert "".join(texts) == decode(tokenizer, ids, True)
 
 
 def test_several_bytes_at_once_may_end_inside_a_character() -> None:
     ids = [3 + byte for byte in "ßé👩".encode()]
-    texts, _ = run(IncrementalDetokenizer(TokenBytes(_sentencepiece)), [ids[:3], ids[3:5], ids[5:]])
+    texts, _ = run(incremental(TokenBytes(_sentencepiece)), [ids[:3], ids[3:5], ids[5:]])
     assert texts == ["ß", "é", "👩"]
 
 

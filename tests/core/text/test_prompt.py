@@ -6,8 +6,7 @@ import pytest
 
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.sampling_params import SamplingParams
-from minisgl_core.text.bad_words import bad_word_tokens
-from minisgl_core.text.prompt import encode_chat, encode_prompt
+from minisgl_core.text.prompt import bad_word_tokens, encode_chat, encode_prompt
 from minisgl_core.text.tokens import TokenBytes, max_token_bytes
 
 CHAT = [{"role": "user", "content": "Hi"}]

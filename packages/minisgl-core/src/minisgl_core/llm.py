@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from os import PathLike
-from types import TracebackType
+from threading import Lock
 from typing import Any, Self
 
 import msgspec
@@ -29,10 +29,9 @@ from minisgl_core.runtime.ranks import OtherRanks
 from minisgl_core.runtime.supervisor import GRACE_S
 from minisgl_core.runtime.worker import make_loop
 from minisgl_core.sampling_params import SamplingParams
-from minisgl_core.text.bad_words import bad_word_tokens
 from minisgl_core.text.chat import read_chat_template
 from minisgl_core.text.detokenizer import OutputText
-from minisgl_core.text.prompt import encode_chat, encode_prompt, list_prompts, token_array
+from minisgl_core.text.prompt import bad_word_tokens, encode_chat, encode_prompt, list_prompts, token_array
 from minisgl_core.text.tokens import TokenBytes
 from minisgl_core.utils.progress import progress_bar
 
@@ -154,27 +153,25 @@ class LLM:
         hooks = Hooks(registry)
         self._request_ids = count()
         self._running: dict[str, _Running] = {}
-        self._is_busy = False
-        """True while the scheduler is being changed."""
+        self._lock = Lock()
+        """Held while the scheduler is being changed."""
         self._to_abort: list[str] = []
         """Ids of abandoned requests, aborted at the next step. The garbage collector may end a stream at any time."""
-        self._others: OtherRanks | None = None
+        others = self._others = None if config.parallel.size == 1 else OtherRanks(config, registry)
         with ExitStack() as stack:
-            if config.parallel.size == 1:
+            if others is None:
                 built = build_model_runner(config, registry, hooks)
             else:
-                others = self._others = OtherRanks(config, registry)
                 stack.callback(others.close)
                 built = others.join(partial(build_model_runner, config, registry, hooks))
             if hooks.engine_stopped is not None:
                 stack.callback(hooks.engine_stopped)
             stack.callback(built.model_runner.close)
-            if self._others is not None:
-                stack.callback(self._others.stop)
+            if others is not None:
+                stack.callback(others.stop)
             self.info, self._tokenizer = built.info, _tokenizer(built.checkpoint.source, template)
             self._tokens = None if self._tokenizer is None else TokenBytes(self._tokenizer)
-            plan_senders = self._others.plan_senders if self._others else []
-            results = self._others.results if self._others else None
+            plan_senders, results = ([], None) if others is None else (others.plan_senders, others.results)
             self._new_loop = partial(make_loop, built, registry, hooks, plan_senders, results)
             self._loop = self._new_loop()
             if hooks.engine_started is not None:
@@ -335,19 +332,29 @@ class LLM:
                 self._running.pop(request_id, None)
             self._abort(request_ids)
             # Steps in flight hold pages. If no other request will run them to their end, they are processed here.
-            while not self._is_busy and self._is_open and self._loop.has_work and not self._running:
+            while not self._lock.locked() and self._is_open and self._loop.has_work and not self._running:
                 self._step()
 
     def _abort(self, request_ids: Iterable[str]) -> None:
         """Abort those of these requests that still run; at the next step if the scheduler is being changed."""
         self._to_abort += request_ids
-        if self._is_busy or not self._is_open:
-            return
+        if self._is_open and not self._lock.locked():
+            with self._exclusive():
+                self._abort_abandoned()
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """Change the scheduler in the block.
+
+        Raises:
+            MinisglError: it is being changed already.
+        """
+        if not self._lock.acquire(blocking=False):
+            raise MinisglError("this LLM is in use by another thread; call it from one thread at a time")
         try:
-            self._is_busy = True
-            self._abort_abandoned()
+            yield
         finally:
-            self._is_busy = False
+            self._lock.release()
 
     def _abort_abandoned(self) -> None:
         while self._to_abort:
@@ -355,49 +362,39 @@ class LLM:
 
     def _submit(self, submit: Submit, request_ids: dict[str, None], is_incremental: bool) -> _Running:
         self._check_open()
-        self._check_idle()
         request_id = str(next(self._request_ids))
         decoder = OutputText(self._tokens, submit.sampling)
         running = _Running(GenerationOutput(prompt_token_ids=[]), submit.token_ids, decoder, is_incremental)
-        try:
-            self._is_busy = True
+        with self._exclusive():
             request_ids[request_id], self._running[request_id] = None, running
-            self._loop.scheduler.submit(msgspec.structs.replace(submit, request_id=request_id))
-        except QueueFullError:
-            del request_ids[request_id], self._running[request_id]
-            raise
-        finally:
-            self._is_busy = False
+            try:
+                self._loop.scheduler.submit(msgspec.structs.replace(submit, request_id=request_id))
+            except QueueFullError:
+                del request_ids[request_id], self._running[request_id]
+                raise
         return running
-
-    def _check_idle(self) -> None:
-        if self._is_busy:
-            raise MinisglError("this LLM is in use by another thread; call it from one thread at a time")
 
     def _step(self) -> list[str]:
         """Run one step of the engine for all requests. Return the ids of those that it ended."""
         ended = []
-        self._check_idle()
-        try:
-            self._is_busy = True
-            if self._others is not None:
-                self._others.check()
-            self._abort_abandoned()
-            outputs = self._loop.step()
-            if self._others is not None:
-                self._others.check()  # a result that came after a rank had ended is not valid
-            for _, batch in outputs:
-                for new in batch.outputs:
-                    if (running := self._running.get(new.request_id)) is not None:
-                        ended += self._ended(new.request_id, running, running.add(new))
-                for request_id, token in zip(batch.request_ids, batch.token_ids.tolist(), strict=True):
-                    if (running := self._running.get(request_id)) is not None:
-                        ended += self._ended(request_id, running, running.add_token(token))
-        except BaseException as error:
-            self._recover(error)
-            raise
-        finally:
-            self._is_busy = False
+        with self._exclusive():
+            try:
+                if self._others is not None:
+                    self._others.check()
+                self._abort_abandoned()
+                outputs = self._loop.step()
+                if self._others is not None:
+                    self._others.check()  # a result that came after a rank had ended is not valid
+                for _, batch in outputs:
+                    for new in batch.outputs:
+                        if (running := self._running.get(new.request_id)) is not None:
+                            ended += self._ended(new.request_id, running, running.add(new))
+                    for request_id, token in zip(batch.request_ids, batch.token_ids.tolist(), strict=True):
+                        if (running := self._running.get(request_id)) is not None:
+                            ended += self._ended(request_id, running, running.add_token(token))
+            except BaseException as error:
+                self._recover(error)
+                raise
         return ended
 
     def _ended(self, request_id: str, running: _Running, needs_abort: bool) -> list[str]:
@@ -447,9 +444,7 @@ class LLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

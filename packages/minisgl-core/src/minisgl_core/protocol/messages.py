@@ -236,7 +236,7 @@ class Submit(msgspec.Struct, tag=True, kw_only=True):
     grammar: GrammarSource | None = None
     """Grammar of the output; `sampling` has no structured outputs."""
     bad_words: list[list[int]] = msgspec.field(default_factory=list)
-    """Token sequences of `sampling`'s bad_words; see `minisgl_core.text.bad_words`."""
+    """Token sequences of `sampling`'s bad_words; see `minisgl_core.text.prompt.bad_word_tokens`."""
     bias_ids: np.ndarray = _NO_TOKENS
     """Token ids of the logit biases, int32, each at most once."""
     bias_values: np.ndarray = _NO_BIASES

@@ -25,26 +25,14 @@ class IncrementalDetokenizer:
     tokenizers this holds for all tokens, and for others if the bytes form valid UTF-8. No piece ends inside a character: a
     token that ends inside one is held back until the character is complete.
 
-    Args:
-        tokens: bytes of the tokenizer's tokens.
-        skip_special_tokens: leave special tokens out.
-        stop: texts that end the output.
-        min_tokens: number of first tokens whose text is not searched for stop strings.
-        include_stop: keep the stop string in the output.
+    The text of the first `min_tokens` tokens is not searched for stop strings.
     """
 
-    def __init__(
-        self,
-        tokens: TokenBytes,
-        skip_special_tokens: bool = True,
-        stop: tuple[str, ...] = (),
-        min_tokens: int = 0,
-        include_stop: bool = False,
-    ) -> None:
+    def __init__(self, tokens: TokenBytes, sampling: SamplingParams) -> None:
         kind = _ByteDecoder if tokens.is_byte_level else _WindowDecoder
-        self._decode: Callable[[Sequence[int], bool], str] = kind(tokens, skip_special_tokens).decode
-        self._stop = StopFinder(stop, include_stop)
-        self._num_unsearched = min_tokens if stop else 0
+        self._decode: Callable[[Sequence[int], bool], str] = kind(tokens, sampling.skip_special_tokens).decode
+        self._stop = StopFinder(sampling.stop, sampling.include_stop_str_in_output)
+        self._num_unsearched = sampling.min_tokens if sampling.stop else 0
 
     def push(self, token_ids: Sequence[int], finished: bool) -> tuple[str, str | None]:
         """Add tokens.
@@ -157,15 +145,7 @@ class OutputText:
     """Text of one request's output, from the scheduler's messages. It is empty if `tokens` is None."""
 
     def __init__(self, tokens: TokenBytes | None, sampling: SamplingParams) -> None:
-        self._detokenizer = None
-        if tokens is not None:
-            self._detokenizer = IncrementalDetokenizer(
-                tokens,
-                sampling.skip_special_tokens,
-                sampling.stop,
-                sampling.min_tokens,
-                sampling.include_stop_str_in_output,
-            )
+        self._detokenizer = None if tokens is None else IncrementalDetokenizer(tokens, sampling)
         self._stop_token_ids = sampling.stop_token_ids
         self._include_stop = sampling.include_stop_str_in_output
 

@@ -42,8 +42,8 @@ from minisgl_core.protocol.messages import (
     TokenOut,
 )
 from minisgl_core.sampling_params import SamplingParams
-from minisgl_core.text.bad_words import bad_word_tokens
 from minisgl_core.text.detokenizer import OutputText
+from minisgl_core.text.prompt import bad_word_tokens
 from minisgl_core.text.tokens import TokenBytes
 from minisgl_server.parsing.chat_format import AUTO, ChatFormat
 from minisgl_server.tokenizer.prompt_encoder import EncodedPrompt, PromptEncoder
