@@ -3,7 +3,6 @@
 The file is long because all rules of one format are in it: defaults, fixed values, and checks of each key.
 """
 
-import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -47,18 +46,14 @@ def model_config(
     defaults = _CLASS_DEFAULTS.get(architecture, {})
     keys = Keys({**defaults, **raw})
     if keys.get("is_causal", True) is not True:
-        raise ModelFormatError(
-            f"config: is_causal={raw['is_causal']!r} is not supported by {architecture}; only true is"
-        )
+        raise keys.error("is_causal", f"is not supported by {architecture}; only true is")
     hidden_size = keys.positive("hidden_size")
     num_q_heads = keys.whole("num_attention_heads", 1, maximum=MAX_HEADS)
     num_layers = keys.whole("num_hidden_layers", 1, maximum=MAX_LAYERS)
     intermediate_size = keys.positive("intermediate_size")
     num_kv_heads = keys.positive("num_key_value_heads", num_q_heads)
     if num_q_heads % num_kv_heads:
-        raise ModelFormatError(
-            f"config: num_attention_heads={num_q_heads} is not a multiple of num_key_value_heads={num_kv_heads}"
-        )
+        raise keys.error("num_attention_heads", f"is not a multiple of num_key_value_heads={num_kv_heads}")
     if keys.get("head_dim") is None and hidden_size % num_q_heads:
         raise ModelFormatError(
             f"config: head_dim is missing, and hidden_size={hidden_size} is not a multiple of num_attention_heads={num_q_heads}"
@@ -94,7 +89,7 @@ def model_config(
         mlp_bias=keys.flag("mlp_bias"),
         sliding_windows=_sliding_windows(keys, num_layers, architecture),
         moe=_moe(keys, num_layers, intermediate_size),
-        bos_token_id=_first(_token_ids(raw, "bos_token_id")),
+        bos_token_id=next(iter(_token_ids(raw, "bos_token_id")), None),
         # Some checkpoints list ids beyond the vocabulary, or -1 for none.
         eos_token_ids=tuple(token for token in dict.fromkeys(eos_token_ids) if 0 <= token < vocab_size),
         quantization="" if quantization is None else quantization.method,
@@ -118,10 +113,6 @@ def architecture_of(raw: Mapping[str, Any]) -> str:
     if not isinstance(names, (list, tuple)) or not names or not isinstance(names[0], str):
         raise ModelFormatError("config: architectures is missing; it names the model's class, such as LlamaForCausalLM")
     return names[0]
-
-
-def _first(ids: list[int]) -> int | None:
-    return ids[0] if ids else None
 
 
 def _token_ids(raw: Mapping[str, Any], key: str, where: str = "config") -> list[int]:
@@ -256,19 +247,16 @@ def _sliding_windows(keys: Keys, num_layers: int, architecture: str) -> tuple[in
         or len(kinds) != num_layers
         or any(kind not in ("full_attention", "sliding_attention") for kind in kinds)
     ):
-        raise ModelFormatError(
-            f"config: layer_types={reprlib.repr(kinds)} must have full_attention or sliding_attention per layer "
-            f"(num_hidden_layers={num_layers})"
-        )
+        fault = f"must have full_attention or sliding_attention per layer (num_hidden_layers={num_layers})"
+        raise keys.error("layer_types", fault)
     if "sliding_attention" in kinds and window is None:
         raise ModelFormatError(
             "config: layer_types has sliding_attention, but sliding_window is not set or use_sliding_window is false"
         )
     by_kind = tuple(window if kind == "sliding_attention" else None for kind in kinds)
     if architecture in _SAME_WINDOW and by_kind != windows:
-        raise ModelFormatError(
-            f"config: layer_types={list(kinds)} contradicts sliding_window={window}, which {architecture} has in all layers"
-        )
+        fault = f"contradicts sliding_window={window}, which {architecture} has in all layers"
+        raise keys.error("layer_types", fault)
     return by_kind
 
 
@@ -279,12 +267,10 @@ def _moe(keys: Keys, num_layers: int, intermediate_size: int) -> MoeConfig | Non
         return None
     name = "num_experts" if keys.get("num_experts") else "num_local_experts"
     if keys.get("num_local_experts", count) != count:
-        raise ModelFormatError(
-            f"config: num_local_experts={keys.get('num_local_experts')!r} contradicts num_experts={count!r}"
-        )
+        raise keys.error("num_local_experts", f"contradicts num_experts={count!r}")
     num_experts, top_k = keys.whole(name, 1, maximum=MAX_EXPERTS), keys.positive("num_experts_per_tok")
     if top_k > num_experts:
-        raise ModelFormatError(f"config: num_experts_per_tok={top_k} is greater than {name}={num_experts}")
+        raise keys.error("num_experts_per_tok", f"is greater than {name}={num_experts}")
     step, mlp_only = keys.positive("decoder_sparse_step", 1), keys.get("mlp_only_layers", [])
     if not isinstance(mlp_only, (list, tuple)) or not all(is_number(each) for each in mlp_only):
         raise keys.error("mlp_only_layers", "is not a list of layers")

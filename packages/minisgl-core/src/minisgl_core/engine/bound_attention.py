@@ -8,10 +8,9 @@ from minisgl_core.contracts.attention import AttentionBackend, AttentionLayer
 from minisgl_core.contracts.ops import Rope, RotaryOps
 
 
-def fused_store_backend(backend: AttentionBackend, rotary: RotaryOps) -> AttentionBackend | None:
-    """Return the backend if `rotary` can store K and V fused with RoPE instead of the backend; None otherwise."""
-    fuses = rotary.fuses_store and backend.pool.spec.layout == "NHD"
-    return backend if fuses and backend.capabilities.fused_kv_store else None
+def has_fused_store(backend: AttentionBackend, rotary: RotaryOps) -> bool:
+    """Return True if `rotary` can store K and V fused with RoPE instead of the backend."""
+    return rotary.fuses_store and backend.capabilities.fused_kv_store and backend.pool.spec.layout == "NHD"
 
 
 def rope_and_store(
@@ -29,12 +28,8 @@ def rope_and_store(
     Args:
         backend: attention backend with the KV pool.
         rotary: kernels that apply RoPE.
-        q: see `Attend`.
-        k: see `Attend`.
-        v: see `Attend`.
-        layer: see `Attend`.
-        rope: see `Attend`; None if the model applies no RoPE here.
-        slots: slots to store K and V in; None if the backend stores them (see `fused_store_backend`).
+        q, k, v, layer, rope: arguments of the model's call; see `minisgl_core.contracts.model.Attend`.
+        slots: slots to store K and V in; None if the backend stores them (see `has_fused_store`).
 
     Returns:
         q, k, and True if K and V are stored.
@@ -50,13 +45,12 @@ def rope_and_store(
 class BoundAttention:
     """Attention backend with its plan for one step; see `minisgl_core.contracts.model.Attend`."""
 
-    __slots__ = ("_backend", "_fused_rope", "_fused_store", "_plan", "_rotary", "_slots")
+    __slots__ = ("_backend", "_has_fused_rope", "_plan", "_rotary", "_slots")
 
     def __init__(self, backend: AttentionBackend, plan: Any, rotary: RotaryOps) -> None:
         self._backend, self._plan, self._rotary = backend, plan, rotary
-        self._fused_store = fused_store_backend(backend, rotary)
-        self._slots = None if self._fused_store is None else self._fused_store.kv_slots(plan)
-        self._fused_rope = backend if backend.capabilities.fused_rope_decode else None
+        self._slots = backend.kv_slots(plan) if has_fused_store(backend, rotary) else None
+        self._has_fused_rope = backend.capabilities.fused_rope_decode
 
     def __call__(
         self,
@@ -66,11 +60,12 @@ class BoundAttention:
         layer: AttentionLayer,
         rope: Rope | None = None,
     ) -> torch.Tensor:
-        if rope is not None and self._fused_rope is not None and self._fused_rope.supports_fused_rope(self._plan, rope):
-            return self._fused_rope.attend_fused_rope(q, k, v, layer, rope, self._plan)
-        q, k, is_stored = rope_and_store(self._backend, self._rotary, q, k, v, layer, rope, self._slots)
-        if is_stored and self._fused_store is not None:
-            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-            self._fused_store.attend_stored(q, layer, self._plan, out)
-            return out
-        return self._backend.forward(q, k, v, layer, self._plan)
+        backend, plan = self._backend, self._plan
+        if rope is not None and self._has_fused_rope and backend.supports_fused_rope(plan, rope):
+            return backend.attend_fused_rope(q, k, v, layer, rope, plan)
+        q, k, is_stored = rope_and_store(backend, self._rotary, q, k, v, layer, rope, self._slots)
+        if not is_stored:
+            return backend.forward(q, k, v, layer, plan)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        backend.attend_stored(q, layer, plan, out)
+        return out

@@ -20,7 +20,7 @@ from minisgl_core.contracts.attention import AttentionBackend, AttentionLayer
 from minisgl_core.contracts.model import Model
 from minisgl_core.contracts.ops import Rope, RotaryOps
 from minisgl_core.contracts.platform import Platform
-from minisgl_core.engine.bound_attention import fused_store_backend, rope_and_store
+from minisgl_core.engine.bound_attention import has_fused_store, rope_and_store
 from minisgl_core.engine.capture import capture_sizes, free
 from minisgl_core.engine.step import StepInputs
 from minisgl_core.protocol.batch_plan import BatchPlan
@@ -67,7 +67,7 @@ class _Capture:
         between: Callable[[], None],
     ) -> None:
         self._platform, self._backend, self._rotary = platform, backend, rotary
-        self._slots = None if fused_store_backend(backend, rotary) is None else slots
+        self._slots = slots if has_fused_store(backend, rotary) else None
         self._smaller_size, self._between = smaller_size, between
         self.calls: list[_Call] = []
 
@@ -122,7 +122,6 @@ class PiecewiseGraphs:
         `max_requests` is the maximum number of requests in a step. If it is None, the last layer computes all tokens.
         """
         self._platform, self._model, self._attention, self._rotary = platform, model, attention, rotary
-        self._fused_store = fused_store_backend(attention, rotary)
         self._sizes = np.array(sorted(sizes))
         device, most = platform.device, max(sizes)
         self._ids, self._positions = torch.zeros(2, most, dtype=torch.int32, device=device).unbind(0)
@@ -173,8 +172,8 @@ class PiecewiseGraphs:
         for graph, call in zip(captured.graphs, captured.calls, strict=False):
             graph.replay()
             q, k, v = call.q[:count], call.k[:count], call.v[:count]
-            if call.is_stored and self._fused_store is not None:
-                self._fused_store.attend_stored(q, call.layer, plan, call.out[:count])
+            if call.is_stored:
+                self._attention.attend_stored(q, call.layer, plan, call.out[:count])
             else:
                 call.out[:count] = self._attention.forward(q, k, v, call.layer, plan)
         captured.graphs[-1].replay()

@@ -9,7 +9,7 @@ The ranks of a stage follow each other, so an executor that fills host after hos
 
 import socket
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -67,15 +67,10 @@ class RankGroups:
         return int(self.pipeline.all_gather(torch.tensor([value], dtype=torch.int64, device=device), dim=0).min())
 
     def abort(self) -> None:
-        """Abort all groups, because another rank has ended; the first error is raised at the end."""
-        errors = []
-        for group in self.all:
-            try:
-                group.abort()
-            except Exception as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+        """Abort all groups, because another rank has ended. An error is raised after all of them have been aborted."""
+        with ExitStack() as stack:
+            for group in self.all:
+                stack.callback(group.abort)
 
     def close(self) -> None:
         """Leave all groups. May be called twice."""

@@ -111,27 +111,23 @@ class Sampler:
         if not is_random.any():
             return self._ops.argmax(logits)
         packed = np.concatenate((plan.temperature, plan.uniform, plan.top_p, plan.min_p, plan.top_k.astype(np.float32)))
-        temperature, uniform, top_p, min_p, top_k = self._platform.to_device(packed).view(5, -1).unbind(0)
+        numbers = self._platform.to_device(packed).view(5, -1)
         if _has_filters(plan):
-            host = plan.top_k[is_random], plan.top_p[is_random]
-            logits = self._filter(logits, temperature[:, None], top_k[:, None], top_p[:, None], min_p[:, None], *host)
-        return self._ops.sample(logits, temperature, uniform)
+            logits = self._filter(logits, numbers[..., None], plan.top_k[is_random], plan.top_p[is_random])
+        return self._ops.sample(logits, numbers[0], numbers[1])
 
     def _filter(
-        self,
-        logits: torch.Tensor,
-        temperature: torch.Tensor,
-        top_k: torch.Tensor,
-        top_p: torch.Tensor,
-        min_p: torch.Tensor,
-        top_k_host: np.ndarray,
-        top_p_host: np.ndarray,
+        self, logits: torch.Tensor, numbers: torch.Tensor, top_k_host: np.ndarray, top_p_host: np.ndarray
     ) -> torch.Tensor:
-        """Return logits with -inf for tokens that top-k, top-p and min-p exclude; tensors per request are [N, 1].
+        """Return logits with -inf for tokens that top-k, top-p and min-p exclude. Greedy requests keep their largest logit.
 
-        `top_k_host` and `top_p_host` are those of the requests that are not greedy, on the host. Greedy requests keep their
-        largest logit.
+        Args:
+            logits: logits, [N, V].
+            numbers: temperature, random number, top_p, min_p and top_k of each request, float32 [5, N, 1].
+            top_k_host: top_k of the requests that are not greedy, on the host.
+            top_p_host: their top_p.
         """
+        temperature, _, top_p, min_p, top_k = numbers.unbind(0)
         scaled = logits.float() / torch.where(temperature > 0, temperature, 1.0)
         if top_k_host.any():
             largest = min(int(top_k_host.max()), scaled.shape[-1])

@@ -7,11 +7,9 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
-from typing import Protocol
 
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.contracts.communicator import Communicator
-from minisgl_core.contracts.executor import RankPlacement
 from minisgl_core.engine.build import BuiltModelRunner
 from minisgl_core.errors import WorkerDiedError
 from minisgl_core.plugins.registry import Registry
@@ -20,13 +18,6 @@ from minisgl_core.runtime.executor_selection import make_executor
 from minisgl_core.runtime.ipc import IpcAddresses, Receiver, Sender, send_all
 from minisgl_core.runtime.supervisor import GRACE_S, Supervisor
 from minisgl_core.runtime.worker import FromLastStage, run_worker
-
-
-class Build(Protocol):
-    """Function that builds rank 0's model runner, with all other arguments bound."""
-
-    def __call__(self, *, placement: RankPlacement, on_joined: Callable[[Communicator], None]) -> BuiltModelRunner:
-        """Build the model runner; see `build_model_runner`."""
 
 
 class OtherRanks:
@@ -60,10 +51,11 @@ class OtherRanks:
             self.plan_senders = [stack.enter_context(Sender(each.address)) for each in placements[1:]]
             self._stack = stack.pop_all()
 
-    def join(self, build: Build) -> BuiltModelRunner:
+    def join(self, build: Callable[..., BuiltModelRunner]) -> BuiltModelRunner:
         """Build rank 0's model runner while the others build theirs, wait for all ranks, and watch them afterwards.
 
-        `build` runs in a thread, because it waits for the other ranks and would wait forever for one that has ended.
+        `build` is `build_model_runner` without the arguments `placement` and `on_joined`. It runs in a thread, because it waits
+        for the other ranks and would wait forever for one that has ended.
 
         Raises:
             MinisglError: `build` raised it.

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 
 import msgspec
 
@@ -99,10 +100,10 @@ def _run_rank0(
             stack.callback(hooks.engine_stopped)
         phases.done("made the scheduler")
         report(Ready(process="scheduler rank 0", engine_info=info))
-        workers = [Sender(address) for address in addresses.scheduler_out]
+        tokenizers = [Sender(address) for address in addresses.scheduler_out]
         with closing(built.model_runner):
             try:
-                _serve(loop, requests, workers, addresses.engine_id, addresses.replica)
+                _serve(loop, requests, tokenizers, addresses.engine_id, addresses.replica)
             finally:
                 if loop.scheduler.grammars is not None:
                     loop.scheduler.grammars.close()
@@ -151,19 +152,16 @@ def make_loop(
     )
     cache = registry.load("prefix_cache", config.cache.cache)(limits.page_size)
     policy = registry.load("policy", config.scheduler.policy)()
-    send_plan = (lambda plan: send_all(plan_senders, plan)) if plan_senders else None
-    receive_result = None if results is None else (lambda: _next_result(results))
-    checker = GrammarChecker(built.config.backends.grammar)
+    checker = GrammarChecker(config.backends.grammar)
     grammars = GrammarManager(lambda: load_grammar_backend(built, registry), limits.vocab_size, checker)
-    scheduler = Scheduler(limits, cache, policy, hooks, grammars)
     return EngineLoop(
-        scheduler,
+        Scheduler(limits, cache, policy, hooks, grammars),
         built.model_runner,
         hooks,
         overlap=overlap,
         num_stages=num_stages,
-        send_plan=send_plan,
-        receive_result=receive_result,
+        send_plan=partial(send_all, plan_senders) if plan_senders else None,
+        receive_result=None if results is None else partial(_next_result, results),
     )
 
 
@@ -240,14 +238,14 @@ def _launch_next(model_runner: ModelRunner, from_rank0: Receiver[FromRank0]) -> 
 
 
 def _serve(
-    loop: EngineLoop, requests: Receiver[Incoming], workers: list[Sender], engine_id: int = 0, replica: int = 0
+    loop: EngineLoop, requests: Receiver[Incoming], tokenizers: list[Sender], engine_id: int = 0, replica: int = 0
 ) -> None:
     """Handle messages and run steps until a `Stop` arrives.
 
     Args:
         loop: loop of rank 0.
         requests: receiver of all messages to the scheduler.
-        workers: senders to the tokenizer workers and the router, by `Submit.worker`.
+        tokenizers: senders to the tokenizer workers and the router, by `Submit.worker`.
         engine_id: id of the engine, for its messages.
         replica: index of the replica, for snapshots.
     """
@@ -255,17 +253,17 @@ def _serve(
     while True:
         for message in _arrivals(requests, loop):
             if isinstance(message, Submit):
-                _submit(loop.scheduler, message, workers, engine_id)
+                _submit(loop.scheduler, message, tokenizers, engine_id)
             elif isinstance(message, Abort):
                 loop.scheduler.abort(message.request_id, message.reason)
             elif isinstance(message, RequestCounts):
                 message.counts.update(_counts(loop.scheduler))
-                workers[message.worker].send(message)
+                tokenizers[message.worker].send(message)
             elif isinstance(message, SnapshotRequest):
-                workers[message.worker].send(monitor.snapshot(message))
+                tokenizers[message.worker].send(monitor.snapshot(message))
             elif isinstance(message, Stop):
                 return
-        _deliver(loop.step(), workers, engine_id)
+        _deliver(loop.step(), tokenizers, engine_id)
 
 
 def _arrivals(requests: Receiver[Incoming], loop: EngineLoop) -> Iterator[Incoming | None]:
@@ -282,7 +280,7 @@ def _arrivals(requests: Receiver[Incoming], loop: EngineLoop) -> Iterator[Incomi
             yield message
 
 
-def _submit(scheduler: Scheduler, submit: Submit, workers: list[Sender], engine_id: int) -> None:
+def _submit(scheduler: Scheduler, submit: Submit, tokenizers: list[Sender], engine_id: int) -> None:
     """Submit a request, or send its worker the reason why it is refused. An invalid request must not end the scheduler."""
     details = {"request_id": submit.request_id}
     logger.debug("%d requests run and %d wait", scheduler.num_running, scheduler.num_waiting, extra=details)
@@ -295,7 +293,7 @@ def _submit(scheduler: Scheduler, submit: Submit, workers: list[Sender], engine_
     else:
         return
     reply.engine_id = engine_id
-    workers[submit.worker].send(reply)
+    tokenizers[submit.worker].send(reply)
 
 
 def _counts(scheduler: Scheduler) -> dict[str, int]:
@@ -306,7 +304,7 @@ def _counts(scheduler: Scheduler) -> dict[str, int]:
     }
 
 
-def _deliver(outputs: Outputs, workers: list[Sender], engine_id: int) -> None:
+def _deliver(outputs: Outputs, tokenizers: list[Sender], engine_id: int) -> None:
     """Send outputs to the tokenizer workers. If an output has `rejected`, only that message is sent."""
     for worker, batch in outputs:
         batch.engine_id = engine_id
@@ -316,7 +314,7 @@ def _deliver(outputs: Outputs, workers: list[Sender], engine_id: int) -> None:
                 kept.append(output)
             else:
                 output.rejected.engine_id = engine_id
-                workers[worker].send(output.rejected)
+                tokenizers[worker].send(output.rejected)
         batch.outputs = kept
         if kept or batch.request_ids:
-            workers[worker].send(batch)
+            tokenizers[worker].send(batch)

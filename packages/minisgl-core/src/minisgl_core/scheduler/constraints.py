@@ -241,17 +241,18 @@ class GrammarManager:
         for mask, rule in zip(masks, rules, strict=False):
             if rule is not None and (allowed := rule.allowed_mask(len(mask))) is not None:
                 mask[:] = allowed
-        indices = [
-            index for index, each in enumerate(constraints) if each is not None and each.active_state is not None
+        active = [
+            (mask, each.reasoning_begin_token, state)
+            for mask, each in zip(masks, constraints, strict=True)
+            if each is not None and (state := each.active_state) is not None
         ]
-        states = [state for each in constraints if each is not None and (state := each.active_state) is not None]
-        if states:
-            filled = np.empty((len(states), masks.shape[1]), np.int32)
-            self._load_backend().fill_masks(states, filled)
-            masks[indices] = filled
-            for index in indices:
-                if (each := constraints[index]) is not None and each.reasoning_begin_token is not None:
-                    allow_token(masks[index], each.reasoning_begin_token)
+        if active:
+            filled = np.empty((len(active), masks.shape[1]), np.int32)
+            self._load_backend().fill_masks([state for *_, state in active], filled)
+            for (mask, begin_token, _), words in zip(active, filled, strict=True):
+                mask[:] = words
+                if begin_token is not None:
+                    allow_token(mask, begin_token)
         for mask, tokens in zip(masks, banned, strict=True):
             before = mask.copy() if tokens else mask
             clear_tokens(mask, tokens)
