@@ -111,13 +111,7 @@ class Glm4MoeDecoderLayer(LlamaDecoderLayer):
     """`LlamaDecoderLayer` with the attention of GLM-4-MoE, and experts in the sparse layers."""
 
     attention: ClassVar = Glm4MoeAttention
-
-    def build_mlp(self, config: ModelConfig, index: int, build: BuildContext) -> LlamaMLP | Glm4MoeMoE:
-        """Return the experts, or the MLP of a dense layer."""
-        moe = config.moe
-        if moe is None or index in moe.dense_layers:
-            return LlamaMLP(config, build)
-        return Glm4MoeMoE(config, moe, build)
+    experts: ClassVar = Glm4MoeMoE
 
 
 class Glm4MoeModel(LlamaModel):

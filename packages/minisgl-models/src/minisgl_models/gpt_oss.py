@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from minisgl_core.contracts.model import BuildContext
-from minisgl_core.contracts.model_config import ModelConfig
+from minisgl_core.contracts.model_config import ModelConfig, MoeConfig
 from minisgl_core.contracts.moe import RoutingSpec
 from minisgl_core.layers import Attention, CausalLM, FusedMoE, Layer, ReplicatedLinear
 from minisgl_models.config_keys import layer_types, unsupported_keys, with_defaults
@@ -60,9 +60,7 @@ class GptOssAttention(LlamaAttention):
 class GptOssMLP(Layer):
     """Router and `top_k` routed experts per token, weighted by the softmax of their logits."""
 
-    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        moe = config.moe
-        assert moe is not None, "`unsupported` refuses configs without experts"
+    def __init__(self, config: ModelConfig, moe: MoeConfig, build: BuildContext) -> None:
         self.router = ReplicatedLinear(config.hidden_size, moe.num_experts, build, bias=True)
         # Its all-reduce is fused into the next layer's input_layernorm, or the final norm.
         self.experts = FusedMoE(
@@ -87,10 +85,7 @@ class GptOssDecoderLayer(LlamaDecoderLayer):
     """`LlamaDecoderLayer` with attention sinks and experts."""
 
     attention: ClassVar = GptOssAttention
-
-    def build_mlp(self, config: ModelConfig, index: int, build: BuildContext) -> GptOssMLP:
-        """Return the experts, which every layer has."""
-        return GptOssMLP(config, build)
+    experts: ClassVar = GptOssMLP
 
 
 class GptOssModel(LlamaModel):

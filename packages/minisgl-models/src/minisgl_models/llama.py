@@ -77,24 +77,23 @@ class LlamaMLP(Layer):
 
 
 class LlamaDecoderLayer(Layer):
-    """Pre-norm attention and MLP with residual connections. Other architectures replace `attention` and `build_mlp`.
+    """Pre-norm attention and MLP with residual connections.
 
     Attributes:
-        attention: class of the attention.
+        attention: class of the attention, which other architectures replace.
+        experts: class of the MLP of sparse layers, in architectures with experts.
     """
 
     attention: ClassVar[type[Any]] = LlamaAttention
+    experts: ClassVar[type[Any]]
 
     def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(hidden, eps, build, all_reduce=True)
         self.self_attn = self.attention(config, index, build)
         self.post_attention_layernorm = RMSNorm(hidden, eps, build, all_reduce=True)
-        self.mlp = self.build_mlp(config, index, build)
-
-    def build_mlp(self, config: ModelConfig, index: int, build: BuildContext) -> Any:
-        """Return the layer's MLP, which maps [T, H] to [T, H]. Its all-reduce is fused into the next norm."""
-        return LlamaMLP(config, build)
+        is_sparse = config.moe is not None and index not in config.moe.dense_layers
+        self.mlp = self.experts(config, config.moe, build) if is_sparse else LlamaMLP(config, build)
 
     def forward(
         self,

@@ -33,7 +33,13 @@ _DEFAULTS: Mapping[str, Any] = {
 
 
 class MixtralSparseMoeBlock(Layer):
-    """Router and `top_k` routed experts per token, weighted by the softmax of their logits."""
+    """Router and `top_k` routed experts per token, weighted by the softmax of their logits.
+
+    Attributes:
+        names: the checkpoint's names for an expert's projections.
+    """
+
+    names: ClassVar[tuple[str, str, str]] = ("w1", "w3", "w2")
 
     def __init__(self, config: ModelConfig, moe: MoeConfig, build: BuildContext) -> None:
         check_activation(config)
@@ -46,7 +52,7 @@ class MixtralSparseMoeBlock(Layer):
             RoutingSpec(moe.top_k, renormalize=moe.norm_topk_prob),
             build,
             reduce=False,
-            names=("w1", "w3", "w2"),
+            names=self.names,
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

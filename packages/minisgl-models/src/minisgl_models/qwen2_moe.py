@@ -1,6 +1,6 @@
 """Qwen2 with experts (Qwen1.5-MoE, Qwen2-57B-A14B; arXiv 2407.10671): Qwen2 with routed experts and a shared expert.
 
-Shape legend: T tokens of the step, N tokens whose hidden states are returned, H hidden size.
+Shape legend: T tokens of the step, H hidden size.
 All but the experts is Llama's, with q, k and v biases.
 """
 
@@ -13,10 +13,10 @@ import torch
 from minisgl_core.config.keys import Keys
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.model_config import ModelConfig, MoeConfig
-from minisgl_core.contracts.moe import RoutingSpec
-from minisgl_core.layers import FusedMoE, Layer, ReplicatedLinear, check_activation
+from minisgl_core.layers import ReplicatedLinear
 from minisgl_models.config_keys import layer_types, unsupported_keys, whole_number, with_defaults
 from minisgl_models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP, LlamaModel
+from minisgl_models.mixtral import MixtralSparseMoeBlock
 
 _DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 151936,
@@ -37,25 +37,17 @@ _DEFAULTS: Mapping[str, Any] = {
 }
 
 
-class Qwen2MoeSparseMoeBlock(Layer):
+class Qwen2MoeSparseMoeBlock(MixtralSparseMoeBlock):
     """Router, `top_k` routed experts per token, and a shared expert weighted by a gate (arXiv 2401.06066)."""
 
+    names: ClassVar = ("gate_proj", "up_proj", "down_proj")
+
     def __init__(self, config: ModelConfig, moe: MoeConfig, build: BuildContext) -> None:
-        check_activation(config)
-        hidden = config.hidden_size
-        self.gate = ReplicatedLinear(hidden, moe.num_experts, build)
+        super().__init__(config, moe, build)
         # The all-reduce of both is fused into the next layer's input_layernorm, or the final norm.
-        self.experts = FusedMoE(
-            moe.num_experts,
-            hidden,
-            moe.intermediate_size,
-            RoutingSpec(moe.top_k, renormalize=moe.norm_topk_prob),
-            build,
-            reduce=False,
-        )
         shared = replace(config, intermediate_size=Keys(config.raw).positive("shared_expert_intermediate_size"))
         self.shared_expert = LlamaMLP(shared, build)
-        self.shared_expert_gate = ReplicatedLinear(hidden, 1, build)
+        self.shared_expert_gate = ReplicatedLinear(config.hidden_size, 1, build)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [T, H] to [T, H]."""
@@ -66,12 +58,7 @@ class Qwen2MoeSparseMoeBlock(Layer):
 class Qwen2MoeDecoderLayer(LlamaDecoderLayer):
     """`LlamaDecoderLayer` with experts in the sparse layers."""
 
-    def build_mlp(self, config: ModelConfig, index: int, build: BuildContext) -> LlamaMLP | Qwen2MoeSparseMoeBlock:
-        """Return the experts, or the MLP of a dense layer."""
-        moe = config.moe
-        if moe is None or index in moe.dense_layers:
-            return LlamaMLP(config, build)
-        return Qwen2MoeSparseMoeBlock(config, moe, build)
+    experts: ClassVar = Qwen2MoeSparseMoeBlock
 
 
 class Qwen2MoeModel(LlamaModel):
