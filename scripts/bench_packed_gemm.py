@@ -100,7 +100,7 @@ def tilings(num_rows: int, *, gated: bool) -> Iterator[PackedTiling]:
     """Yield useful tilings, the most promising first."""
     if num_rows <= 64:
         rows = max(16, triton.next_power_of_2(num_rows))
-        for splits in (1, 2) if gated else (4, 2, 8):
+        for splits in (2, 4, 1) if gated else (8, 4, 12):
             yield PackedTiling(64, rows, splits, 4, 4)
             yield PackedTiling(128, rows, splits, 8, 3)
             yield PackedTiling(64, rows, splits, 4, 3)

@@ -193,6 +193,8 @@ def test_sizes_are_the_documented_ones() -> None:
 HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, VOCAB, EXPERTS = 512, 1024, 3, 8, 2, 320, 6
 MIXED = {"attn_v": "Q6_K", "ffn_down": "Q5_K", "ffn_up": "Q8_0", "token_embd": "Q6_K", "attn_output": "Q5_1"}
 MIXED["ffn_down_exps"] = "Q6_K"
+PARTIAL_SUMS = 512 << 10
+"""Bytes of the workspace of split-K GEMMs; less than 26 MB for a model of any size."""
 """Types of some matrices, so that fused projections have parts of several types."""
 
 
@@ -260,8 +262,8 @@ def test_loading_needs_little_more_than_the_file(arch: str, tmp_path: Path, monk
         load_weights(model, source, progress=False)
         # The gate and the up projection.
         largest = INNER * HIDDEN * (8.5 + 4.5) / 8 if arch == "llama" else 2 * EXPERTS * HIDDEN * HIDDEN * 4.5 / 8
-        assert memory.peak <= 1.06 * size + largest
-        assert memory.live <= 1.06 * size
+        assert memory.peak <= 1.06 * size + largest + PARTIAL_SUMS
+        assert memory.live <= 1.06 * size + PARTIAL_SUMS
 
 
 PROMPTS = [

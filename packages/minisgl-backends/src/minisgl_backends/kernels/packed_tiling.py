@@ -7,6 +7,9 @@ import triton
 from minisgl_backends.kernels.device import has_large_shared_memory
 from minisgl_backends.kernels.packed_matrix import PackedMatrix
 
+_SPLIT_K_LIMITS = {16: (1024, 16, 512), 32: (640, 8, 512), 64: (512, 4, 1024)}
+"""By rows per program: most programs, most splits, and fewest inputs per split; tuned on an H200."""
+
 
 @dataclass(frozen=True, slots=True)
 class PackedTiling:
@@ -31,10 +34,11 @@ def choose_tiling(num_rows: int, num_outputs: int, weight: PackedMatrix) -> Pack
     """Return a tiling for up to 64 rows, whose loads in flight fit into shared memory; gate and up outputs count once."""
     packing, gated = weight.packing, weight.gated
     blocks = triton.cdiv(num_outputs, 64)
-    splits = 1 if blocks >= 256 else min(4, max(1, 512 // blocks), max(1, weight.num_inputs // 1024))
     cols, rows = 64, max(16, triton.next_power_of_2(num_rows))
+    most_programs, most_splits, fewest_inputs = _SPLIT_K_LIMITS[rows]
+    splits = min(most_splits, max(1, round(most_programs / blocks)), max(1, weight.num_inputs // fewest_inputs))
     shared = 220_000 if has_large_shared_memory(weight.codes.device) else 98_000
     bits = packing.low * packing.chunk + 16 * packing.sub * (packing.high > 0)
     scales = 4 * max(1, packing.chunk // packing.word) + 4 * packing.has_superblocks
     stage = 2 * packing.chunk * rows + cols * (1 + gated) * (bits // 8 + scales)
-    return PackedTiling(cols, rows, splits, stages=max(2, min(4, shared // stage)))
+    return PackedTiling(cols, rows, splits, stages=max(2, min(3, shared // stage)))
