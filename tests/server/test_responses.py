@@ -398,7 +398,6 @@ def test_reasoning_content_is_an_item(small: openai.OpenAI) -> None:
     assert again.status in ("completed", "incomplete")
 
 
-@pytest.mark.nightly
 def test_the_store_evicts_the_least_recently_used(small: openai.OpenAI) -> None:
     ids = [ask(small, max_output_tokens=1).id for _ in range(3)]
     for _ in range(8):

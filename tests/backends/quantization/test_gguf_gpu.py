@@ -193,9 +193,9 @@ def test_sizes_are_the_documented_ones() -> None:
 HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, VOCAB, EXPERTS = 512, 1024, 3, 8, 2, 320, 6
 MIXED = {"attn_v": "Q6_K", "ffn_down": "Q5_K", "ffn_up": "Q8_0", "token_embd": "Q6_K", "attn_output": "Q5_1"}
 MIXED["ffn_down_exps"] = "Q6_K"
+"""Types of some matrices, so that fused projections have parts of several types."""
 PARTIAL_SUMS = 512 << 10
 """Bytes of the workspace of split-K GEMMs; less than 26 MB for a model of any size."""
-"""Types of some matrices, so that fused projections have parts of several types."""
 
 
 def write_model(path: Path, kind: str, arch: str = "llama") -> Path:

@@ -65,7 +65,6 @@ def complete(url: str, form: dict[str, Any], **fields: Any) -> httpx.Response:
     return httpx.post(f"{url}/v1/completions", content=json.dumps(body), timeout=120)
 
 
-@pytest.mark.nightly
 def test_variants_of_forced_text(attacked: Any, withstands: Callable[[Any], Any]) -> None:
     """One after the other and in parallel; none is kept at more than its text's weight."""
     patterns = [NESTED.replace("a", letter) + "x" * length for letter in "abc" for length in range(2)]
