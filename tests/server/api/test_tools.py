@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -30,15 +29,30 @@ def test_arguments_are_an_object() -> None:
         assert caught.value.name == "tools[1].function.parameters"
 
 
-def test_many_allowed_tools_are_found_at_once() -> None:
+class ComparedName(str):
+    """A name that counts how often it is compared with another object."""
+
+    __slots__ = ()
+    comparisons = 0
+
+    def __eq__(self, other: object) -> bool:
+        type(self).comparisons += 1
+        return str.__eq__(self, other)  # type: ignore[arg-type]
+
+    __hash__ = str.__hash__
+
+
+def test_many_allowed_tools_are_found_without_a_search_of_all() -> None:
     """A request may have as many tools as an eighth of the context has tokens."""
-    names = [f"tool_number_{number}" for number in range(20_000)]
+    names = [f"tool_number_{number}" for number in range(1000)]
     named = [{"type": "function", "function": {"name": name}} for name in names]
     choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": named}}
     body = {"messages": [{"role": "user", "content": "Hi"}], "tools": named, "tool_choice": choice}
     request = ChatRequest.model_validate(body)
-    started_s = time.process_time()
+    assert request.tools is not None
+    for tool in request.tools:
+        tool.function.name = ComparedName(tool.function.name)
     tools = tool_use(request)
     assert tools is not None
     assert tools.names == names
-    assert time.process_time() - started_s < 1
+    assert ComparedName.comparisons < 10 * len(names)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import msgspec
 import pytest
 
@@ -20,24 +18,22 @@ from minisgl_server.api.openai_responses.translate import Conversation
 from minisgl_server.api.openai_responses.translate import to_chat_request as to_chat_request_of_response
 
 
+@pytest.mark.timeout(60)
 def test_many_blocks_are_joined_in_linear_time() -> None:
     text, thinking = "x" * 1000, "y" * 1000
-    blocks = [{"type": "text", "text": text}, {"type": "thinking", "thinking": thinking}] * 10_000
+    blocks = [{"type": "text", "text": text}, {"type": "thinking", "thinking": thinking}] * 30_000
     turns = [{"role": "assistant", "content": blocks}, {"role": "user", "content": "Hi"}]
     request = MessagesRequest.model_validate({"model": "m", "max_tokens": 1, "messages": turns})
-    started_s = time.process_time()
     message = to_chat_request(request)[0].messages[0]
-    assert time.process_time() - started_s < 1
-    assert (message.content, message.reasoning_content) == (10_000 * text, 10_000 * thinking)
+    assert (message.content, message.reasoning_content) == (30_000 * text, 30_000 * thinking)
 
 
+@pytest.mark.timeout(60)
 def test_many_output_items_are_added_in_linear_time() -> None:
-    segments = [Segment("call", ["{}"], call_id="a", name="f"), Segment("text", ["x" * 1000])] * 10_000
+    segments = [Segment("call", ["{}"], call_id="a", name="f"), Segment("text", ["x" * 1000])] * 30_000
     conversation = Conversation(ResponsesRequest(input="Hi"), [])
-    started_s = time.process_time()
     conversation.add_output(segments)
-    assert time.process_time() - started_s < 1
-    assert len(conversation.messages) == 10_002
+    assert len(conversation.messages) == 30_002
 
 
 REASONING, TEXT, CALL = (
