@@ -15,7 +15,7 @@ import torch
 from click.testing import CliRunner, Result
 
 from minisgl_core.cli.main import main
-from minisgl_server.bench.accuracy.logit_difference import compare
+from minisgl_server.bench.accuracy import compare
 
 ROOT = Path(__file__).parents[3]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,16 +17,15 @@ from minisgl_core.cli.main import main
 from minisgl_core.contracts.router import Router
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.plugins.registry import Registry
+from minisgl_server.bench.route.replica import replica_limits
 from minisgl_server.bench.route.requests import SimulatedRequest, chat_trace, num_distinct_blocks, simulated_requests
-from minisgl_server.bench.route.scheduler_replica import ReplicaLimits
-from minisgl_server.bench.route.simulation import Outcome, Setup, simulate
+from minisgl_server.bench.route.simulation import Setup, Simulation
 from minisgl_server.bench.route.step_time import StepTime
 from minisgl_server.bench.trace.format import TraceRequest, read_trace, write_trace
 from minisgl_server.bench.trace.synthetic import synthetic_trace
 from minisgl_server.bench.workloads import mixed
 
 ROUTERS = ["round-robin", "least-loaded", "prefix"]
-REAL_TIMES = {"wall_s", "decision_s", "event_s"}
 
 
 def router(name: str) -> type[Router]:
@@ -51,22 +50,22 @@ def chats(num_requests: int = 240, request_rate: float = 40, seed: int = 0) -> l
 
 def setup(name: str = "prefix", num: int = 4, num_pages: int = 2000, **options: Any) -> Setup:
     options = {"cache": RadixPrefixCache} | options
-    limits = ReplicaLimits(num_pages=num_pages)
+    limits = replica_limits(num_pages)
     return Setup(num_replicas=num, limits=limits, step_time=StepTime(), router=router(name), **options)
 
 
-def run(made: Setup, trace: list[TraceRequest]) -> Outcome:
-    outcome = simulate(made, simulated_requests(trace), len(trace))
-    assert outcome.num_requests == len(trace)
+def run(made: Setup, trace: list[TraceRequest]) -> Simulation:
+    outcome = Simulation(made, len(trace)).run(simulated_requests(trace))
+    assert outcome.num_ended == len(trace)
     assert outcome.num_prompt_tokens == sum(each.input_length for each in trace)
     assert outcome.num_output_tokens == sum(each.output_length for each in trace)
     assert np.isfinite(outcome.ttft_s).all()
     return outcome
 
 
-def simulated(outcome: Outcome) -> dict[str, Any]:
-    values = {each.name: getattr(outcome, each.name) for each in fields(outcome) if each.name not in REAL_TIMES}
-    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()}
+def simulated(outcome: Simulation) -> tuple[Any, ...]:
+    times = outcome.ttft_s.tolist(), outcome.tpot_s.tolist(), outcome.now_s
+    return *times, outcome.num_cached_tokens, outcome.num_routed, outcome.router_stats
 
 
 @pytest.mark.parametrize("cache", [RadixPrefixCache, None])
@@ -151,7 +150,7 @@ def test_the_simple_model_equals_the_scheduler(name: str, num_pages: int, reques
     trace = chats(300, request_rate)
     real, simple = (run(setup(name, 4, num_pages, cache=cache), trace) for cache in (RadixPrefixCache, None))
     assert simple.hit_rate == pytest.approx(real.hit_rate, abs=0.04)
-    assert simple.end_s == pytest.approx(real.end_s, rel=0.05)
+    assert simple.now_s == pytest.approx(real.now_s, rel=0.05)
     if request_rate == 40:
         for percent in (50, 99):
             times = [np.percentile(each.ttft_s, percent) for each in (real, simple)]
@@ -161,13 +160,13 @@ def test_the_simple_model_equals_the_scheduler(name: str, num_pages: int, reques
 def test_the_step_times_give_the_measured_times() -> None:
     """Workload W, and arrivals at two rates, on one H200: docs/benchmarks.md. Its higher rates have fewer requests."""
 
-    def one(requests: list[SimulatedRequest]) -> Outcome:
-        return simulate(setup("round-robin", 1, 40_000, cache=None), requests, len(requests))
+    def one(requests: list[SimulatedRequest]) -> Simulation:
+        return Simulation(setup("round-robin", 1, 40_000, cache=None), len(requests)).run(requests)
 
     w = mixed(256, 150_000)
     sequences = [np.array(prompt + [1] * size, np.int32) for prompt, size in zip(w.prompts, w.output_lens, strict=True)]
     whole = one([SimulatedRequest(i, 0.0, each, len(w.prompts[i])) for i, each in enumerate(sequences)])
-    assert whole.end_s == pytest.approx(w.num_output_tokens / 6643, rel=0.06)
+    assert whole.now_s == pytest.approx(w.num_output_tokens / 6643, rel=0.06)
     rows = json.loads((Path(__file__).parents[3] / "docs/data/online.json").read_text())["rows"]
     for row in rows[:2]:
         rng, requests, now_s = np.random.default_rng(row["requests_per_s"]), [], 0.0

@@ -7,11 +7,9 @@ import click
 
 from minisgl_core.cli.options import pick, with_options
 from minisgl_core.config.options import EngineConfig
-from minisgl_server.bench.accuracy.command import accuracy
 from minisgl_server.bench.attention.command import attention
-from minisgl_server.bench.flags import OutputFile, given_flags, refuse_flags
+from minisgl_server.bench.flags import json_option, refuse_flags
 from minisgl_server.bench.route.command import route
-from minisgl_server.bench.scheduler.command import scheduler
 from minisgl_server.bench.serve.command import serve
 from minisgl_server.bench.trace.command import trace
 
@@ -56,7 +54,7 @@ def bench(ctx: click.Context) -> None:
     type=click.Choice(["transformers"]),
     help="Also measure transformers' generate on the same model, dtype and shapes, in alternation. (uniform)",
 )
-@click.option("--json", "json_file", type=OutputFile(), help="Also write the results to this file.")
+@json_option
 @click.pass_context
 def offline(ctx: click.Context, /, values: dict[str, Any], sources: dict[str, str], **options: Any) -> None:
     """Measure a workload in this process, without a server."""
@@ -65,13 +63,62 @@ def offline(ctx: click.Context, /, values: dict[str, Any], sources: dict[str, st
     uniform_flags = ("--batch-size", "--input-len", "--output-len", "--prefill-len", "--compare")
     is_w = options["workload"] == "W"
     refused = {"used with --workload uniform": uniform_flags} if is_w else {"used with --workload W": ("--num-seqs",)}
-    refuse_flags(given_flags(ctx), refused)
+    refuse_flags(ctx, refused)
     run_offline(EngineConfig.from_flat(**pick(values, EngineConfig)), SimpleNamespace(**options))
 
 
-bench.add_command(accuracy)
-bench.add_command(attention)
-bench.add_command(route)
-bench.add_command(scheduler)
-bench.add_command(serve)
-bench.add_command(trace)
+@bench.command()
+@with_options(EngineConfig)
+@click.option(
+    "--text",
+    "texts",
+    type=click.Path(exists=True, dir_okay=False),
+    multiple=True,
+    required=True,
+    help="File with text to evaluate; may be given several times.",
+)
+@click.option("--window", type=click.IntRange(2), default=512, help="Tokens per evaluated sequence.")
+@click.option("--max-tokens", type=click.IntRange(2), default=8192, help="Maximum number of tokens to evaluate.")
+@json_option
+def accuracy(values: dict[str, Any], sources: dict[str, str], **options: Any) -> None:
+    """Compare logits with an FP8 KV cache and with quantized weights to those with neither."""
+    from minisgl_server.bench.accuracy import run_accuracy
+
+    run_accuracy(EngineConfig.from_flat(**pick(values, EngineConfig)), **options)
+
+
+# The command sets these options itself. Values from a config file or the environment are refused.
+for _option in accuracy.params:
+    if isinstance(_option, click.Option) and _option.name in ("kv_dtype", "quantization"):
+        _option.hidden = True
+
+
+@bench.command()
+@click.option(
+    "--requests",
+    "batch_sizes",
+    type=click.IntRange(1, 2**16),
+    multiple=True,
+    default=(64, 1024, 4096),
+    help="Decoding requests per step; may be given several times.",
+)
+@click.option("--cached-pages", type=click.IntRange(0, 2**24), default=1_000_000, help="Pages in the cache.")
+@click.option("--cache", default="radix", help="Provider of the prefix cache.")
+@click.option("--page-size", type=click.IntRange(1, 1024), default=16, help="Tokens per page.")
+@click.option("--input-len", type=click.IntRange(2), default=512, help="Tokens per prompt; half are cached.")
+@click.option("--steps", "num_steps", type=click.IntRange(2), default=200, help="Measured steps.")
+@click.option("--disable-overlap", is_flag=True, help="Process each step before the next one is scheduled.")
+@json_option
+def scheduler(**values: Any) -> None:
+    """Time the scheduler's part of a decode step, with a full KV pool and random tokens instead of a model.
+
+    The times are CPU times, medians per step: schedule and process are those of the scheduler, and encode that of the messages to
+    the tokenizer workers. Admission is schedule plus process time per prompt, beyond that of a decode step.
+    """
+    from minisgl_server.bench.scheduler import run_scheduler
+
+    run_scheduler(SimpleNamespace(**values))
+
+
+for _command in (attention, route, serve, trace):
+    bench.add_command(_command)

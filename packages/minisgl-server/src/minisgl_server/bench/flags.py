@@ -31,22 +31,18 @@ class OutputFile(click.Path):
         raise InvalidValueError(param.opts[0] if param else "the file", value, "a file that can be written", why)
 
 
-def given_flags(ctx: click.Context) -> dict[str, Any]:
-    """Return the flags given on the command line, with their values."""
-    return {
-        param.opts[0]: ctx.params[param.name]
-        for param in ctx.command.params
-        if param.name in ctx.params and ctx.get_parameter_source(param.name) is ParameterSource.COMMANDLINE
-    }
+json_option = click.option("--json", "json_file", type=OutputFile(), help="Also write the results to this file.")
+"""Decorator that adds ``--json``."""
 
 
-def refuse_flags(given: Mapping[str, Any], refused: Mapping[str, Iterable[str]]) -> None:
-    """Refuse flags that would have no effect.
+def refuse_flags(ctx: click.Context, refused: Mapping[str, Iterable[str]]) -> None:
+    """Refuse flags of the command line that would have no effect.
 
     Args:
         refused: flags to refuse, by what is allowed instead, as a phrase that follows "must be".
     """
-    for allowed, names in refused.items():
-        for name in names:
-            if name in given:
-                raise InvalidValueError(name, given[name], allowed)
+    for param in ctx.command.params:
+        flag, name = param.opts[0], param.name or ""
+        for allowed, flags in refused.items():
+            if flag in flags and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+                raise InvalidValueError(flag, ctx.params[name], allowed)

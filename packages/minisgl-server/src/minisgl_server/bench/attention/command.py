@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from minisgl_core.errors import InvalidValueError
-from minisgl_server.bench.flags import OutputFile
+from minisgl_server.bench.flags import json_option
 
 
 def parse_shape(text: str) -> tuple[int, int]:
@@ -68,7 +68,7 @@ def parse_shape(text: str) -> tuple[int, int]:
 @click.option("--num-kv-heads", type=click.IntRange(1), default=8)
 @click.option("--head-dim", type=click.IntRange(1), default=128)
 @click.option("--repeats", type=click.IntRange(1), default=20, help="Timed calls per case.")
-@click.option("--json", "json_file", type=OutputFile(), help="Also write the results to this file.")
+@json_option
 def attention(**values: Any) -> None:
     """Check attention providers against a float64 reference, and time them.
 

@@ -2,16 +2,16 @@
 
 import itertools
 import sys
-from collections.abc import Iterator
+from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
 import click
 import torch
 
-from minisgl_core.contracts.attention import AttentionBackend, AttentionSpec
+from minisgl_core.contracts.attention import AttentionSpec
 from minisgl_core.errors import InvalidValueError, PluginError
-from minisgl_core.plugins.registry import Entry, Registry, reasons_of
+from minisgl_core.plugins.registry import Registry
 from minisgl_core.utils.fp8 import FP8
 from minisgl_core.utils.progress import progress_bar
 from minisgl_server.bench.attention.cases import MIN_MAX_SEQ_LEN, Case, spread_lengths
@@ -61,15 +61,19 @@ def run_attention(options: SimpleNamespace) -> None:
     click.echo(f"{name}, {heads}, {options.dtype}\n")
     with torch.inference_mode():
         rows = _measure(options, device)
-    measured = [row for row in rows if "reason" not in row]
-    verdicts = ("WRONG" if row["is_wrong"] else f"{row['error']:.0%} of tolerance" for row in measured)
-    print_results(COLUMNS, [row | {"verdict": each} for row, each in zip(measured, verdicts, strict=True)])
-    for note in _reasons(rows):
-        click.echo(note)
-    if any(row.get("is_graph") for row in rows):
+    shown, skipped = [], defaultdict(set)
+    for row in rows:
+        if "reason" in row:
+            skipped[row["provider"], row["reason"]].add(row["page_size"])
+        else:
+            shown.append(row | {"verdict": "WRONG" if row["is_wrong"] else f"{row['error']:.0%} of tolerance"})
+    print_results(COLUMNS, shown)
+    for (provider, reason), sizes in skipped.items():
+        click.echo(f"not measured: {provider}, pages of {', '.join(map(str, sorted(sizes)))}: {reason}")
+    if any(row["is_graph"] for row in shown):
         click.echo("Decodes were replayed from CUDA graphs if the provider supports them.")
     write_json(options.json_file, device=name, options=vars(options), results=rows)
-    if wrong := sorted({row["provider"] for row in rows if row.get("is_wrong")}):
+    if wrong := sorted({row["provider"] for row in shown if row["is_wrong"]}):
         click.echo(f"Wrong output: {', '.join(wrong)}", err=True)
         sys.exit(1)
 
@@ -77,23 +81,26 @@ def run_attention(options: SimpleNamespace) -> None:
 def _measure(options: SimpleNamespace, device: torch.device) -> list[dict[str, Any]]:
     """Return a row per provider, page size and step, with the measurement or the reason why there is none."""
     registry = Registry.from_environment()
-    providers = list(_providers(registry, options.providers))
+    for name in options.providers:
+        registry.load("attention", name)  # a wrong name ends the command before the first measurement
     steps = [("decode", *shape) for shape in options.decodes] + [("prefill", *shape) for shape in options.prefills]
-    cases = list(itertools.product(providers, options.page_sizes, steps))
+    names = options.providers or registry.names("attention")
+    cases = list(itertools.product(names, options.page_sizes, steps))
     rows: list[dict[str, Any]] = []
     with progress_bar() as bar:
         task = bar.add_task("", total=len(cases))
-        for (name, provider), page_size, (kind, batch, length) in cases:
+        for name, page_size, (kind, batch, length) in bar.track(cases, task_id=task):
             step = f"{kind} {batch}x{length}"
             bar.update(task, description=f"{name}, pages of {page_size}, {step}")
-            found: dict[str, Any] = {"reason": provider}
-            if not isinstance(provider, str):
-                lengths = [length] * batch if kind == "prefill" else spread_lengths(batch, length, options.spread)
-                spec = _spec(options, device, page_size, lengths)
-                entry, num_new = registry.entry("attention", name), None if kind == "prefill" else 1
-                found = _measure_case(options, entry, provider, spec, lengths, num_new)
+            lengths = [length] * batch if kind == "prefill" else spread_lengths(batch, length, options.spread)
+            spec = _spec(options, device, page_size, lengths)
+            try:
+                found = _measure_case(registry, name, spec, lengths, None if kind == "prefill" else 1, options.repeats)
+            except PluginError as error:
+                if options.providers:
+                    raise
+                found = {"reason": str(error)}
             rows.append({"provider": name, "page_size": page_size, "step": step, **found})
-            bar.advance(task)
     return rows
 
 
@@ -113,24 +120,13 @@ def _spec(options: SimpleNamespace, device: torch.device, page_size: int, length
 
 
 def _measure_case(
-    options: SimpleNamespace,
-    entry: Entry,
-    provider: type[AttentionBackend],
-    spec: AttentionSpec,
-    lengths: list[int],
-    num_new: int | None,
+    registry: Registry, name: str, spec: AttentionSpec, lengths: list[int], num_new: int | None, repeats: int
 ) -> dict[str, Any]:
-    try:
-        reasons = reasons_of(entry, provider, spec)
-    except PluginError as error:
-        if options.providers:
-            raise
-        reasons = [str(error)]
-    if reasons:
+    if reasons := registry.unsupported("attention", name, spec):
         return {"reason": "; ".join(reasons)}
     try:
-        case = Case(provider, spec, lengths, num_new)
-        timing = time_case(case, options.repeats)
+        case = Case(registry.load("attention", name), spec, lengths, num_new)
+        timing = time_case(case, repeats)
     except torch.OutOfMemoryError:
         return {"reason": "it does not fit in the device's memory"}
     return {
@@ -139,26 +135,3 @@ def _measure_case(
         "tflop_per_s": case.num_flops / timing["ms"] / 1e9,
         "is_wrong": not timing["error"] <= 1,
     }
-
-
-def _providers(registry: Registry, names: tuple[str, ...]) -> Iterator[tuple[str, type[AttentionBackend] | str]]:
-    """Yield the loaded providers; one that was not given by name and cannot be loaded has the reason instead."""
-    for name in names or registry.names("attention"):
-        try:
-            yield name, registry.load("attention", name)
-        except PluginError as error:
-            if names:
-                raise
-            yield name, str(error)
-
-
-def _reasons(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the cases that were not measured, grouped by reason."""
-    pages: dict[tuple[str, str], set[int]] = {}
-    for row in rows:
-        if "reason" in row:
-            pages.setdefault((row["provider"], row["reason"]), set()).add(row["page_size"])
-    return [
-        f"not measured: {provider}, pages of {', '.join(map(str, sorted(sizes)))}: {reason}"
-        for (provider, reason), sizes in pages.items()
-    ]

@@ -1,13 +1,13 @@
 """Times a step of attention."""
 
-import time
+import timeit
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 
-from minisgl_core.contracts.attention import AttentionBackend
 from minisgl_server.bench.attention.cases import NUM_LAYERS, Case
 
 CALLS_BETWEEN_EVENTS = 10
@@ -23,40 +23,27 @@ def time_case(case: Case, repeats: int) -> dict[str, Any]:
         plan_us: host time per plan, which is made once per step.
         is_graph: the layers were replayed from a CUDA graph, as in serving.
     """
-    backend, is_decode = case.backend, case.batch.num_decodes > 0
-    if case.spec.device.type == "cuda" and is_decode and backend.capabilities.cuda_graphs:
-        return _time_graph(case, backend, repeats)
-    plan = backend.plan(case.batch)
+    backend, batch, is_cuda = case.backend, case.batch, case.spec.device.type == "cuda"
+    is_graph = is_cuda and batch.num_decodes > 0 and backend.capabilities.cuda_graphs
+    plan = backend.plan_capture(batch) if is_graph else backend.plan(batch)
     error = case.error(case.forward(plan))
-    run = lambda: case.forward(plan)  # noqa: E731  # a one-line function
-    seconds = _device_seconds(run, repeats) if case.spec.device.type == "cuda" else _host_seconds(run, repeats)
-    return _timing(error, seconds, _host_seconds(lambda: backend.plan(case.batch), repeats), False)
-
-
-def _time_graph(case: Case, backend: AttentionBackend, repeats: int) -> dict[str, Any]:
-    plan = backend.plan_capture(case.batch)
-    error = case.error(case.forward(plan))
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = case.forward(plan)
-    plan_s = _host_seconds(lambda: backend.plan_replay(case.batch), repeats)
-    graph.replay()
-    error = max(error, case.error(out))
-    return _timing(error, _device_seconds(graph.replay, repeats), plan_s, True)
-
-
-def _timing(error: float, seconds: float, plan_s: float, is_graph: bool) -> dict[str, Any]:
+    run: Callable[[], object] = partial(case.forward, plan)
+    if is_graph:
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outs = case.forward(plan)
+        backend.plan_replay(batch)
+        graph.replay()
+        error = max(error, case.error(outs))
+        run = graph.replay
+    plan_s = _host_seconds(partial(backend.plan_replay if is_graph else backend.plan, batch), repeats)
+    seconds = _device_seconds(run, repeats) if is_cuda else _host_seconds(run, repeats)
     return {"error": error, "ms": 1e3 * seconds / NUM_LAYERS, "plan_us": 1e6 * plan_s, "is_graph": is_graph}
 
 
 def _host_seconds(run: Callable[[], object], repeats: int) -> float:
-    times = []
-    for _ in range(1 + repeats):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return median(times[1:])
+    return median(timeit.repeat(run, number=1, repeat=1 + repeats)[1:])
 
 
 def _device_seconds(run: Callable[[], object], repeats: int) -> float:

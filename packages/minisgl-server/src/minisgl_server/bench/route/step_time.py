@@ -3,19 +3,12 @@
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True)
 class StepTime:
     """Roofline model of the step time: the longer of weight reads and GEMMs, plus the time of decodes and attention.
 
-    The defaults are for Qwen3-14B in bfloat16 on one H200; docs/scaling.md has their origin.
-
-    Attributes:
-        weights_ms: time to read the weights, which is the minimum of a step.
-        token_us: GEMM time per token.
-        request_us: time per decoding request besides its GEMMs and its KV.
-        kv_token_ns: time to read the KV of one token of context, per decoding request.
-        pair_ns: prefill attention per pair of a new token and a token of its context.
-        speed: factor on the speed of the replica.
+    The defaults are for Qwen3-14B in bfloat16 on one H200; docs/scaling.md has their origin, and the flags of ``minisgl bench
+    route`` their meaning. `speed` is a factor on the speed of the replica.
     """
 
     weights_ms: float = 7.3

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from minisgl_server.bench.flags import OutputFile, given_flags, refuse_flags
+from minisgl_server.bench.flags import OutputFile, refuse_flags
 
 TRACE_A_REQUESTS = 43_058
 
@@ -42,27 +42,21 @@ def trace(
 
     No request in it was sent by a user. `minisgl bench serve --trace` sends the requests of a trace.
     """
-    from dataclasses import replace
-
     from minisgl_core.cli.table import print_table
     from minisgl_server.bench.trace.format import read_trace, write_trace
-    from minisgl_server.bench.trace.synthetic import Model, synthetic_trace
+    from minisgl_server.bench.trace.synthetic import OUTPUT_MEDIAN, REQUESTS_PER_S, synthetic_trace
     from minisgl_server.bench.trace.trace_statistics import PUBLISHED, statistics
 
     if (out is None) == (show is None):
         raise click.UsageError("Give either --out, to write a trace, or --show, to print the statistics of one.")
     if show is not None:
         generator_flags = ("--num-requests", "--seed", "--request-rate", "--output-median")
-        refuse_flags(given_flags(ctx), {"used with --out": generator_flags})
+        refuse_flags(ctx, {"used with --out": generator_flags})
         requests = read_trace(Path(show), flag="--show")
     else:
         assert out is not None
-        model = Model()
-        if request_rate is not None:
-            model = replace(model, requests_per_s=request_rate)
-        if output_median is not None:
-            model = replace(model, output=(output_median, model.output[1]))
-        requests = list(synthetic_trace(num_requests, seed, model))
+        rate, median = request_rate or REQUESTS_PER_S, output_median or OUTPUT_MEDIAN
+        requests = list(synthetic_trace(num_requests, seed, rate, median))
         write_trace(Path(out), requests)
     rows = [
         (name, f"{value:.5g}", f"{PUBLISHED[name]:.5g}" if name in PUBLISHED else "not published")
