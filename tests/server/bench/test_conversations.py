@@ -82,10 +82,11 @@ def test_block_content_looks_random() -> None:
 
 def test_id_histories() -> None:
     history = Prompts(100).start(np.array([1, 2]))
-    assert list(history.next_prompt(np.array([3]))) == [1, 2, 3]
+    prompt, num_tokens = history.next_prompt(np.array([3]))
+    assert (list(prompt), num_tokens) == ([1, 2, 3], 3)
     history.add_response("whatever", np.array([8, 9]))
-    assert list(history.next_prompt(np.array([4]))) == [1, 2, 3, 8, 9, 4]
-    assert history.num_tokens == 6
+    prompt, num_tokens = history.next_prompt(np.array([4]))
+    assert (list(prompt), num_tokens) == ([1, 2, 3, 8, 9, 4], 6)
 
 
 def test_chat_words_are_single_tokens(engine_tokenizer: Any) -> None:
@@ -94,13 +95,14 @@ def test_chat_words_are_single_tokens(engine_tokenizer: Any) -> None:
     random = np.random.default_rng(0)
     for with_prefix in (False, True):
         history = prompts.start(random.integers(0, prompts.num_content_ids, 30 * with_prefix))
-        messages = history.next_prompt(random.integers(0, prompts.num_content_ids, 300))
+        messages, num_tokens = history.next_prompt(random.integers(0, prompts.num_content_ids, 300))
         text = engine_tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        assert len(engine_tokenizer.encode(text, add_special_tokens=False)) == history.num_tokens
+        assert len(engine_tokenizer.encode(text, add_special_tokens=False)) == num_tokens
         history.add_response("An answer.", np.zeros(0, np.int64))
-        roles = [message["role"] for message in history.next_prompt(np.array([1]))]  # type: ignore[index]
+        messages, num_tokens = history.next_prompt(np.array([1]))
+        roles = [message["role"] for message in messages]  # type: ignore[index]
         assert roles == ["system"] * with_prefix + ["user", "assistant", "user"]
-        assert history.num_tokens is None
+        assert num_tokens is None
 
 
 def record(**values: Any) -> Record:
@@ -117,19 +119,18 @@ def test_the_report_s_arithmetic() -> None:
     ]
     outcome = Outcome(records=records, seconds=2.0, client_cpu_s=0.001)
     found = summarize(outcome, {"ttft": 200, "tpot": 100.1}, True, {"api": 0.002, "tokenizer 0": 0.001, "rank": 1.0})
-    assert (found.num_sent, found.num_completed, found.num_failed, found.num_interrupted) == (4, 2, 1, 1)
-    assert (found.num_prompt_tokens, found.num_output_tokens) == (20, 10)
-    assert found.hit_rate == pytest.approx(0.2), "a server that omits a zero says it for others"
-    assert found.goodput_per_s == pytest.approx(0.5)
-    assert found.per_s(found.num_output_tokens) == pytest.approx(5)
-    assert found.peak_concurrency == 2
-    percentiles = {name: spread for name, spread in found.percentiles.items() if spread is not None}
-    assert percentiles["ttft"].mean == pytest.approx(200)
-    assert percentiles["ttft"].p90 == pytest.approx(280)
-    assert (percentiles["tpot"].p50, percentiles["itl"].p99, percentiles["latency"].max) == pytest.approx(
+    counts = ("num_sent", "num_completed", "num_failed", "num_interrupted", "num_prompt_tokens", "num_output_tokens")
+    assert [found[name] for name in counts] == [4, 2, 1, 1, 20, 10]
+    assert found["hit_rate"] == pytest.approx(0.2), "a server that omits a zero says it for others"
+    assert found["goodput_per_s"] == pytest.approx(0.5)
+    assert found["output_tokens_per_s"] == pytest.approx(5)
+    assert found["peak_concurrency"] == 2
+    assert found["ttft_ms"]["mean"] == pytest.approx(200)
+    assert found["ttft_ms"]["p90"] == pytest.approx(280)
+    assert (found["tpot_ms"]["p50"], found["itl_ms"]["p99"], found["latency_ms"]["max"]) == pytest.approx(
         (100, 100, 700)
     )
-    assert found.us_per_token(found.client_cpu_s) == pytest.approx(100)
-    assert found.frontend_cpu_us_per_token == pytest.approx(300)
+    assert found["client_cpu_us_per_token"] == pytest.approx(100)
+    assert found["frontend_cpu_us_per_token"] == pytest.approx(300)
     empty = summarize(Outcome(), {"ttft": 1}, True, {})
-    assert empty.percentiles["ttft"] is empty.hit_rate is empty.frontend_cpu_us_per_token is None
+    assert empty["ttft_ms"] is empty["hit_rate"] is empty["frontend_cpu_us_per_token"] is None

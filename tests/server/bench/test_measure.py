@@ -32,9 +32,9 @@ def test_uniform() -> None:
     assert (ours.engine, theirs.engine) == ("ours", "theirs")
     assert [run.seconds for run in ours.runs] == pytest.approx([2.0, 8.0, 3.0]), "without the warm-up"
     assert ours.seconds == pytest.approx(3.0), "the median"
-    assert ours.prefill_s == pytest.approx(1.0)
-    assert ours.step_s == pytest.approx(0.02)
-    assert theirs.step_s == pytest.approx(0.04)
+    assert ours.prefill_ms == pytest.approx(1000)
+    assert ours.step_ms == pytest.approx(20)
+    assert theirs.step_ms == pytest.approx(40)
     assert ours.output_tokens_per_s == pytest.approx(404 / 3)
     assert ours.total_tokens_per_s == pytest.approx(484 / 3)
     assert len(told) == 2 * (1 + 3)
@@ -47,14 +47,14 @@ def test_uniform() -> None:
 
 def test_one_token_of_output_is_all_prefill() -> None:
     [result] = measure(partial(uniform, 1, 1024, 1, 5000), [Clockwork("ours", [], [])], 2)
-    assert result.prefill_s == result.seconds == pytest.approx(1.0)
-    assert result.step_s is None
+    assert (result.prefill_ms, result.seconds) == pytest.approx((1000, 1.0))
+    assert result.step_ms is None
 
 
 def test_mixed_lengths_have_steps_but_no_prefill() -> None:
     log: list[tuple[str, Workload]] = []
     [result] = measure(partial(mixed, 4, 20_000), [Clockwork("ours", log, [1, 1, 1])], 2)
-    steps = max(result.workload.output_lens)
-    assert result.prefill_s is None
-    assert result.step_s == pytest.approx((1 + 0.01 * (steps - 1)) / steps)
+    steps = max(mixed(4, 20_000).output_lens)
+    assert result.prefill_ms is None
+    assert result.step_ms == pytest.approx(1000 * (1 + 0.01 * (steps - 1)) / steps)
     assert [max(workload.output_lens) for _, workload in log] == [64, steps, steps]

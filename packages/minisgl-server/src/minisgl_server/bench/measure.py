@@ -15,38 +15,27 @@ WARM_UP_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Result of one engine on one workload; times are medians over the runs.
+    """Result of one engine on one workload, as in the JSON file; times are medians over the runs.
 
     Attributes:
-        workload: variant 0.
-        prefill_s: time for all prompts up to their first tokens; None for workloads with mixed output lengths.
+        seconds: time per run.
+        step_ms: time per decode step; for mixed output lengths, the mean over all steps, as prefill and decode share steps. None
+            with one output token.
+        prefill_ms: time for all prompts up to their first tokens; None for mixed output lengths.
     """
 
+    workload: str
     engine: str
-    workload: Workload
+    num_seqs: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    temperature: float
+    seconds: float
+    output_tokens_per_s: float
+    total_tokens_per_s: float
+    step_ms: float | None
+    prefill_ms: float | None
     runs: list[Run]
-    prefill_s: float | None
-
-    @property
-    def seconds(self) -> float:
-        """Time per run."""
-        return median(run.seconds for run in self.runs)
-
-    @property
-    def output_tokens_per_s(self) -> float:
-        return self.workload.num_output_tokens / self.seconds
-
-    @property
-    def total_tokens_per_s(self) -> float:
-        return (self.workload.num_prompt_tokens + self.workload.num_output_tokens) / self.seconds
-
-    @property
-    def step_s(self) -> float | None:
-        """Seconds per decode step; for mixed lengths, the mean over all steps, as prefill and decode share steps."""
-        if self.prefill_s is None:
-            return median(run.seconds / run.num_steps for run in self.runs)
-        num_steps = max(self.workload.output_lens) - 1
-        return (self.seconds - self.prefill_s) / num_steps if num_steps else None
 
 
 def measure(
@@ -63,7 +52,6 @@ def measure(
         A result for each engine, in their order.
     """
     first = make(0)
-    with_prefill = len(set(first.output_lens)) == 1
     runs: dict[str, list[Run]] = {engine.name: [] for engine in engines}
     prefills: dict[str, list[Run]] = {engine.name: [] for engine in engines}
     for engine in engines:
@@ -73,11 +61,32 @@ def measure(
         for engine in engines if repeat % 2 == 0 else engines[::-1]:
             advance(f"{first.name}: {engine.name}, {repeat + 1} of {repeats}")
             runs[engine.name].append(engine.run(make(repeat)))
-            if with_prefill and first.output_lens[0] > 1:
+            if first.has_equal_outputs and first.output_lens[0] > 1:
                 prefills[engine.name].append(engine.run(make(repeats + repeat).capped(1)))
-    results = []
-    for engine in engines:
-        prefill_runs = prefills[engine.name] or runs[engine.name]  # with one output token, a run is a prefill
-        prefill_s = median(run.seconds for run in prefill_runs) if with_prefill else None
-        results.append(Result(engine.name, first, runs[engine.name], prefill_s))
-    return results
+    return [_result(engine.name, first, runs[engine.name], prefills[engine.name]) for engine in engines]
+
+
+def _result(engine: str, workload: Workload, runs: list[Run], prefills: list[Run]) -> Result:
+    seconds = median(run.seconds for run in runs)
+    prefill_s = step_s = None
+    if workload.has_equal_outputs:
+        prefill_s = median(run.seconds for run in prefills or runs)  # with one output token, a run is a prefill
+        num_steps = workload.output_lens[0] - 1
+        step_s = (seconds - prefill_s) / num_steps if num_steps else None
+    else:
+        step_s = median(run.seconds / run.num_steps for run in runs)
+    num_prompt_tokens, num_output_tokens = workload.num_prompt_tokens, workload.num_output_tokens
+    return Result(
+        workload=workload.name,
+        engine=engine,
+        num_seqs=len(workload.prompts),
+        num_prompt_tokens=num_prompt_tokens,
+        num_output_tokens=num_output_tokens,
+        temperature=workload.temperature,
+        seconds=seconds,
+        output_tokens_per_s=num_output_tokens / seconds,
+        total_tokens_per_s=(num_prompt_tokens + num_output_tokens) / seconds,
+        step_ms=None if step_s is None else 1e3 * step_s,
+        prefill_ms=None if prefill_s is None else 1e3 * prefill_s,
+        runs=runs,
+    )

@@ -1,20 +1,34 @@
 """Runs ``minisgl bench offline``, with the engine in this process."""
 
+from collections.abc import Iterator
+from dataclasses import asdict
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import click
+import torch
 
 from minisgl_core import LLM
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.errors import InvalidValueError
+from minisgl_core.protocol.messages import EngineInfo
 from minisgl_core.utils.progress import progress_bar
 from minisgl_core.weights.model_source import locate_model
-from minisgl_server.bench import report
 from minisgl_server.bench.engines import BenchEngine, MinisglEngine, TransformersEngine
-from minisgl_server.bench.environment import print_results, write_json
+from minisgl_server.bench.environment import hardware, print_results, versions, write_json
 from minisgl_server.bench.measure import MakeWorkload, Result, measure
 from minisgl_server.bench.workloads import mixed, uniform
+
+COLUMNS = (
+    ("workload", "{workload}"),
+    ("engine", "{engine}"),
+    ("seconds", "{seconds:.3f}"),
+    ("output tok/s", "{output_tokens_per_s:,.1f}"),
+    ("total tok/s", "{total_tokens_per_s:,.1f}"),
+    ("step ms", "{step_ms:.2f}"),
+    ("prefill ms", "{prefill_ms:.2f}"),
+)
 
 
 def run_offline(config: EngineConfig, options: SimpleNamespace) -> None:
@@ -27,13 +41,17 @@ def run_offline(config: EngineConfig, options: SimpleNamespace) -> None:
             device = next(value for name, value, _ in llm.info.choices if name == "platform")
             path = locate_model(config.model)
             engines.append(TransformersEngine(path, llm.info.dtype, device, config.model.dummy_weight))
-        results = _measure_all(workloads, engines, options.repeats)
-        click.echo("\n".join(report.headline(llm.info)))
-        data = report.as_json(results, llm.info)
-        print_results(report.COLUMNS, data["results"])
-        for note in report.notes(results):
-            click.echo(note)
-        write_json(options.json_file, **data, options=config.flat() | vars(options))
+        groups = _measure_all(workloads, engines, options.repeats)
+        about = _about(llm.info)
+        _print_about(about)
+        results = [asdict(result) for group in groups for result in group]
+        print_results(COLUMNS, results)
+        comparisons = [_compare(group[0], other) for group in groups for other in group[1:]]
+        for ours, *others in groups:
+            for note in _notes(ours, others):
+                click.echo(note)
+        settings = config.flat() | vars(options)
+        write_json(options.json_file, **about, results=results, comparisons=comparisons, options=settings)
 
 
 def _workloads(options: SimpleNamespace, vocab_size: int) -> list[MakeWorkload]:
@@ -62,3 +80,45 @@ def _measure_all(workloads: list[MakeWorkload], engines: list[BenchEngine], repe
             bar.update(task, description=description, advance=1)
 
         return [measure(make, engines, repeats, advance) for make in workloads]
+
+
+def _about(info: EngineInfo) -> dict[str, Any]:
+    """Return the machine, versions, model and providers of a measurement, for the JSON file."""
+    machine = hardware() | {"num_threads": torch.get_num_threads()}
+    if torch.cuda.is_available():
+        machine |= {"gpu": info.device, "num_gpus": torch.cuda.device_count()}
+    return {
+        "machine": machine,
+        "versions": versions() | ({"cuda": torch.version.cuda} if torch.version.cuda else {}),
+        "model": {"name": info.model, "architecture": info.architecture, "dtype": info.dtype},
+        "choices": {name: {"value": value, "reason": reason} for name, value, reason in info.choices},
+    }
+
+
+def _print_about(about: dict[str, Any]) -> None:
+    machine, model = about["machine"], about["model"]
+    device = "{num_gpus} x {gpu}, ".format_map(machine) if "gpu" in machine else ""
+    cpu = "{cpu}, {num_usable_cpus} CPUs, {num_threads} threads, {memory_gib} GiB".format_map(machine)
+    chosen = ((name, each["value"]) for name, each in about["choices"].items() if name not in ("platform", "dtype"))
+    packages = (each for each in about["versions"].items() if each[0] != "minisgl-server")
+    click.echo(f"model    {model['name']} ({model['architecture']}, {model['dtype']})")
+    click.echo(f"machine  {device}{cpu}")
+    click.echo(f"engine   {', '.join(map(' '.join, chosen))}")
+    click.echo(f"versions {', '.join(map(' '.join, packages))}\n")
+
+
+def _notes(ours: Result, others: list[Result]) -> Iterator[str]:
+    for other in others:
+        ratio = ours.seconds / other.seconds
+        yield (
+            f"{ours.workload}: {ours.engine} is {1 / ratio:.2f} times as fast as {other.engine} ({ratio:.2f} of its time)"
+        )
+    cached = max(run.num_cached_tokens for run in ours.runs)
+    if cached:
+        share = cached / ours.num_prompt_tokens
+        yield f"{ours.workload}: up to {share:.2%} of the prompts' tokens came from the prefix cache"
+
+
+def _compare(ours: Result, other: Result) -> dict[str, Any]:
+    speed_up = other.seconds / ours.seconds
+    return {"workload": ours.workload, "with": other.engine, "speed_up": speed_up, "time_ratio": 1 / speed_up}

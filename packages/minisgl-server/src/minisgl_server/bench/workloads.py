@@ -37,6 +37,10 @@ class Workload:
         """Number of tokens of the longest sequence."""
         return max(len(prompt) + length for prompt, length in zip(self.prompts, self.output_lens, strict=True))
 
+    @property
+    def has_equal_outputs(self) -> bool:
+        return len(set(self.output_lens)) == 1
+
     def capped(self, num_tokens: int) -> "Workload":
         """Return the workload with at most `num_tokens` output tokens per prompt."""
         return replace(self, output_lens=[min(length, num_tokens) for length in self.output_lens])

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from minisgl_server.bench.flags import OutputFile, given_flags
+from minisgl_server.bench.flags import OutputFile, json_option
 from minisgl_server.bench.serve.options import check_options, parse_goodput, parse_json_object, parse_length
 
 POSITIVE = click.FloatRange(0, min_open=True)
@@ -122,7 +122,7 @@ DEFAULT_NUM_REQUESTS = 100
     multiple=True,
     help="Measure the CPU time of this process and its children; by default, of a minisgl server on this machine.",
 )
-@click.option("--json", "json_file", type=OutputFile(), help="Also write the results to this file.")
+@json_option
 @click.option("--details", is_flag=True, help="Include every request in --json.")
 @click.option(
     "--plot",
@@ -144,5 +144,5 @@ def serve(ctx: click.Context, /, **values: Any) -> None:
     if values["seed"] is None:
         values["seed"] = secrets.randbelow(2**32)
     options = SimpleNamespace(**values)
-    check_options(options, given_flags(ctx))
+    check_options(options, ctx)
     run_serve(options)

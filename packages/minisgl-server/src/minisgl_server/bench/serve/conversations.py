@@ -133,12 +133,10 @@ def block_content_ids(hash_ids: ContentIds, num_content_ids: int) -> ContentIds:
 
 def limited(conversations: Iterable[Conversation], num_requests: int | None) -> Iterator[Conversation]:
     """Yield the first conversations, up to exactly `num_requests` requests; the last one may be cut short."""
-    if num_requests is None:
-        yield from conversations
-        return
     for each in conversations:
-        turns = each.turns[:num_requests]
-        yield Conversation(each.number, each.arrival_s, each.prefix, turns, each.delay_s)
-        num_requests -= len(turns)
         if num_requests == 0:
             return
+        turns = each.turns[:num_requests]
+        yield replace(each, turns=turns)
+        if num_requests is not None:
+            num_requests -= len(turns)

@@ -41,12 +41,6 @@ def _cpu_s(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-def frontend_cpu_s(by_process: dict[str, float]) -> float | None:
-    """Return the CPU time of minisgl's API server and tokenizer workers together, or None if there are none."""
-    found = [seconds for name, seconds in by_process.items() if name.partition(" ")[0] in ("api", "tokenizer")]
-    return sum(found) if found else None
-
-
 def local_server_pid(url: httpx.URL) -> int | None:
     """Return the launcher's process id of the minisgl server at a URL, or None if it cannot be found on this machine."""
     try:

@@ -43,7 +43,7 @@ class HttpClient:
 
     def __init__(self, url: httpx.URL, headers: Mapping[str, str]) -> None:
         """Create a client that sends `headers` with every request."""
-        self._url = url
+        self.url = url
         fixed = {"Host": url.netloc.decode(), "Accept-Encoding": "identity", "Content-Type": "application/json"}
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in {**fixed, **headers}.items())
         self._tls = ssl.create_default_context() if url.scheme == "https" else None
@@ -62,7 +62,7 @@ class HttpClient:
         Raises:
             HttpError: there was no complete response.
         """
-        target = self._url.raw_path.decode().rstrip("/") + path
+        target = self.url.raw_path.decode().rstrip("/") + path
         request_headers = f"{method} {target} HTTP/1.1\r\n{self._headers}Content-Length: {len(body)}\r\n\r\n"
         message = request_headers.encode("latin-1") + body
         while self._idle:
@@ -75,7 +75,7 @@ class HttpClient:
                 # The server closed the idle connection, and did not process the request.
         try:
             loop = asyncio.get_running_loop()
-            made = loop.create_connection(_Connection, self._url.host, port_of(self._url), ssl=self._tls)
+            made = loop.create_connection(_Connection, self.url.host, port_of(self.url), ssl=self._tls)
             _, connection = await made
         except OSError as error:
             raise HttpError(f"cannot connect: {error.strerror or error}") from None

@@ -101,8 +101,8 @@ class Load:
                     await asyncio.sleep(conversation.delay_s)
                     if self._is_over():
                         return
-                prompt = history.next_prompt(turn.content)
-                record = Record(conversation.number, number, history.num_tokens, turn.output_len)
+                prompt, num_tokens = history.next_prompt(turn.content)
+                record = Record(conversation.number, number, num_tokens, turn.output_len)
                 if number == 0:
                     record.wait_s = max(0.0, time.perf_counter() - self._start_s - conversation.arrival_s)
                 self._outcome.records.append(record)

@@ -1,14 +1,14 @@
 """Options of ``minisgl bench serve``. Must not import heavy packages."""
 
 import itertools
-import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import click
+import msgspec
 
 from minisgl_core.errors import InvalidValueError
 from minisgl_server.bench.flags import refuse_flags
@@ -66,12 +66,9 @@ def parse_length(text: str) -> tuple[int, int]:
 def parse_json_object(text: str) -> dict[str, Any]:
     """Return a JSON object."""
     try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise click.BadParameter(f"{text!r} is not JSON: {error}.") from None
-    if not isinstance(found, dict):
-        raise click.BadParameter(f"{text!r} is not a JSON object, such as '{{}}'.")
-    return found
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise click.BadParameter(f"{text!r} is not a JSON object, such as '{{}}': {error}.") from None
 
 
 def parse_goodput(values: tuple[str, ...]) -> dict[str, float]:
@@ -89,8 +86,8 @@ def parse_goodput(values: tuple[str, ...]) -> dict[str, float]:
     return found
 
 
-def check_options(options: SimpleNamespace, given: Mapping[str, Any]) -> None:
-    """Refuse flags that have no effect, and values that are not possible; `given` are those of the command line."""
+def check_options(options: SimpleNamespace, ctx: click.Context) -> None:
+    """Refuse flags that have no effect, and values that are not possible."""
     random_flags = ("--input-len", "--output-len", "--num-turns", "--shared-prefix-tokens", "--num-prefixes")
     arrival_flags = ("--turn-delay", "--request-rate", "--burstiness")
     refused = {
@@ -106,7 +103,7 @@ def check_options(options: SimpleNamespace, given: Mapping[str, Any]) -> None:
         ),
         "used with --json": () if options.json_file else ("--details",),
     }
-    refuse_flags(given, refused)
+    refuse_flags(ctx, refused)
     floats = {"--request-rate": options.request_rates, "--time-scale": options.time_scales}
     for name, values in {**floats, "--burstiness": (options.burstiness,)}.items():
         for value in values:

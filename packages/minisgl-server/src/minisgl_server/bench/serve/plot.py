@@ -54,9 +54,8 @@ def _draw_distribution(axis: Any, name: str, measured: Sequence[Measured]) -> No
 def _draw_throughput(axis: Any, measured: Sequence[Measured]) -> None:
     """Draw output tokens per second over the median time per output token: throughput against latency."""
     for each in measured:
-        summary, percentiles = each.summary, each.summary.percentiles["tpot"]
-        if percentiles is not None:
-            axis.scatter(percentiles.p50, summary.per_s(summary.num_output_tokens), label=each.run.label)
+        if each.summary["tpot_ms"] is not None:
+            axis.scatter(each.summary["tpot_ms"]["p50"], each.summary["output_tokens_per_s"], label=each.run.label)
     axis.set(title="throughput", xlabel="median time per output token, ms", ylabel="output tokens/s")
     axis.set_ylim(bottom=0)
     axis.grid(alpha=0.3)

@@ -32,21 +32,15 @@ COMMON_WORDS = (
 
 
 class IdHistory:
-    """Prompts of one conversation.
-
-    Attributes:
-        num_tokens: number of tokens of the last prompt; None if only the server knows it.
-    """
+    """Prompts of one conversation."""
 
     def __init__(self, prefix: ContentIds) -> None:
         self._ids: list[int] = prefix.tolist()
-        self.num_tokens: int | None = None
 
-    def next_prompt(self, content: ContentIds) -> Prompt:
-        """Return the prompt that continues the conversation with new content."""
+    def next_prompt(self, content: ContentIds) -> tuple[Prompt, int | None]:
+        """Return the prompt that continues the conversation with new content, and its tokens; None if only the server knows."""
         self._ids += content.tolist()
-        self.num_tokens = len(self._ids)
-        return self._ids
+        return self._ids, len(self._ids)
 
     def add_response(self, text: str, placeholder: ContentIds) -> None:
         """Add the response to the last prompt, or `placeholder` if its tokens are not known."""
@@ -59,13 +53,11 @@ class ChatHistory:
     def __init__(self, prompts: "Prompts", prefix: ContentIds) -> None:
         self._prompts, self._num_prefix_tokens = prompts, len(prefix)
         self._messages = [{"role": "system", "content": prompts.text(prefix)}] if len(prefix) else []
-        self.num_tokens: int | None = None
 
-    def next_prompt(self, content: ContentIds) -> Prompt:
+    def next_prompt(self, content: ContentIds) -> tuple[Prompt, int | None]:
         template = self._prompts.num_template_tokens.get(len(self._messages))
-        self.num_tokens = None if template is None else template + self._num_prefix_tokens + len(content)
         self._messages.append({"role": "user", "content": self._prompts.text(content)})
-        return self._messages
+        return self._messages, None if template is None else template + self._num_prefix_tokens + len(content)
 
     def add_response(self, text: str, placeholder: ContentIds) -> None:
         self._messages.append({"role": "assistant", "content": text})

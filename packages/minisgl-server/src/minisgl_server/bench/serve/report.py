@@ -1,16 +1,21 @@
 """Results of ``minisgl bench serve``, as tables and as JSON."""
 
+import json
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import click
+
+from minisgl_core.cli.table import print_table
+from minisgl_server.bench.environment import print_results
 from minisgl_server.bench.serve.load import Outcome
 from minisgl_server.bench.serve.options import Run
 from minisgl_server.bench.serve.request import Record
-from minisgl_server.bench.serve.summary import METRICS, Summary
+from minisgl_server.bench.serve.summary import METRICS
 
 COLUMNS = (
     ("run", "{label}"),
@@ -24,7 +29,7 @@ COLUMNS = (
     ("hit rate", "{hit_rate:.1%}"),
     ("peak concurrency", "{peak_concurrency}"),
 )
-PERCENTILE_TITLES = ("run", "ms", "mean", "p50", "p90", "p99", "max")
+PERCENTILES = ("mean", "p50", "p90", "p99", "max")
 BUSY_FRACTION = 0.8
 """CPU load of the load generator, in cores, above which it may limit the measurement."""
 _NO_ENDPOINT = r"^HTTP (404(?!.*\bmodel\b)|405|501)\b"
@@ -37,117 +42,90 @@ _OTHER_ENDPOINT = {
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Parameters, records and summary of one run."""
+    """Parameters and records of one run, and its summary by `summarize`."""
 
     run: Run
     outcome: Outcome
-    summary: Summary
+    summary: dict[str, Any]
 
 
-def headline(options: SimpleNamespace, model: str, workload: str) -> list[str]:
-    """Return the lines above the tables: server and workload."""
+def print_report(options: SimpleNamespace, model: str, workload: str, measured: Sequence[Measured]) -> None:
+    """Print server and workload, the tables, and the notes below them."""
     exact = ", exactly that long" if options.ignore_eos else ""
-    return [
-        f"server   {options.url}, {model}, {options.endpoint}",
-        f"workload {workload}{exact}; seed {options.seed}",
-        "",
-    ]
-
-
-def percentile_rows(measured: Sequence[Measured]) -> list[tuple[str, ...]]:
-    """Return the rows of the table with `PERCENTILE_TITLES`."""
-    found = []
+    click.echo(f"server   {options.url}, {model}, {options.endpoint}")
+    click.echo(f"workload {workload}{exact}; seed {options.seed}\n")
+    print_results(COLUMNS, [each.summary | {"label": each.run.label} for each in measured])
+    click.echo()
+    rows = []
     for each in measured:
         for name, title in METRICS.items():
-            percentiles = each.summary.percentiles[name]
-            values = ["n/a"] * 5 if percentiles is None else [f"{value:.2f}" for value in asdict(percentiles).values()]
-            found.append((each.run.label, title, *values))
-    return found
+            found = each.summary[f"{name}_ms"] or {}
+            rows.append((each.run.label, title, *(f"{found[p]:.2f}" if found else "n/a" for p in PERCENTILES)))
+    print_table(("run", "ms", *PERCENTILES), rows)
+    for each in measured:
+        for text in _notes(each.run, each.summary):
+            click.echo(f"{each.run.label}: {text}")
+    other = "completions" if options.endpoint == "chat" else "chat"
+    if any(_OTHER_ENDPOINT[other].search(error) for each in measured for error in each.summary["errors"]):
+        click.echo(f"The server or its model does not support --endpoint {options.endpoint}; try --endpoint {other}.")
 
 
-def notes(measured: Sequence[Measured], endpoint: str) -> list[str]:
-    """Return the notes below the tables, with a remedy if the server supports only the other endpoint."""
-    lines = [f"{each.run.label}: {text}" for each in measured for text in _notes(each.run, each.summary)]
-    other = "completions" if endpoint == "chat" else "chat"
-    if any(_OTHER_ENDPOINT[other].search(error) for each in measured for error in each.summary.errors):
-        lines.append(f"The server or its model does not support --endpoint {endpoint}; try --endpoint {other}.")
-    return lines
-
-
-def _notes(run: Run, found: Summary) -> list[str]:
-    lines = [f"failed: {count} x {error}" for error, count in found.errors.items()]
-    if found.num_unsent:
-        lines.append(f"{found.num_unsent} later turns were not sent, as the previous turn had failed")
-    if found.num_interrupted:
-        lines.append(f"{found.num_interrupted} requests were interrupted")
-    if found.goodput_per_s is not None:
-        lines.append(f"{found.goodput_per_s:.2f} requests/s were within the limits of --goodput")
-    if found.num_completed and not found.has_usage:
-        lines.append("the server returns no usage: stream events are counted as output tokens")
-    if found.num_other_lengths:
-        lines.append(f"{found.num_other_lengths} outputs do not have the requested length")
-    if found.num_other_prompts:
-        lines.append(f"{found.num_other_prompts} prompts have more or fewer tokens on the server than requested")
-    if run.max_concurrency is None and found.longest_wait_s > 0.1 and not math.isinf(run.request_rate):
-        lines.append(f"requests were sent up to {1e3 * found.longest_wait_s:.0f} ms late")
-    busy = found.per_s(found.client_cpu_s)
-    if (client := found.us_per_token(found.client_cpu_s)) is not None:
-        lines.append(f"the load generator took {client:.1f} us of CPU time per token, {busy:.0%} of a core")
+def _notes(run: Run, found: dict[str, Any]) -> Iterator[str]:
+    for error, count in found["errors"].items():
+        yield f"failed: {count} x {error}"
+    if found["num_unsent"]:
+        yield f"{found['num_unsent']} later turns were not sent, as the previous turn had failed"
+    if found["num_interrupted"]:
+        yield f"{found['num_interrupted']} requests were interrupted"
+    if found["goodput_per_s"] is not None:
+        yield f"{found['goodput_per_s']:.2f} requests/s were within the limits of --goodput"
+    if found["num_completed"] and not found["has_usage"]:
+        yield "the server returns no usage: stream events are counted as output tokens"
+    if found["num_other_lengths"]:
+        yield f"{found['num_other_lengths']} outputs do not have the requested length"
+    if found["num_other_prompts"]:
+        yield f"{found['num_other_prompts']} prompts have more or fewer tokens on the server than requested"
+    wait_s = found["longest_wait_s"]
+    if run.max_concurrency is None and wait_s > 0.1 and not math.isinf(run.request_rate):
+        yield f"requests were sent up to {1e3 * wait_s:.0f} ms late"
+    busy = found["client_cpu_s"] / found["seconds"] if found["seconds"] else 0.0
+    if (client := found["client_cpu_us_per_token"]) is not None:
+        yield f"the load generator took {client:.1f} us of CPU time per token, {busy:.0%} of a core"
     if busy > BUSY_FRACTION:
-        lines.append("the load generator was busy: it may have limited the measurement")
-    parts = {name: found.us_per_token(seconds) for name, seconds in found.server_cpu_s.items()}
-    shown = ", ".join(f"{name} {value:.1f}" for name, value in parts.items() if value is not None and value >= 0.05)
-    if shown:
-        lines.append(f"the server took, in us of CPU time per token: {shown}")
-    if (frontend := found.frontend_cpu_us_per_token) is not None:
-        lines.append(f"its API server and tokenizer workers together: {frontend:.1f} us of CPU time per token")
-    return lines
+        yield "the load generator was busy: it may have limited the measurement"
+    parts = {name: value for name, value in found["server_cpu_us_per_token"].items() if (value or 0) >= 0.05}
+    if parts:
+        shown = ", ".join(f"{name} {value:.1f}" for name, value in parts.items())
+        yield f"the server took, in us of CPU time per token: {shown}"
+    if (frontend := found["frontend_cpu_us_per_token"]) is not None:
+        yield f"its API server and tokenizer workers together: {frontend:.1f} us of CPU time per token"
 
 
 def as_json(options: SimpleNamespace, model: str, workload: str, measured: Sequence[Measured]) -> dict[str, Any]:
     """Return the options without the API key, and the results of a measurement."""
     settings = {name: value for name, value in vars(options).items() if name != "api_key"}
-    return {
+    found = {
         "model": model,
         "workload": workload,
-        "options": _plain(settings | {"model": model}),
+        "options": settings | {"model": model},
         "runs": [_run_json(each, options.details) for each in measured],
     }
+    plain: dict[str, Any] = json.loads(json.dumps(found), parse_constant=lambda infinity: "inf")  # as flags take it
+    return plain
 
 
 def _run_json(measured: Measured, with_details: bool) -> dict[str, Any]:
-    run, found = measured.run, measured.summary
-    values = {
+    run, records = measured.run, measured.outcome.records
+    return {
         "label": run.label,
         "request_rate": run.request_rate,
         "max_concurrency": run.max_concurrency,
         "time_scale": run.time_scale,
         "is_interrupted": measured.outcome.is_interrupted,
-        **{name: value for name, value in asdict(found).items() if name not in ("percentiles", "server_cpu_s")},
-        "num_failed": found.num_failed,
-        "requests_per_s": found.per_s(found.num_completed),
-        "input_tokens_per_s": found.per_s(found.num_prompt_tokens),
-        "output_tokens_per_s": found.per_s(found.num_output_tokens),
-        "hit_rate": found.hit_rate,
-        **{f"{name}_ms": None if each is None else asdict(each) for name, each in found.percentiles.items()},
-        "client_cpu_us_per_token": found.us_per_token(found.client_cpu_s),
-        "server_cpu_us_per_token": {name: found.us_per_token(each) for name, each in found.server_cpu_s.items()},
-        "frontend_cpu_us_per_token": found.frontend_cpu_us_per_token,
+        **measured.summary,
+        **({"requests": [_record_json(record) for record in records]} if with_details else {}),
     }
-    if with_details:
-        values["requests"] = [_record_json(record) for record in measured.outcome.records]
-    plain: dict[str, Any] = _plain(values)
-    return plain
 
 
 def _record_json(record: Record) -> dict[str, Any]:
     return {name: getattr(record, name) for name in Record.__slots__ if name != "gaps_s"}
-
-
-def _plain(value: Any) -> Any:
-    """Return a value with infinities as the text ``inf``, as JSON has none and the flags accept it."""
-    if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
-    if isinstance(value, tuple | list):
-        return [_plain(each) for each in value]
-    return "inf" if isinstance(value, float) and math.isinf(value) else value

@@ -32,8 +32,8 @@ class _PromptDetails(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
+    prompt_tokens: int
+    completion_tokens: int
     prompt_tokens_details: _PromptDetails | None = None
 
 
@@ -164,9 +164,7 @@ class _StreamReader:
         self._record, self._sent = record, sent
         self._rest = self._other = b""
         self._last = 0.0
-        self._num_events = 0
         self._is_finished = False
-        self._error: str | None = None
 
     def feed(self, data: bytes, now: float) -> None:
         """Add bytes of the body, which arrived at `now`."""
@@ -183,10 +181,10 @@ class _StreamReader:
         try:
             event = _decode_event(data)
         except msgspec.DecodeError:
-            self._error = f"an event is not in OpenAI's format: {_shortened(data)}"
+            self._record.error = f"an event is not in OpenAI's format: {_shortened(data)}"
             return
         if event.error is not None:
-            self._error = _error_message(data) or "an error without a message"
+            self._record.error = _error_message(data) or "an error without a message"
         if event.usage is not None:
             self._count(event.usage)
         for choice in event.choices:
@@ -194,7 +192,6 @@ class _StreamReader:
             text = choice.text or (delta and (delta.content or delta.reasoning_content or delta.reasoning)) or ""
             if text or (delta and delta.tool_calls):
                 self._mark(now)
-                self._num_events += 1
                 self.pieces.append(text)
             if choice.finish_reason is not None:
                 self._is_finished = True
@@ -210,25 +207,20 @@ class _StreamReader:
         self._last = now
 
     def _count(self, usage: _Usage) -> None:
-        record = self._record
-        if usage.completion_tokens is not None:
-            record.num_output_tokens, record.has_usage = usage.completion_tokens, True
-        if usage.prompt_tokens is not None:
-            record.num_prompt_tokens = usage.prompt_tokens
-        if usage.prompt_tokens_details is not None:
-            record.num_cached_tokens = usage.prompt_tokens_details.cached_tokens
+        record, details = self._record, usage.prompt_tokens_details
+        record.has_usage = True
+        record.num_prompt_tokens, record.num_output_tokens = usage.prompt_tokens, usage.completion_tokens
+        record.num_cached_tokens = details.cached_tokens if details else None
 
     def finish(self, status: int) -> None:
         """Complete the record at the end of the response."""
         if status != 200:
             body = self._other + self._rest
             self._record.error = f"HTTP {status}: {_error_message(body) or _shortened(body)}"
-        elif self._error is not None:
-            self._record.error = self._error
-        elif not self._is_finished:
+        elif self._record.error is None and not self._is_finished:
             self._record.error = "the stream ended without a finish reason"
         if not self._record.has_usage:
-            self._record.num_output_tokens = self._num_events
+            self._record.num_output_tokens = len(self.pieces)
 
 
 def _error_message(body: bytes) -> str:

@@ -4,21 +4,19 @@ import asyncio
 import math
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
-import click
 import httpx
 
-from minisgl_core.cli.table import print_table
 from minisgl_core.config.options import ModelOptions
 from minisgl_core.errors import InvalidValueError, MinisglError
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.utils.progress import progress_bar
 from minisgl_core.weights.model_source import locate_model, open_weights
-from minisgl_server.bench.environment import print_results, write_json
-from minisgl_server.bench.serve import plot, report
+from minisgl_server.bench.environment import write_json
+from minisgl_server.bench.serve import plot
 from minisgl_server.bench.serve.arrivals import arrivals
 from minisgl_server.bench.serve.conversations import (
     Conversation,
@@ -31,6 +29,7 @@ from minisgl_server.bench.serve.http_client import HttpClient, server_url
 from minisgl_server.bench.serve.load import Load, Outcome
 from minisgl_server.bench.serve.options import Run, runs
 from minisgl_server.bench.serve.prompts import COMMON_WORDS, Prompts, chats_of
+from minisgl_server.bench.serve.report import Measured, as_json, print_report
 from minisgl_server.bench.serve.request import RequestBuilder
 from minisgl_server.bench.serve.summary import summarize
 from minisgl_server.bench.trace.format import read_trace
@@ -58,111 +57,105 @@ def run_serve(options: SimpleNamespace) -> None:
     key = client_api_key(options.api_key)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     prompts = _prompts(options)
-    workload = _workload(options, prompts)
+    workload = _trace_workload(options, prompts) if options.trace is not None else _random_workload(options, prompts)
     model = options.model or _first_model(url, headers)
-    measured = _measure(options, url, headers, model, prompts, workload)
+    extra = {"temperature": options.temperature, **options.extra_body}
+    builder = RequestBuilder(options.endpoint, model, options.ignore_eos, extra, options.timeout)
+    measured: list[Measured] = []
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.run(_measure(options, HttpClient(url, headers), builder, prompts, workload, measured))
 
-    click.echo("\n".join(report.headline(options, model, workload.note)))
-    data = report.as_json(options, model, workload.note, measured)
-    print_results(report.COLUMNS, data["runs"])
-    click.echo()
-    print_table(report.PERCENTILE_TITLES, report.percentile_rows(measured))
-    for note in report.notes(measured, options.endpoint):
-        click.echo(note)
-    write_json(options.json_file, **data)
+    print_report(options, model, workload.note, measured)
+    write_json(options.json_file, **as_json(options, model, workload.note, measured))
     if draw is not None:
         draw(measured)
     if not measured or measured[-1].outcome.is_interrupted:
         sys.exit(INTERRUPTED_STATUS)
-    if not any(each.summary.num_completed for each in measured):
+    if not any(each.outcome.completed for each in measured):
         sys.exit(1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Workload:
-    """Conversations of a run, with their number and a description."""
+class _Workload(NamedTuple):
+    """Conversations of a run, with their number of requests and a description."""
 
     conversations: Callable[[Run], Iterator[Conversation]]
     num_requests: int | None
     note: str
 
 
-def _workload(options: SimpleNamespace, prompts: Prompts) -> _Workload:
-    num_content_ids, template = prompts.num_content_ids, prompts.num_template_tokens.get(0, 0)
-    if options.trace is not None:
-        all_requests = read_trace(Path(options.trace), options.num_requests)
-        longest = options.max_input_len or max(request.input_length for request in all_requests)
-        requests = [request for request in all_requests if request.input_length <= longest]
-        if not requests:
-            shortest = min(request.input_length for request in all_requests)
-            raise InvalidValueError("--max-input-len", longest, f"at least {shortest}, the shortest of the trace")
-        num_skipped = len(all_requests) - len(requests)
-        note = f"{len(requests)} requests of {options.trace}"
-        note += f"; {num_skipped} of more than {longest} tokens were skipped" if num_skipped else ""
+def _trace_workload(options: SimpleNamespace, prompts: Prompts) -> _Workload:
+    all_requests = read_trace(Path(options.trace), options.num_requests)
+    longest = options.max_input_len or math.inf
+    requests = [request for request in all_requests if request.input_length <= longest]
+    if not requests:
+        shortest = min(request.input_length for request in all_requests)
+        raise InvalidValueError("--max-input-len", longest, f"at least {shortest}, the shortest of the trace")
+    num_skipped = len(all_requests) - len(requests)
+    note = f"{len(requests)} requests of {options.trace}"
+    note += f"; {num_skipped} of more than {longest} tokens were skipped" if num_skipped else ""
 
-        def from_trace(run: Run) -> Iterator[Conversation]:
-            scale = run.time_scale or 1.0
-            return trace_conversations(requests, scale, num_content_ids, template, options.seed, 1 + run.number)
+    def conversations(run: Run) -> Iterator[Conversation]:
+        scale, template = run.time_scale or 1.0, prompts.num_template_tokens.get(0, 0)
+        return trace_conversations(requests, scale, prompts.num_content_ids, template, options.seed, 1 + run.number)
 
-        return _Workload(from_trace, len(requests), note)
+    return _Workload(conversations, len(requests), note)
 
-    def random(run: Run) -> Iterator[Conversation]:
+
+def _random_workload(options: SimpleNamespace, prompts: Prompts) -> _Workload:
+    def conversations(run: Run) -> Iterator[Conversation]:
         times = arrivals(run.request_rate, options.burstiness, options.seed)
-        return limited(random_conversations(options, times, num_content_ids, 1 + run.number), options.num_requests)
+        endless = random_conversations(options, times, prompts.num_content_ids, 1 + run.number)
+        return limited(endless, options.num_requests)
 
     note = f"random, {_length(*options.input_len)} input and {_length(*options.output_len)} output tokens"
     note += f", {options.num_turns} turns" if options.num_turns > 1 else ""
     if options.shared_prefix_tokens:
-        note += f", after a prefix of {options.shared_prefix_tokens} shared by {_groups(options.num_prefixes)}"
-    return _Workload(random, options.num_requests, note)
+        groups = "all" if options.num_prefixes == 1 else f"{options.num_prefixes} groups"
+        note += f", after a prefix of {options.shared_prefix_tokens} shared by {groups}"
+    return _Workload(conversations, options.num_requests, note)
 
 
-def _measure(
+def _length(low: int, high: int) -> str:
+    return str(low) if low == high else f"{low}:{high}"
+
+
+async def _measure(
     options: SimpleNamespace,
-    url: httpx.URL,
-    headers: dict[str, str],
-    model: str,
+    client: HttpClient,
+    builder: RequestBuilder,
     prompts: Prompts,
     workload: _Workload,
-) -> list[report.Measured]:
-    extra = {"temperature": options.temperature, **options.extra_body}
-    builder = RequestBuilder(options.endpoint, model, options.ignore_eos, extra, options.timeout)
-    pids = options.server_pids or tuple(filter(None, [local_server_pid(url)]))
-    measured: list[report.Measured] = []
+    measured: list[Measured],
+) -> None:
+    """Warm up, then append each run to `measured`."""
+    pids = options.server_pids or tuple(filter(None, [local_server_pid(client.url)]))
+    try:
+        warm_up = Load(client, builder, prompts, max_concurrency=1)
+        if (await warm_up.run(_warm_up(workload, options.num_warmups))).is_interrupted:
+            return
+        for run in runs(options):
+            with progress_bar() as bar:
+                task = bar.add_task(run.label, total=workload.num_requests)
 
-    async def measure_all() -> None:
-        client = HttpClient(url, headers)
-        try:
-            warm_up = Load(client, builder, prompts, max_concurrency=1)
-            if (await warm_up.run(_warm_up(workload, options.num_warmups))).is_interrupted:
+                def show(outcome: Outcome, label: str = run.label) -> None:
+                    num_running = len(outcome.records) - outcome.num_ended
+                    description = f"{label}: {num_running} running, {outcome.num_failed} failed"
+                    bar.update(task, completed=outcome.num_ended, description=description)  # noqa: B023  # used in this iteration only
+
+                load = Load(client, builder, prompts, run.max_concurrency, options.duration, show)
+                server = ServerCpuTimer(pids)
+                outcome = await load.run(workload.conversations(run))
+            summary = summarize(outcome, options.goodput, options.ignore_eos, server.seconds())
+            measured.append(Measured(run, outcome, summary))
+            if outcome.is_interrupted:
                 return
-            for run in runs(options):
-                with progress_bar() as bar:
-                    task = bar.add_task(run.label, total=workload.num_requests)
-
-                    def show(outcome: Outcome, label: str = run.label) -> None:
-                        num_running = len(outcome.records) - outcome.num_ended
-                        description = f"{label}: {num_running} running, {outcome.num_failed} failed"
-                        bar.update(task, completed=outcome.num_ended, description=description)  # noqa: B023  # used in this iteration only
-
-                    load = Load(client, builder, prompts, run.max_concurrency, options.duration, show)
-                    server = ServerCpuTimer(pids)
-                    outcome = await load.run(workload.conversations(run))
-                summary = summarize(outcome, options.goodput, options.ignore_eos, server.seconds())
-                measured.append(report.Measured(run, outcome, summary))
-                if outcome.is_interrupted:
-                    return
-        finally:
-            client.close()
-
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        runner.run(measure_all())
-    return measured
+    finally:
+        client.close()
 
 
 def _warm_up(workload: _Workload, num_requests: int) -> Iterator[Conversation]:
     """Yield conversations with short outputs, and with prompts that no measured run has."""
-    for each in limited(workload.conversations(WARM_UP), num_requests) if num_requests else ():
+    for each in limited(workload.conversations(WARM_UP), num_requests):
         turns = [turn.capped(WARM_UP_TOKENS) for turn in each.turns]
         yield Conversation(each.number, 0.0, each.prefix, turns)
 
@@ -190,11 +183,3 @@ def _first_model(url: httpx.URL, headers: dict[str, str]) -> str:
     except (httpx.HTTPError, LookupError, TypeError, ValueError) as error:
         cause = " ".join(str(error).split()) or type(error).__name__
         raise MinisglError(f"{models} does not list models ({cause}). Check --url, or give --model") from None
-
-
-def _length(low: int, high: int) -> str:
-    return str(low) if low == high else f"{low}:{high}"
-
-
-def _groups(count: int) -> str:
-    return "all" if count == 1 else f"{count} groups"

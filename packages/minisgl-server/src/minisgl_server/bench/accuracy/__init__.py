@@ -1,1 +1,0 @@
-"""Command ``minisgl bench accuracy``: the effect of quantization on the logits."""

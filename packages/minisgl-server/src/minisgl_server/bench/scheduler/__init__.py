@@ -1,1 +1,0 @@
-"""CPU time of the scheduler, without a model: ``minisgl bench scheduler``."""
