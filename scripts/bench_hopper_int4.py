@@ -13,27 +13,20 @@ from functools import partial
 import click
 import torch
 import torch.nn.functional as F
-from triton.testing import do_bench_cudagraph
 
 from minisgl_backends.cuda.gemm_tiling import GemmTiling
 from minisgl_backends.cuda.int4_gemm import HopperInt4Gemm, choose_tiling
 from minisgl_backends.cuda.small_m_gemm import StreamKWorkspace
-from minisgl_backends.kernels.activation import silu_and_mul
 from minisgl_backends.kernels.int4_gemm import scale_words
 from minisgl_backends.kernels.int4_stages import pack_stages
 from minisgl_backends.kernels.int4_weight import Int4Weight
+from tune_small_m_gemm import activated, microseconds
 
 SHAPES = ((7168, 5120, False), (5120, 5120, False), (34816, 5120, True), (5120, 17408, False))
 """Qwen3-14B: outputs, inputs, and True for the gated projection."""
 LAYERS = 40
 COLD_BYTES = 500 << 20
 DEVICE = torch.device("cuda")
-
-
-def microseconds(calls: list[partial[torch.Tensor]]) -> float:
-    """Return the median of one call."""
-    found = do_bench_cudagraph(lambda: [call() for call in calls], rep=8, return_mode="median")
-    return float(found) * 1000 / len(calls)
 
 
 def random_weight(rows: int, columns: int, *, gated: bool) -> Int4Weight:
@@ -46,26 +39,18 @@ def random_weight(rows: int, columns: int, *, gated: bool) -> Int4Weight:
     return weight
 
 
-def by_cublas(x: torch.Tensor, weight: torch.Tensor, *, gated: bool) -> torch.Tensor:
-    """Compute the GEMM of a bfloat16 weight, and the activation."""
-    out = F.linear(x, weight)
-    return silu_and_mul(out) if gated else out
-
-
 def tilings(num_rows: int) -> list[GemmTiling]:
     """Return all tilings for a number of rows."""
-    all_parts = (2,) if num_rows > 128 else (1,)
-    return [GemmTiling(128, cluster=cluster, row_parts=parts) for cluster in (1, 2, 4) for parts in all_parts]
+    return [GemmTiling(128, cluster=cluster, row_parts=2 if num_rows > 128 else 1) for cluster in (1, 2, 4)]
 
 
 def measure(num_rows: int, shape: tuple[int, int, bool], workspace: StreamKWorkspace) -> tuple[float, float]:
     """Print a line; return the microseconds of cuBLAS and of the tiling that is chosen."""
     rows, columns, gated = shape
     x = torch.randn(num_rows, columns, device=DEVICE).bfloat16()
-    plain = [
-        torch.randn(rows, columns, device=DEVICE).bfloat16() for _ in range(max(3, COLD_BYTES // (2 * rows * columns)))
-    ]
-    cublas = microseconds([partial(by_cublas, x, each, gated=gated) for each in plain])
+    count = max(3, COLD_BYTES // (2 * rows * columns))
+    plain = [torch.randn(rows, columns, device=DEVICE).bfloat16() for _ in range(count)]
+    cublas = microseconds([partial(activated if gated else F.linear, x, each) for each in plain])
     del plain
     weights = [random_weight(rows, columns, gated=gated) for _ in range(max(3, 2 * COLD_BYTES // (rows * columns)))]
     stages = [pack_stages(each, scale_words(each)) for each in weights]

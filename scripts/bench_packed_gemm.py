@@ -12,7 +12,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import click
@@ -20,15 +20,14 @@ import torch
 import torch.nn.functional as F
 import triton
 from triton.runtime.errors import OutOfResources
-from triton.testing import do_bench_cudagraph
 
 from minisgl_backends.kernels import packed_gemm
-from minisgl_backends.kernels.activation import silu_and_mul
 from minisgl_backends.kernels.packed_gemm import PackedGemm
 from minisgl_backends.kernels.packed_matrix import PackedMatrix, Packing
 from minisgl_backends.kernels.packed_tiling import PackedTiling
 from minisgl_backends.kernels.split_k import SplitKWorkspace
 from minisgl_backends.quantization.gguf_types import TYPES
+from tune_small_m_gemm import activated, microseconds
 
 SHAPES = ((6144, 4096, False), (4096, 4096, False), (24576, 4096, True), (4096, 12288, False))
 """Qwen3-8B: outputs, inputs, and True for the gated projection."""
@@ -55,12 +54,6 @@ def random_matrix(packing: Packing, rows: int, columns: int, dtype: torch.dtype,
         halves = matrix.words if matrix.superblocks is None else matrix.superblocks
         halves.view(torch.float16).normal_().mul_(0.2 / columns**0.5 / (1 if matrix.superblocks is None else 32))
     return matrix
-
-
-def microseconds(calls: list[Callable[[], torch.Tensor]]) -> float:
-    """Return the median of one call."""
-    found = do_bench_cudagraph(lambda: [call() for call in calls], rep=6, return_mode="median")
-    return float(found) * 1000 / len(calls)
 
 
 def check(name: str, scratch: SplitKWorkspace) -> bool:
@@ -132,19 +125,13 @@ def compile_part(part: int, names: tuple[str, ...], all_rows: tuple[int, ...]) -
                 continue
 
 
-def by_cublas(x: torch.Tensor, weight: torch.Tensor, *, gated: bool) -> torch.Tensor:
-    """Compute the GEMM of a bfloat16 weight, and the activation."""
-    out = F.linear(x, weight)
-    return silu_and_mul(out) if gated else out
-
-
 def measure_cublas(num_rows: int, shape: tuple[int, int, bool]) -> float:
     """Return the microseconds of a GEMM in bfloat16."""
     rows, columns, gated = shape
     x = torch.randn(num_rows, columns, device=DEVICE).bfloat16()
     count = max(3, COLD_BYTES // (2 * rows * columns))
     plain = [torch.randn(rows, columns, device=DEVICE, dtype=BFLOAT16) for _ in range(count)]
-    return microseconds([partial(by_cublas, x, each, gated=gated) for each in plain])
+    return microseconds([partial(activated if gated else F.linear, x, each) for each in plain])
 
 
 def measure(

@@ -16,16 +16,16 @@ from minisgl_core.cli.main import KNOWN_COMMANDS, main
 from minisgl_core.plugins.registry import Registry
 
 PAGE, PLACE = "cli.md", "<!-- commands -->"
-"""Where the reference goes."""
+"""Page of the reference, and its placeholder there."""
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """The hook of mkdocs."""
+    """Fill in the page of the command line; called by mkdocs."""
     return markdown.replace(PLACE, cli_reference()) if page.file.src_uri == PAGE else markdown
 
 
 def cli_reference() -> str:
-    """Markdown: a section for each command, with a table of its options."""
+    """Return Markdown: a section per command, with a table of its options."""
     return "\n".join(_section(words, command) for words, command in commands())
 
 
@@ -76,7 +76,7 @@ def _type(option: click.Option) -> str:
 
 
 def _plain(text: str) -> str:
-    """Text that Markdown leaves as it is."""
+    """Return text with Markdown's special characters escaped."""
     text = " ".join(text.replace("\b", "").split())
     for character in "\\*_<|":
         text = text.replace(character, f"&#{ord(character)};")

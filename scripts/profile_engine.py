@@ -24,6 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from minisgl_core import LLM, SamplingParams
 from minisgl_core.protocol.batch_plan import BatchPlan
+from minisgl_server.bench.workloads import mixed
 
 KINDS = {
     "all-reduce": r"nccl|all_?reduce|one_shot|two_shot",
@@ -160,12 +161,10 @@ def report_layers(kernels: Kernels, plans: list[tuple[int, int]], num_layers: in
         print(f"  {most - REQUESTS + 1:3}..{most:3}  {int(row['steps']):5}  {values}")
 
 
-def draw(seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Workload W."""
-    rng = random.Random(seed)
-    prompts = [[rng.randint(0, 10000) for _ in range(rng.randint(100, 1024))] for _ in range(256)]
-    lengths = [rng.randint(100, 1024) for _ in range(256)]
-    return prompts, [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=n) for n in lengths]
+def workload_w(variant: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Return the prompts of workload W, which differ per variant, and their sampling parameters."""
+    w = mixed(256, 10_001, variant)  # the largest id of W is 10,000
+    return w.prompts, [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=n) for n in w.output_lens]
 
 
 @click.command()
@@ -181,9 +180,9 @@ def main(model: str, options: tuple[str, ...], dummy_weight: bool, trace_w: bool
     pairs = dict(option.split("=") for option in options)
     with LLM(model, dtype="bfloat16", dummy_weight=dummy_weight, **pairs) as llm:
         print(f"{model} {pairs}: start {time.perf_counter() - begun:.1f} s", flush=True)
-        prompts, params = draw(1)
+        prompts, _ = workload_w(1)
         llm.generate(prompts, SamplingParams(max_tokens=16, temperature=0.6, ignore_eos=True))
-        prompts, params = draw(0)
+        prompts, params = workload_w(0)
         begun = time.perf_counter()
         num_tokens = sum(len(output.token_ids) for output in llm.generate(prompts, params))
         seconds = time.perf_counter() - begun
@@ -195,7 +194,7 @@ def main(model: str, options: tuple[str, ...], dummy_weight: bool, trace_w: bool
             kernels, steps = trace_decodes(llm, prompts, sampling)
             found.append(report(f"decode of {batch}", kernels, steps))
         if trace_w:
-            prompts, params = draw(2)
+            prompts, params = workload_w(2)
             plans: list[tuple[int, int]] = []
 
             def planned(plan: BatchPlan) -> None:

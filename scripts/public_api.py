@@ -37,7 +37,7 @@ PUBLIC = (
 
 
 def public_api() -> list[str]:
-    """Every public name, sorted."""
+    """Return every public name, sorted."""
     return sorted({*_entry_points(), *(name for module, path in _modules() for name in _names(module, path))})
 
 

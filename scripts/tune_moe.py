@@ -2,8 +2,8 @@
 
     python scripts/tune_moe.py --experts 128 --top-k 8 --hidden 2048 --intermediate 768
 
-For every number of tokens: the best block size and tiles of both products, their time, and the bandwidth at which the
-experts' weights were read. Kernels are compiled by several processes first; results are in Triton's cache.
+Prints, per number of tokens and block size, the fastest tiles of both GEMMs, their time, and the bandwidth at which the
+experts' weights were read. Kernels are compiled by several processes first, which fill Triton's cache.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import sys
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from multiprocessing import get_context
@@ -31,40 +32,42 @@ TILES = [
     for cols, depth, warps, stages in itertools.product((64, 128, 256), (64, 128), (4, 8), (3, 4, 5))
     if cols * depth <= 128 * 128
 ]
+MADE = {"device": "cuda", "dtype": torch.bfloat16}
 
 
 def inputs(tokens: int, shape: tuple[int, int, int, int]) -> dict[str, torch.Tensor]:
-    """Random activations and routes."""
+    """Return random activations and expert ids."""
     experts, top_k, hidden, inner = shape
-    made = {"device": "cuda", "dtype": torch.bfloat16}
     return {
-        "x": torch.randn(tokens, hidden, **made),
+        "x": torch.randn(tokens, hidden, **MADE),
         "ids": torch.rand(tokens, experts, device="cuda").topk(top_k)[1],
         "weights": torch.rand(tokens, top_k, device="cuda"),
-        "hidden": torch.randn(tokens * top_k, inner, **made),
-        "rows": torch.empty(tokens * top_k, hidden, **made),
+        "hidden": torch.randn(tokens * top_k, inner, **MADE),
+        "rows": torch.empty(tokens * top_k, hidden, **MADE),
     }
 
 
-def calls(given: dict, gate_up: torch.Tensor, down: torch.Tensor, experts: int, block_size: int, tiles: Tiles) -> list:
-    """The two products as functions."""
+def calls(
+    given: dict, gate_up: torch.Tensor, down: torch.Tensor, experts: int, block_size: int, tiles: Tiles
+) -> dict[str, Callable[[], object]]:
+    """Return both GEMMs as functions, by name."""
     blocks = sort_into_blocks(given["ids"], experts, block_size)
     top_k = given["ids"].shape[1]
     unscaled = None, None, None  # scales, zero points and bias
-    return [
-        lambda: gate_up_activation(given["x"], None, gate_up, *unscaled, given["hidden"], blocks, top_k, tiles),
-        lambda: weighted_down(given["hidden"], None, down, *unscaled, given["weights"], given["rows"], blocks, tiles),
-    ]
+    x, hidden, weights, rows = (given[name] for name in ("x", "hidden", "weights", "rows"))
+    return {
+        "gate_up": lambda: gate_up_activation(x, None, gate_up, *unscaled, hidden, blocks, top_k, tiles),
+        "down": lambda: weighted_down(hidden, None, down, *unscaled, weights, rows, blocks, tiles),
+    }
 
 
 def compile_some(part: int, parts: int, shape: tuple[int, int, int, int]) -> None:
-    """Compile a share of all variants, by running them on little data."""
+    """Compile a part of all variants, by running them on little data."""
     experts, _, hidden, inner = shape
     given = inputs(4, shape)
-    gate_up = torch.zeros(experts, 2 * inner, hidden, device="cuda", dtype=torch.bfloat16)
-    down = torch.zeros(experts, hidden, inner, device="cuda", dtype=torch.bfloat16)
+    gate_up, down = torch.zeros(experts, 2 * inner, hidden, **MADE), torch.zeros(experts, hidden, inner, **MADE)
     for block_size, tiles in list(itertools.product(BLOCK_SIZES, TILES))[part::parts]:
-        for call in calls(given, gate_up, down, experts, block_size, tiles):
+        for call in calls(given, gate_up, down, experts, block_size, tiles).values():
             with suppress(triton.runtime.errors.OutOfResources):
                 call()
 
@@ -74,16 +77,15 @@ def compile_some(part: int, parts: int, shape: tuple[int, int, int, int]) -> Non
 @click.option("--top-k", default=8)
 @click.option("--hidden", default=2048)
 @click.option("--intermediate", default=768)
-@click.option("--processes", default=min(12, os.cpu_count() or 1), help="that compile at the same time")
-@click.option("--json", "path", type=click.Path(dir_okay=False), help="where to leave all times")
+@click.option("--processes", default=min(12, os.cpu_count() or 1), help="processes that compile at the same time")
+@click.option("--json", "path", type=click.Path(dir_okay=False), help="file for all times")
 def main(experts: int, top_k: int, hidden: int, intermediate: int, processes: int, path: str | None) -> None:
     """Tune for one shape."""
     shape = (experts, top_k, hidden, intermediate)
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         list(pool.map(compile_some, range(processes), [processes] * processes, [shape] * processes))
-    made = {"device": "cuda", "dtype": torch.bfloat16}
-    gate_up = torch.randn(experts, 2 * intermediate, hidden, **made) * 0.02
-    down = torch.randn(experts, hidden, intermediate, **made) * 0.02
+    gate_up = torch.randn(experts, 2 * intermediate, hidden, **MADE) * 0.02
+    down = torch.randn(experts, hidden, intermediate, **MADE) * 0.02
     results = []
     for tokens in TOKENS:
         given = inputs(tokens, shape)
@@ -94,12 +96,10 @@ def main(experts: int, top_k: int, hidden: int, intermediate: int, processes: in
             if not rows / 4 <= block_size <= max(16, 4 * rows):
                 continue
             try:
-                for name, call in zip(
-                    ("gate_up", "down"), calls(given, gate_up, down, experts, block_size, tiles), strict=True
-                ):
+                for name, call in calls(given, gate_up, down, experts, block_size, tiles).items():
                     ms = triton.testing.do_bench(call, warmup=2, rep=12, return_mode="median")
                     results.append(
-                        {"tokens": tokens, "block": block_size, "product": name, "ms": ms, "tiles": repr(tiles)}
+                        {"tokens": tokens, "block": block_size, "gemm": name, "ms": ms, "tiles": repr(tiles)}
                     )
                     if ms < best.get((name, block_size), (1e9, tiles))[0]:
                         best[name, block_size] = (ms, tiles)

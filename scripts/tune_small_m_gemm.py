@@ -26,10 +26,10 @@ from minisgl_backends.kernels.activation import silu_and_mul
 
 MATRICES = ((7168, 5120), (5120, 5120), (5120, 17408), (4096, 1024), (1024, 2048), (1024, 3072))
 GATED = ((34816, 5120), (6144, 1024))
-"""Of Qwen3-14B and 0.6B: outputs and inputs."""
+"""Outputs and inputs of Qwen3-14B's and 0.6B's gate and up projection."""
 MADE = {"device": "cuda", "dtype": torch.bfloat16}
 COLD_BYTES = 600 << 20
-"""Of copies of a matrix, ten times what the L2 cache holds."""
+"""Size of all copies of a matrix, ten times that of the L2 cache."""
 
 
 def tilings(num_rows: int, matrix_rows: int, num_inputs: int, processors: int) -> Iterator[GemmTiling]:
@@ -145,11 +145,11 @@ def measure_few(
 
 
 def shape_of(_context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]) -> list[tuple[int, int]]:
-    """``4096x1024`` to numbers."""
+    """Return the numbers of values such as ``4096x1024``."""
     try:
         return [(int(rows), int(cols)) for rows, cols in (value.split("x") for value in values)]
     except ValueError as error:
-        raise click.BadParameter("two numbers are wanted, such as 4096x1024") from error
+        raise click.BadParameter("must be two numbers, such as 4096x1024") from error
 
 
 @click.command()

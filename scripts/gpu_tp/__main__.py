@@ -50,7 +50,7 @@ WORKERS: dict[str, Callable[..., None]] = {
 
 
 def run_part(out: Path, worker: str, phase: str, tp: int, *arguments: Any) -> list[Result]:
-    """Run a worker in a process of its own; what it reported, and a failure if it did not end well and in time."""
+    """Run a worker in a process of its own. Return its results, and a failure if it did not end well and in time."""
     label = "-".join([worker, str(tp), *(a for a in arguments if isinstance(a, str) and "/" not in a)])
     command = [sys.executable, str(Path(__file__).parent), "--worker", json.dumps([worker, *arguments])]
     process = subprocess.Popen(
@@ -90,7 +90,7 @@ def run_part(out: Path, worker: str, phase: str, tp: int, *arguments: Any) -> li
 
 
 def show(result: Result) -> None:
-    """One line."""
+    """Print a result."""
     mark = "ok   " if result["ok"] else "WRONG"
     print(f"{mark} {result['phase']:6} tp {result['tp']}  {result['what']}: {result['note']}", flush=True)
 

@@ -16,11 +16,11 @@ LINK_BYTES_PER_S = 450e9
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 HIDDEN = 5120
 SIZES = (2048, *(2 * HIDDEN * rows for rows in ROWS), 8 << 20)
-"""Bytes: of decode batches of a model with hidden size 5,120 in bfloat16, and the two ends."""
+"""Bytes of decode batches of a model with hidden size 5,120 in bfloat16, and a smaller and a larger size."""
 
 
 def sums(tp: int, communicators: list[str]) -> None:
-    """Start a process for each rank; the first that fails ends all."""
+    """Start a process per rank; the first that fails ends all."""
     import torch.multiprocessing as mp
 
     with tempfile.TemporaryDirectory() as folder:
@@ -55,7 +55,7 @@ def sums_of_rank(rank: int, tp: int, communicators: list[str], folder: str) -> N
 
 
 def variants(communicators: list[str]) -> Iterator[tuple[list[str], Any, Callable[[Any, str], None]]]:
-    """(names, class, what makes an instance the one of a name)."""
+    """Yield the names of variants, their class, and the function that turns an instance into the variant of a name."""
     from minisgl_core.plugins.registry import Registry
 
     registry = Registry.from_environment()
@@ -92,7 +92,7 @@ def wrong_sums(group: Any, device: Any) -> str:
         mine = part(group.rank, case, count, dtypes[case % 3])
         cases.append((case, count, dtypes[case % 3], group.all_reduce(mine)))
     fixed = torch.zeros(5120, dtype=torch.bfloat16, device=device)
-    with recorded(lambda: group.all_reduce(fixed.clone()), device) as (graph, outputs):
+    with captured(lambda: group.all_reduce(fixed.clone()), device) as (graph, outputs):
         for case in range(60, 70):
             fixed.copy_(part(group.rank, case, 5120, torch.bfloat16))
             graph.replay()
@@ -113,8 +113,8 @@ def wrong_sums(group: Any, device: Any) -> str:
 
 
 @contextmanager
-def recorded(run: Callable[[], Any], device: Any, times: int = 1) -> Iterator[tuple[Any, list[Any]]]:
-    """A graph of some calls, and what they returned."""
+def captured(run: Callable[[], Any], device: Any, times: int = 1) -> Iterator[tuple[Any, list[Any]]]:
+    """Give a CUDA graph of some calls, and their results."""
     import torch
 
     stream = torch.cuda.Stream(device)
@@ -139,7 +139,7 @@ def microseconds(group: Any, num_bytes: int, device: Any) -> float:
 
     x = torch.zeros(num_bytes // 2, dtype=torch.bfloat16, device=device).normal_()
     times = []
-    with recorded(lambda: group.all_reduce(x), device, times=20) as (graph, _):
+    with captured(lambda: group.all_reduce(x), device, times=20) as (graph, _):
         for _ in range(18):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
@@ -151,7 +151,7 @@ def microseconds(group: Any, num_bytes: int, device: Any) -> float:
 
 
 def latency_table(results: list[Result], tp: int) -> list[str]:
-    """Microseconds by size and variant."""
+    """Return a table of microseconds by size and variant."""
     columns = [result for result in results if result["phase"] == "sums" and result["tp"] == tp and result.get("us")]
     if not columns:
         return []

@@ -13,11 +13,11 @@ from report import report
 
 GREEDY_TOKENS = 24
 TIE = 1e-3
-"""Two tokens whose log-probabilities differ by less may change places with the order of a sum."""
+"""Two tokens whose log-probabilities differ by less may change places with the order of a summation."""
 
 
 def write_tiny_models(folder: str) -> None:
-    """Random float32 checkpoints of three architectures, with a tokenizer."""
+    """Write random float32 checkpoints of three architectures, with a tokenizer."""
     import torch
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -58,7 +58,7 @@ def write_tiny_models(folder: str) -> None:
 
 
 def new_tiny(folder: str, model: str, tp: int, graph: int, communicator: str = "auto") -> Any:
-    """An LLM of a tiny model, few pages, short chunks."""
+    """Return an LLM of a tiny model, with few pages and short prefill chunks."""
     from minisgl_core import LLM
 
     options: dict[str, Any] = {"dtype": "float32", "num_pages": 2000, "max_prefill_length": 64}
@@ -79,7 +79,7 @@ def tiny_prompts() -> list[list[int]]:
 
 
 def greedy(llm: Any) -> list[Any]:
-    """[tokens, gap to the second best at each] of every prompt."""
+    """Return, per prompt, the greedy tokens and the log-probability gap to the second best one at each."""
     from minisgl_core import SamplingParams
 
     outputs = llm.generate(
@@ -89,8 +89,8 @@ def greedy(llm: Any) -> list[Any]:
     return [[output.token_ids, gap] for output, gap in zip(outputs, gaps, strict=True)]
 
 
-def unasked(llm: Any) -> list[list[list[int]]]:
-    """Tokens alone, greedy and random; for these, ranks exchange no logits where steps are recorded."""
+def without_logprobs(llm: Any) -> list[list[list[int]]]:
+    """Return the tokens without log-probabilities, greedy and random. In CUDA graphs, ranks exchange no logits for these."""
     from minisgl_core import SamplingParams
 
     count = len(tiny_prompts())
@@ -111,7 +111,7 @@ def references(folder: str) -> None:
     for model in ("llama", "qwen3", "qwen3-moe"):
         started = time.perf_counter()
         with new_tiny(folder, model, 1, default_graph()) as llm:
-            found[model] = greedy(llm), unasked(llm)
+            found[model] = greedy(llm), without_logprobs(llm)
         seconds = time.perf_counter() - started
         report(phase="tokens", tp=1, what=f"{model}, reference", ok=True, note=f"{seconds:.1f} s")
     Path(folder, "references.json").write_text(json.dumps(found))
@@ -133,7 +133,7 @@ def compare(found: list[Any], expected: list[Any]) -> tuple[bool, str]:
     return ok, "; ".join(notes)
 
 
-def compare_unasked(found: list[list[list[int]]], expected: list[list[list[int]]]) -> tuple[bool, str]:
+def compare_tokens(found: list[list[list[int]]], expected: list[list[list[int]]]) -> tuple[bool, str]:
     """Return True if nearly all texts are the same: the order of a sum may change a few of them from a near-tie on."""
     pairs = [pair for one, other in zip(found, expected, strict=True) for pair in zip(one, other, strict=True)]
     num_other = sum(one != other for one, other in pairs)
@@ -149,7 +149,7 @@ def tokens(folder: str, tp: int, communicator: str) -> None:
         with new_tiny(folder, model, tp, size, communicator) as llm:
             ready_s = time.perf_counter() - started
             ok, note = compare(greedy(llm), expected[model][0])
-            are_same, more = compare_unasked(unasked(llm), expected[model][1])
+            are_same, more = compare_tokens(without_logprobs(llm), expected[model][1])
         ok, note = ok and are_same, f"{note} {more}"
         note = f"{note} start {ready_s:.1f} s, all {time.perf_counter() - started:.1f} s"
         report(phase="tokens", tp=tp, what=f"{communicator}, {model}, graphs {size}", ok=ok, note=note)
