@@ -57,11 +57,11 @@ def run_accuracy(
         task = bar.add_task("", total=len(VARIANTS))
         for kv_dtype, quantization in bar.track(VARIANTS, task_id=task):
             bar.update(task, description=f"KV {kv_dtype}, weights {quantization}")
+            num_pages = config.cache.num_pages or window + 1  # holds a window for any page size
             fixed = {"kv_dtype": kv_dtype, "quantization": quantization, "max_running_requests": 1}
+            variant = config.with_flat(**fixed, num_pages=num_pages)
             try:
-                built = build_model_runner(
-                    _with_room(config.with_flat(**fixed), window), registry, hooks, progress=False
-                )
+                built = build_model_runner(variant, registry, hooks, progress=False)
             except ProviderUnsupportedError as error:
                 if error.kind != "quantization" or quantization == "none":
                     raise
@@ -91,11 +91,6 @@ def _check(config: EngineConfig) -> None:
     for name, size in (("--pp", config.parallel.pp), ("--tp", config.parallel.tp)):
         if size != 1:
             raise InvalidValueError(name, size, "1, as the hidden states of one rank are compared")
-
-
-def _with_room(config: EngineConfig, window: int) -> EngineConfig:
-    """Return a config whose KV pool holds one window for any page size."""
-    return config if config.cache.num_pages is not None else config.with_flat(num_pages=window + 1)
 
 
 def _windows(built: BuiltModelRunner, text: str, window: int, max_tokens: int) -> list[torch.Tensor]:

@@ -10,6 +10,7 @@ from minisgl_server.bench.flags import OutputFile, json_option
 from minisgl_server.bench.serve.options import check_options, parse_goodput, parse_json_object, parse_length
 
 POSITIVE = click.FloatRange(0, min_open=True)
+LENGTH: dict[str, Any] = {"type": parse_length, "metavar": "N|LOW:HIGH"}
 DEFAULT_NUM_REQUESTS = 100
 
 
@@ -29,9 +30,7 @@ DEFAULT_NUM_REQUESTS = 100
     help="completions: prompts of token ids. chat: messages of words that are one token of --tokenizer each.",
 )
 @click.option("--tokenizer", metavar="MODEL", help="Folder, .gguf file or hub name of the model with the tokenizer.")
-@click.option(
-    "--vocab-size", type=click.IntRange(16), default=10_000, help="Exclusive upper bound of random token ids."
-)
+@click.option("--vocab-size", type=click.IntRange(16), default=10_000, help="Random token ids are below this number.")
 @click.option(
     "--num-requests",
     type=click.IntRange(1),
@@ -59,14 +58,10 @@ DEFAULT_NUM_REQUESTS = 100
     multiple=True,
     help="Maximum concurrent conversations. May be given several times, with one run each.",
 )
-@click.option(
-    "--input-len", type=parse_length, default="512", metavar="N|LOW:HIGH", help="New prompt tokens per request."
-)
-@click.option("--output-len", type=parse_length, default="128", metavar="N|LOW:HIGH", help="Output tokens per request.")
+@click.option("--input-len", **LENGTH, default="512", help="New prompt tokens per request.")
+@click.option("--output-len", **LENGTH, default="128", help="Output tokens per request.")
 @click.option("--num-turns", type=click.IntRange(1), default=1, help="Requests per conversation.")
-@click.option(
-    "--turn-delay", type=click.FloatRange(0), default=0.0, help="Seconds between a response and the next turn."
-)
+@click.option("--turn-delay", type=click.FloatRange(0), default=0.0, help="Seconds from a response to the next turn.")
 @click.option(
     "--shared-prefix-tokens",
     type=click.IntRange(0),
@@ -88,9 +83,7 @@ DEFAULT_NUM_REQUESTS = 100
     default=(1.0,),
     help="Factor on the trace's times: 0.5 doubles the rate. May be given several times, with one run each.",
 )
-@click.option(
-    "--max-input-len", type=click.IntRange(1), help="Skip longer requests of the trace; their number is reported."
-)
+@click.option("--max-input-len", type=click.IntRange(1), help="Skip longer requests of the trace, and report how many.")
 @click.option("--temperature", type=click.FloatRange(0), default=0.0)
 @click.option(
     "--ignore-eos/--no-ignore-eos",
@@ -98,12 +91,10 @@ DEFAULT_NUM_REQUESTS = 100
     help="Generate exactly the requested output length: an extension of vLLM, SGLang and minisgl.",
 )
 @click.option(
-    "--extra-body", type=parse_json_object, default="{}", metavar="JSON", help="Additional fields of each request."
+    "--extra-body", type=parse_json_object, default="{}", metavar="JSON", help="Further fields of each request."
 )
 @click.option("--timeout", type=POSITIVE, default=600.0, help="Maximum seconds per request.")
-@click.option(
-    "--num-warmups", type=click.IntRange(0), default=1, help="Requests before the measurement, which are not counted."
-)
+@click.option("--num-warmups", type=click.IntRange(0), default=1, help="Requests before the measurement.")
 @click.option(
     "--seed",
     type=click.IntRange(0),

@@ -43,24 +43,14 @@ def _cpu_s(process: psutil.Process) -> float:
 
 def local_server_pid(url: httpx.URL) -> int | None:
     """Return the launcher's process id of the minisgl server at a URL, or None if it cannot be found on this machine."""
-    try:
-        is_local = url.host == "localhost" or ipaddress.ip_address(url.host).is_loopback
-    except ValueError:
-        return None
-    if not is_local:
-        return None
-    try:
-        listeners = [
-            each.pid
-            for each in psutil.net_connections("tcp")
-            if each.pid and each.status == psutil.CONN_LISTEN and each.laddr and each.laddr.port == port_of(url)
-        ]
-        for pid in listeners:
-            process = psutil.Process(pid)
-            if _name(process).partition(" ")[0] == "api" and (parent := process.parent()) is not None:
-                return parent.pid
-    except psutil.Error:
-        pass
+    with suppress(ValueError, psutil.Error):
+        if url.host != "localhost" and not ipaddress.ip_address(url.host).is_loopback:
+            return None
+        for each in psutil.net_connections("tcp"):
+            if each.pid and each.status == psutil.CONN_LISTEN and each.laddr and each.laddr.port == port_of(url):
+                process = psutil.Process(each.pid)
+                if _name(process).partition(" ")[0] == "api" and (parent := process.parent()) is not None:
+                    return parent.pid
     return None
 
 

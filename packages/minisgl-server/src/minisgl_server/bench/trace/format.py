@@ -4,6 +4,7 @@ Each request is a line of JSON, without its content: a prompt has the hashes of 
 block and all blocks before it, so that equal prefixes have equal leading hashes.
 """
 
+import itertools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
@@ -37,6 +38,11 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
     turn: int = 1
     hash_ids: list[Annotated[int, msgspec.Meta(ge=0)]]
 
+    def __post_init__(self) -> None:
+        blocks = -(-self.input_length // BLOCK_TOKENS)
+        if not self.input_length // BLOCK_TOKENS <= len(self.hash_ids) <= blocks:
+            raise ValueError(f"{self.input_length} tokens have {blocks} blocks, not {len(self.hash_ids)}")
+
 
 def read_trace(path: Path, limit: int | None = None, flag: str = "--trace") -> list[TraceRequest]:
     """Return the requests of a file, in order of time.
@@ -50,12 +56,10 @@ def read_trace(path: Path, limit: int | None = None, flag: str = "--trace") -> l
     found: list[TraceRequest] = []
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if len(found) == limit:
-                    break
+            for number, line in enumerate(itertools.islice(file, limit), 1):
                 try:
-                    found.append(_checked(decode(line)))
-                except (msgspec.DecodeError, ValueError) as error:
+                    found.append(decode(line))
+                except msgspec.DecodeError as error:
                     allowed = "JSON lines with chat_id, timestamp, input_length, output_length and hash_ids"
                     raise InvalidValueError(flag, str(path), allowed, f"Line {number}: {error}.") from None
     except OSError as error:
@@ -70,10 +74,3 @@ def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
     encode = msgspec.json.Encoder().encode
     with path.open("wb") as file:
         file.writelines(encode(request) + b"\n" for request in requests)
-
-
-def _checked(request: TraceRequest) -> TraceRequest:
-    whole, blocks = request.input_length // BLOCK_TOKENS, -(-request.input_length // BLOCK_TOKENS)
-    if not whole <= len(request.hash_ids) <= blocks:
-        raise ValueError(f"{request.input_length} tokens have {blocks} blocks, not {len(request.hash_ids)}")
-    return request
