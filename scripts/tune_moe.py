@@ -2,7 +2,7 @@
 
     python scripts/tune_moe.py --experts 128 --top-k 8 --hidden 2048 --intermediate 768
 
-Prints, per number of tokens and block size, the fastest tiles of both GEMMs, their time, and the bandwidth at which the
+Prints the fastest tiles of both GEMMs per number of tokens and block size. Beside their time is the bandwidth at which the
 experts' weights were read. Kernels are compiled by several processes first, which fill Triton's cache.
 """
 

@@ -65,7 +65,7 @@ class TransformersEngine:
             InvalidValueError: a .gguf file, and accelerate is not installed.
             MinisglError: transformers cannot load the model.
         """
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
         from transformers.utils import logging
 
         if not sys.stderr.isatty():
@@ -73,15 +73,13 @@ class TransformersEngine:
         folder, source = str(path), {}
         if path.is_file():
             folder, source = str(path.parent), _gguf_source(path)
-        kind: dict[str, Any] = {"dtype": getattr(torch, dtype)}
-        no_code = {
-            "trust_remote_code": False
-        }  # otherwise transformers asks on a terminal whether to run a checkpoint's code
+        options: dict[str, Any] = {"dtype": getattr(torch, dtype)}
+        no_code = {"trust_remote_code": False}  # or transformers asks on a terminal whether to run a checkpoint's code
         try:
             if dummy:
-                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, **no_code), **kind)
+                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, **no_code), **options)
             else:
-                model = AutoModelForCausalLM.from_pretrained(folder, **source, **kind, **no_code)
+                model = AutoModelForCausalLM.from_pretrained(folder, **source, **options, **no_code)
             self._model: Any = model.to(device).eval()
         except torch.OutOfMemoryError:
             raise MinisglError(
@@ -89,9 +87,7 @@ class TransformersEngine:
             ) from None
         except (OSError, ValueError) as error:
             raise MinisglError(f"transformers cannot load {path}: {' '.join(str(error).split())}") from error
-        self._model.generation_config.update(eos_token_id=None, pad_token_id=0, do_sample=False, num_beams=1)
-        for name in ("temperature", "top_k", "top_p", "min_p"):  # unused without sampling, and causes of warnings
-            setattr(self._model.generation_config, name, None)
+        self._model.generation_config = GenerationConfig(pad_token_id=0)  # greedy, and without EOS tokens
         self._device = device
 
     def run(self, workload: Workload) -> Run:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from minisgl_server.bench.trace.format import BLOCK_TOKENS, TraceRequest
+from minisgl_server.bench.trace.synthetic import extended
 
 VOCAB_SIZE = 2**31 - 1
 _NUM_SHARED_IDS = 2**30
@@ -79,22 +80,20 @@ def chat_trace(options: SimpleNamespace) -> list[TraceRequest]:
     """
     rng, fresh = np.random.default_rng(options.seed), itertools.count()
 
-    def blocks(num_tokens: int) -> list[int]:
-        return list(itertools.islice(fresh, num_tokens // BLOCK_TOKENS))
-
     def length(mean: int) -> int:
         return int(rng.integers(max(1, mean // 2), mean + mean // 2 + 1))
 
-    prefixes = [blocks(options.shared_prefix_tokens) for _ in range(options.num_prefixes)]
+    prefix_tokens = options.shared_prefix_tokens // BLOCK_TOKENS * BLOCK_TOKENS
+    prefixes = [extended([], prefix_tokens, fresh) for _ in range(options.num_prefixes)]
     found: list[TraceRequest] = []
     begin_s = 0.0
     while len(found) < options.num_requests:
         begin_s += float(rng.exponential(options.num_turns / options.request_rate))
         now_s, hashes, parent = begin_s, prefixes[int(rng.integers(options.num_prefixes))], -1
-        num_tokens = len(hashes) * BLOCK_TOKENS
+        num_tokens = prefix_tokens
         for turn in range(1, min(options.num_turns, options.num_requests - len(found)) + 1):
             num_tokens += length(options.input_len)
-            hashes = hashes + blocks(-(-num_tokens // BLOCK_TOKENS) * BLOCK_TOKENS - len(hashes) * BLOCK_TOKENS)
+            hashes = extended(hashes, num_tokens, fresh)
             num_output = length(options.output_len)
             found.append(
                 TraceRequest(

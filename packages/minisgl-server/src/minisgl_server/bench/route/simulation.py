@@ -131,7 +131,7 @@ class Simulation:
             self._record(replica)
 
     def _record(self, replica: Replica) -> None:
-        """Record what a step has done, and report it to the router."""
+        """Record the first tokens and the ends of requests, and report the ends and events to the router."""
         for request in replica.first_tokens:
             self.ttft_s[request.number] = self.now_s - request.arrival_s
         for request in replica.ended:

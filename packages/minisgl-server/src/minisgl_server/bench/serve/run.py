@@ -4,11 +4,13 @@ import asyncio
 import math
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import httpx
+from rich.progress import Progress, TaskID
 
 from minisgl_core.config.options import ModelOptions
 from minisgl_core.errors import InvalidValueError, MinisglError
@@ -136,12 +138,7 @@ async def _measure(
         for run in runs(options):
             with progress_bar() as bar:
                 task = bar.add_task(run.label, total=workload.num_requests)
-
-                def show(outcome: Outcome, label: str = run.label) -> None:
-                    num_running = len(outcome.records) - outcome.num_ended
-                    description = f"{label}: {num_running} running, {outcome.num_failed} failed"
-                    bar.update(task, completed=outcome.num_ended, description=description)  # noqa: B023  # used in this iteration only
-
+                show = partial(_show, bar, task, run.label)
                 load = Load(client, builder, prompts, run.max_concurrency, options.duration, show)
                 server = ServerCpuTimer(pids)
                 outcome = await load.run(workload.conversations(run))
@@ -151,6 +148,12 @@ async def _measure(
                 return
     finally:
         client.close()
+
+
+def _show(bar: Progress, task: TaskID, label: str, outcome: Outcome) -> None:
+    num_running = len(outcome.records) - outcome.num_ended
+    description = f"{label}: {num_running} running, {outcome.num_failed} failed"
+    bar.update(task, completed=outcome.num_ended, description=description)
 
 
 def _warm_up(workload: _Workload, num_requests: int) -> Iterator[Conversation]:

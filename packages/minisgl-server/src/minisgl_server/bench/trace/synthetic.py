@@ -79,7 +79,7 @@ def synthetic_trace(
         is_continued = random.random() < CONTINUED_SHARE
         own = draw(*(CONTINUED_INPUT if is_continued else SINGLE_INPUT))
         length = min(BLOCK_TOKENS * len(start) + own, MAX_PROMPT_TOKENS)
-        blocks = _extended(start[: length // BLOCK_TOKENS], length, fresh)
+        blocks = extended(start[: length // BLOCK_TOKENS], length, fresh)
         firsts.append(blocks[: min(length, REUSED_TOKENS) // BLOCK_TOKENS])
         next_turn_probability = random.beta(*NEXT_TURN_BETA) if is_continued else 0.0
         return _Conversation(kind, chat_id, length, draw(output_median, OUTPUT_SIGMA), blocks, next_turn_probability)
@@ -96,7 +96,7 @@ def synthetic_trace(
             if length > MAX_PROMPT_TOKENS:
                 continue  # the context is full
             parent, chat.turn = chat.last_id, chat.turn + 1
-            chat.blocks = _extended(chat.blocks[: chat.input_length // BLOCK_TOKENS], length, fresh)
+            chat.blocks = extended(chat.blocks[: chat.input_length // BLOCK_TOKENS], length, fresh)
             chat.last_id, chat.input_length, chat.output_length = chat_id, length, draw(output_median, OUTPUT_SIGMA)
         else:
             now, chat = next_root, begin(chat_id)
@@ -117,6 +117,6 @@ def synthetic_trace(
         chat_id += 1
 
 
-def _extended(start: list[int], length: int, fresh: Iterator[int]) -> list[int]:
+def extended(start: list[int], length: int, fresh: Iterator[int]) -> list[int]:
     """Return the blocks of a prompt of `length` tokens: `start`, then new blocks."""
     return start + list(itertools.islice(fresh, -(-length // BLOCK_TOKENS) - len(start)))
