@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from minisgl_server.bench.serve.arrivals import arrivals
+from minisgl_server.bench.serve.conversations import arrivals
 
 
 def gaps(rate: float, burstiness: float, seed: int, count: int = 20_000) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Command ``minisgl bench attention``."""
 
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,13 +12,11 @@ from minisgl_server.bench.flags import json_option
 
 def parse_shape(text: str) -> tuple[int, int]:
     """Return the batch size B and tokens L of ``BxL``."""
-    try:
+    with suppress(ValueError):
         batch, length = map(int, text.lower().split("x"))
-    except ValueError:
-        batch = length = 0
-    if batch < 1 or length < 1:
-        raise click.BadParameter(f"{text!r} is not a shape BxL, such as 16x1024: batch size and tokens.")
-    return batch, length
+        if min(batch, length) > 0:
+            return batch, length
+    raise click.BadParameter(f"{text!r} is not a shape BxL, such as 16x1024: batch size and tokens.")
 
 
 @click.command()

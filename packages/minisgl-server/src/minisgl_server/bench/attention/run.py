@@ -14,8 +14,7 @@ from minisgl_core.errors import InvalidValueError, PluginError
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.utils.fp8 import FP8
 from minisgl_core.utils.progress import progress_bar
-from minisgl_server.bench.attention.cases import MIN_MAX_SEQ_LEN, Case, spread_lengths
-from minisgl_server.bench.attention.timing import time_case
+from minisgl_server.bench.attention.cases import MIN_MAX_SEQ_LEN, Case, spread_lengths, time_case
 from minisgl_server.bench.environment import hardware, print_results, write_json
 
 COLUMNS = (

@@ -102,6 +102,7 @@ DEFAULT_NUM_REQUESTS = 100
 )
 @click.option(
     "--goodput",
+    type=parse_goodput,
     multiple=True,
     metavar="METRIC:MS",
     help="Count the requests within a limit, such as ttft:200, tpot:50 or latency:5000. May be given several times.",
@@ -128,7 +129,7 @@ def serve(ctx: click.Context, /, **values: Any) -> None:
     """
     from minisgl_server.bench.serve.run import run_serve
 
-    values["goodput"] = parse_goodput(values["goodput"])
+    values["goodput"] = dict(values["goodput"])
     values["max_concurrencies"] = values["max_concurrencies"] or (None,)
     if values["num_requests"] is None and values["duration"] is None and values["trace"] is None:
         values["num_requests"] = DEFAULT_NUM_REQUESTS

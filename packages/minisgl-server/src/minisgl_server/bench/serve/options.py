@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -54,13 +55,10 @@ def runs(options: SimpleNamespace) -> Iterator[Run]:
 def parse_length(text: str) -> tuple[int, int]:
     """Return (low, high) of a length ``N`` or ``LOW:HIGH``."""
     low, _, high = text.partition(":")
-    try:
-        found = int(low), int(high or low)
-    except ValueError:
-        found = (0, 0)
-    if not 1 <= found[0] <= found[1]:
-        raise click.BadParameter(f"{text!r} is neither a number of tokens nor LOW:HIGH, both 1 or more.")
-    return found
+    with suppress(ValueError):
+        if 1 <= int(low) <= int(high or low):
+            return int(low), int(high or low)
+    raise click.BadParameter(f"{text!r} is neither a number of tokens nor LOW:HIGH, both 1 or more.")
 
 
 def parse_json_object(text: str) -> dict[str, Any]:
@@ -71,19 +69,14 @@ def parse_json_object(text: str) -> dict[str, Any]:
         raise click.BadParameter(f"{text!r} is not a JSON object, such as '{{}}': {error}.") from None
 
 
-def parse_goodput(values: tuple[str, ...]) -> dict[str, float]:
-    """Return limits in milliseconds by metric, from values such as ``ttft:200``."""
-    found: dict[str, float] = {}
-    for value in values:
-        name, _, limit = value.partition(":")
-        try:
-            found[name] = float(limit)
-        except ValueError:
-            found[name] = math.nan
-        if name not in METRIC_NAMES or not found[name] > 0:
-            allowed = f"a metric ({', '.join(METRIC_NAMES)}), a colon and milliseconds, such as ttft:200"
-            raise InvalidValueError("--goodput", value, allowed)
-    return found
+def parse_goodput(text: str) -> tuple[str, float]:
+    """Return the metric and the limit in milliseconds of a value such as ``ttft:200``."""
+    name, _, limit = text.partition(":")
+    with suppress(ValueError):
+        if name in METRIC_NAMES and float(limit) > 0:
+            return name, float(limit)
+    names = ", ".join(METRIC_NAMES)
+    raise click.BadParameter(f"{text!r} is not a metric ({names}), a colon and milliseconds, such as ttft:200.")
 
 
 def check_options(options: SimpleNamespace, ctx: click.Context) -> None:

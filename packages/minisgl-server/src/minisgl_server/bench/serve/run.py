@@ -19,9 +19,9 @@ from minisgl_core.utils.progress import progress_bar
 from minisgl_core.weights.model_source import locate_model, open_weights
 from minisgl_server.bench.environment import write_json
 from minisgl_server.bench.serve import plot
-from minisgl_server.bench.serve.arrivals import arrivals
 from minisgl_server.bench.serve.conversations import (
     Conversation,
+    arrivals,
     limited,
     random_conversations,
     trace_conversations,
