@@ -61,7 +61,7 @@ def test_content_is_shared_like_the_trace_blocks() -> None:
     trace, paths = [], [[int(block) for block in random.integers(0, 400, 5)] for _ in range(10)]
     for at in range(40):
         ids = [*paths[at % 10][: int(random.integers(0, 6))], 500 + at, 600 + at]
-        length = 16 * len(ids) - int(random.integers(0, 17))
+        length = 16 * len(ids) - int(random.integers(0, 16))
         trace.append(TraceRequest(chat_id=at, timestamp=at, input_length=length, output_length=1, hash_ids=ids))
     for seed in (0, 1):
         found = [each.turns[0].content for each in trace_conversations(trace, 2.0, 1000, 0, seed, 1)]
