@@ -52,7 +52,6 @@ def run_accuracy(
     windows: list[torch.Tensor] = []
     baseline: list[torch.Tensor] = []
     rows: list[dict[str, Any]] = []
-    dtype = device = model = ""
     with progress_bar() as bar:
         task = bar.add_task("", total=len(VARIANTS))
         for kv_dtype, quantization in bar.track(VARIANTS, task_id=task):
@@ -67,20 +66,24 @@ def run_accuracy(
                     raise
                 click.echo(f"left out: {error}\n")
                 continue
-            if not windows:
-                windows = _windows(built, text, window, max_tokens)
-                dtype, device, model = built.info.dtype, built.info.device, built.info.model
+            info, windows = built.info, windows or _windows(built, text, window, max_tokens)
             hidden = [hidden_states(built, ids) for ids in windows]
             baseline = baseline or hidden
             with torch.inference_mode():
                 difference = compare(baseline, hidden, windows, built.model_runner.model.compute_logits)
-            kv, weights = (dtype if each in (AUTO, "none") else each for each in (kv_dtype, quantization))
+            kv, weights = (info.dtype if each in (AUTO, "none") else each for each in (kv_dtype, quantization))
             rows.append({"kv": kv, "weights": weights, **asdict(difference)})
             built.model_runner.close()
     num_tokens = sum(map(len, windows))
-    click.echo(f"{model} on {device}: {num_tokens:,} tokens in windows of {window}\n")
+    click.echo(f"{info.model} on {info.device}: {num_tokens:,} tokens in windows of {window}\n")
     print_results(COLUMNS, rows)
-    about = {"model": model, "device": device, "texts": list(texts), "window": window, "num_tokens": num_tokens}
+    about = {
+        "model": info.model,
+        "device": info.device,
+        "texts": list(texts),
+        "window": window,
+        "num_tokens": num_tokens,
+    }
     write_json(json_file, **about, results=rows)
 
 

@@ -106,5 +106,4 @@ def _as_json(name: str, simulation: Simulation) -> dict[str, Any]:
         "router_busy": busy_s / end_s,
         "router_stats": stats,
         "table_mib": None if (size := stats.get("table_bytes")) is None else size / 2**20,
-        "wall_s": simulation.wall_s,
     }

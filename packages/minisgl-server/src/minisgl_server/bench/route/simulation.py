@@ -41,7 +41,7 @@ class Setup:
 
 
 class Simulation:
-    """Simulation of `num_requests` requests. All results but `wall_s`, `decision_s` and `event_s` are the same in each run.
+    """Simulation of `num_requests` requests. All results but `decision_s` and `event_s` are the same in each run.
 
     Attributes:
         num_ended: requests that have ended.
@@ -49,7 +49,6 @@ class Simulation:
         ttft_s: time to the first token per request, in order of arrival.
         tpot_s: time per further token, likewise; 0 if there is none.
         now_s: virtual time; after `run`, that of the last end.
-        wall_s: real time of `run`.
         decision_s: real time that the router took for each request.
         event_s: real time that the router took for all other messages.
     """
@@ -64,7 +63,7 @@ class Simulation:
         self._chosen = 0
         """Replica that the router has sent the last request to."""
         self.ttft_s, self.tpot_s, self.decision_s = (np.full(num_requests, np.nan) for _ in range(3))
-        self.now_s = self.wall_s = self.event_s = 0.0
+        self.now_s = self.event_s = 0.0
         self.num_ended = self.num_output_tokens = 0
 
     @property
@@ -92,14 +91,12 @@ class Simulation:
 
     def run(self, requests: Iterable[SimulatedRequest]) -> Self:
         """Run the requests, which are in order of arrival, until all have ended."""
-        begin = time.perf_counter()
         for index in range(len(self._replicas)):
             self._worker.handle(ReplicaReady(index, index))
         for request in requests:
             self._run_until(request.arrival_s)
             self._arrive(request)
         self._run_until(math.inf)
-        self.wall_s = time.perf_counter() - begin
         return self
 
     def _connect(self, index: int) -> Send:

@@ -1,6 +1,8 @@
 """Load generator: sends conversations at their arrival times and records every request."""
 
 import asyncio
+import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -43,8 +45,8 @@ class Load:
     """Load generator of one run.
 
     Args:
-        max_concurrency: maximum concurrent conversations; others wait. None for no limit.
-        duration_s: time after which no request is sent; running ones are awaited. None for no limit.
+        max_concurrency: maximum concurrent conversations; others wait.
+        duration_s: time after which no request is sent; running ones are awaited.
         report: called whenever a request was sent or has ended.
     """
 
@@ -53,12 +55,12 @@ class Load:
         client: HttpClient,
         builder: RequestBuilder,
         prompts: Prompts,
-        max_concurrency: int | None = None,
-        duration_s: float | None = None,
+        max_concurrency: int = sys.maxsize,
+        duration_s: float = math.inf,
         report: Callable[[Outcome], None] = lambda outcome: None,
     ) -> None:
         self._client, self._builder, self._prompts = client, builder, prompts
-        self._slots = None if max_concurrency is None else asyncio.Semaphore(max_concurrency)
+        self._slots = asyncio.Semaphore(max_concurrency)
         self._duration_s = duration_s
         self._report = report
         self._outcome = Outcome()
@@ -83,15 +85,14 @@ class Load:
 
     async def _is_due(self, conversation: Conversation) -> bool:
         """Wait until a conversation may start; return False if that is after the end of the run."""
-        if self._duration_s is not None and conversation.arrival_s >= self._duration_s:
+        if conversation.arrival_s >= self._duration_s:
             return False
         await asyncio.sleep(max(0.0, self._start_s + conversation.arrival_s - time.perf_counter()))
-        if self._slots is not None:
-            await self._slots.acquire()
+        await self._slots.acquire()
         return not self._is_over()
 
     def _is_over(self) -> bool:
-        return self._duration_s is not None and time.perf_counter() - self._start_s >= self._duration_s
+        return time.perf_counter() - self._start_s >= self._duration_s
 
     async def _run_conversation(self, conversation: Conversation) -> None:
         try:
@@ -116,5 +117,4 @@ class Load:
                     return
                 history.add_response(text, turn.placeholder)
         finally:
-            if self._slots is not None:
-                self._slots.release()
+            self._slots.release()

@@ -10,7 +10,6 @@ from typing import Any
 
 import click
 
-from minisgl_core.cli.table import print_table
 from minisgl_server.bench.environment import print_results
 from minisgl_server.bench.serve.load import Outcome
 from minisgl_server.bench.serve.options import Run
@@ -30,6 +29,7 @@ COLUMNS = (
     ("peak concurrency", "{peak_concurrency}"),
 )
 PERCENTILES = ("mean", "p50", "p90", "p99", "max")
+PERCENTILE_COLUMNS = (("run", "{label}"), ("ms", "{metric}"), *((name, f"{{{name}:.2f}}") for name in PERCENTILES))
 BUSY_FRACTION = 0.8
 """CPU load of the load generator, in cores, above which it may limit the measurement."""
 _NO_ENDPOINT = r"^HTTP (404(?!.*\bmodel\b)|405|501)\b"
@@ -56,12 +56,12 @@ def print_report(options: SimpleNamespace, model: str, workload: str, measured: 
     click.echo(f"workload {workload}{exact}; seed {options.seed}\n")
     print_results(COLUMNS, [each.summary | {"label": each.run.label} for each in measured])
     click.echo()
-    rows = []
-    for each in measured:
-        for name, title in METRICS.items():
-            found = each.summary[f"{name}_ms"] or {}
-            rows.append((each.run.label, title, *(f"{found[p]:.2f}" if found else "n/a" for p in PERCENTILES)))
-    print_table(("run", "ms", *PERCENTILES), rows)
+    percentiles = [
+        {"label": each.run.label, "metric": title, **(each.summary[f"{name}_ms"] or dict.fromkeys(PERCENTILES))}
+        for each in measured
+        for name, title in METRICS.items()
+    ]
+    print_results(PERCENTILE_COLUMNS, percentiles)
     for each in measured:
         for text in _notes(each.run, each.summary):
             click.echo(f"{each.run.label}: {text}")

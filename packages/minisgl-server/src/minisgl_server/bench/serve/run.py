@@ -139,7 +139,8 @@ async def _measure(
             with progress_bar() as bar:
                 task = bar.add_task(run.label, total=workload.num_requests)
                 show = partial(_show, bar, task, run.label)
-                load = Load(client, builder, prompts, run.max_concurrency, options.duration, show)
+                limits = run.max_concurrency or sys.maxsize, options.duration or math.inf
+                load = Load(client, builder, prompts, *limits, show)
                 server = ServerCpuTimer(pids)
                 outcome = await load.run(workload.conversations(run))
             summary = summarize(outcome, options.goodput, options.ignore_eos, server.seconds())
