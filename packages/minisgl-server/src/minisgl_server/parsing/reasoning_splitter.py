@@ -2,7 +2,6 @@
 
 from typing import Literal
 
-from minisgl_core.text.stop import StopFinder
 from minisgl_server.parsing.harmony import HARMONY
 
 BEGIN, END = "<think>", "</think>"
@@ -27,13 +26,10 @@ class ReasoningSplitter:
         """`inside` is the result of `starts_with_reasoning`; unless it is False, an opening tag is recognized."""
         self._inside_without_tag = bool(inside)
         self._state: Literal["start", "inside", "after", "outside"] = "outside" if inside is False else "start"
-        self._start: list[str] = []
-        """Characters at the start of the output, as long as they may be the opening tag."""
-        self._tag = ""
-        """The same without whitespace before the tag."""
-        self._finder = StopFinder((END,))
+        self._held = ""
+        """Text that is held back, as it may be the beginning of a tag."""
         self._space: list[str] = []
-        """Whitespace that is held back."""
+        """Whitespace that is held back. A list, as an output of whitespace must not take quadratic time."""
         self._has_reasoning = False
         self.has_begun = False
         """True if there was reasoning content or its opening tag."""
@@ -45,60 +41,42 @@ class ReasoningSplitter:
 
     def push(self, text: str, finished: bool) -> tuple[str, str]:
         """Add text; return new reasoning content and new content. With `finished`, nothing is held back."""
-        reasoning: list[str] = []
-        content = ""
-        for index, char in enumerate(text):
-            if self._state == "start":
-                content += self._look_for_tag(char, reasoning)
-            elif self._state == "inside":
-                self.has_begun = True
-                self._add_reasoning(char, reasoning)
-            elif self._state == "outside" or not char.isspace():
-                self._state = "outside"
-                content += text[index:]
-                break
-        if finished:
-            if self._state == "inside":
-                self._add_stripped(self._finder.finish(), reasoning)
-            elif self._inside_without_tag:
-                self._add_stripped("".join(self._start), reasoning)
-            else:
-                content += "".join(self._start)
-            self._start = []
-        return "".join(reasoning), content
+        text, self._held = self._held + text, ""
+        reasoning = space = ""
+        if self._state == "start":
+            space, text = self._read_start(text, finished)
+        if self._state == "inside":
+            text, end, rest = text.partition(END)
+            if not end and not finished:
+                num_held = next((length for length in range(len(END), 0, -1) if text.endswith(END[:length])), 0)
+                text, self._held = text[: len(text) - num_held], text[len(text) - num_held :]
+            reasoning, text = self._stripped(text), rest
+            self._state = "after" if end else "inside"
+        if self._state == "after":
+            text = text.lstrip()
+            self._state = "outside" if text else "after"
+        return reasoning, space + text
 
-    def _look_for_tag(self, char: str, reasoning: list[str]) -> str:
-        """Add a character that may belong to the opening tag; return the text that turns out to be content."""
-        self._start.append(char)
-        if self._tag or not char.isspace():
-            self._tag += char
-        if BEGIN.startswith(self._tag) and self._tag != BEGIN:
-            return ""
-        start, self._start = "".join(self._start), []
-        if self._tag == BEGIN:
+    def _read_start(self, text: str, finished: bool) -> tuple[str, str]:
+        """Look for the opening tag, unless it is too early to tell. Return the whitespace before the content, and the other text."""
+        start = text.lstrip()
+        self._space.append(text[: len(text) - len(start)])
+        if BEGIN.startswith(start) and start != BEGIN and not finished:
+            self._held = start
+            return "", ""
+        space, self._space = "".join(self._space), []
+        if start.startswith(BEGIN) or self._inside_without_tag:
             self._state, self.has_begun = "inside", True
-        elif self._inside_without_tag:
-            self._state, self.has_begun = "inside", True
-            for each in start:
-                self._add_reasoning(each, reasoning)
-        else:
-            self._state = "outside"
-            return start
-        return ""
+            return "", start.removeprefix(BEGIN)
+        self._state = "outside"
+        return space, start
 
-    def _add_reasoning(self, char: str, reasoning: list[str]) -> None:
-        shown, found = self._finder.push(char)
-        self._add_stripped(shown, reasoning)
-        if found is not None:
-            self._state = "after"
-
-    def _add_stripped(self, text: str, reasoning: list[str]) -> None:
-        """Add reasoning content. Whitespace is held back, as it is dropped at the start and end."""
-        for char in text:
-            if char.isspace():
-                self._space.append(char)
-            else:
-                if self._has_reasoning:
-                    reasoning += self._space
-                reasoning.append(char)
-                self._has_reasoning, self._space = True, []
+    def _stripped(self, text: str) -> str:
+        """Return reasoning content without whitespace at its start and end. The latter is held back until other text follows."""
+        text = text if self._has_reasoning else text.lstrip()
+        shown = text.rstrip()
+        space = text[len(shown) :]
+        if shown:
+            shown, self._space, self._has_reasoning = "".join(self._space) + shown, [], True
+        self._space.append(space)
+        return shown
