@@ -15,9 +15,9 @@ from minisgl_server.api.openai.choices import Choices
 from minisgl_server.api.openai.completions import prompts_by_field
 from minisgl_server.api.openai.event_stream import EventStreamResponse, StreamEvents, event
 from minisgl_server.api.openai.requests import json_response, parse_request, served_model
-from minisgl_server.api.openai.response_format import single_structured_output
+from minisgl_server.api.openai.response_format import single_structured_output, structured_fields
 from minisgl_server.api.openai.sampling import RequestSampling
-from minisgl_server.api.openai.schemas import SamplingFields
+from minisgl_server.api.openai.schemas import STRUCTURAL_TAG, SamplingFields, SglangStructuredFields
 from minisgl_server.api.openapi import route_docs
 from minisgl_server.api.response_models import GenerateResponses
 from minisgl_server.api.strict_model import Int, StrictModel, TokenId
@@ -31,23 +31,14 @@ _MAX_REPEATS = 64
 together have about as many times the bytes of the last one. With an event per token, bytes would be quadratic in the length."""
 
 
-class GenerateSamplingParams(SamplingFields):
+class GenerateSamplingParams(SamplingFields, SglangStructuredFields):
     """Sampling parameters by SGLang's names, and by the names of the other routes where those differ."""
 
-    max_new_tokens: Int | None = Field(
-        None, description="Maximum number of tokens to generate; 128 by default, or as many as fit the context."
-    )
+    max_new_tokens: Int | None = Field(None, description="128 by default, or as many as fit the context.")
     min_new_tokens: Int | None = None
     sampling_seed: Int | None = Field(None, description="Alias of seed.")
     no_stop_trim: bool | None = Field(None, description="Alias of include_stop_str_in_output.")
-    json_schema: str | dict[str, Any] | None = Field(
-        None, description="The output is JSON that conforms to this schema."
-    )
-    regex: str | None = Field(None, description="The whole output matches this pattern.")
-    ebnf: str | None = Field(None, description="The output conforms to this EBNF grammar, whose start rule is `root`.")
-    structural_tag: str | dict[str, Any] | None = Field(
-        None, description="Free text in which each of the `triggers` begins one of the `structures`."
-    )
+    structural_tag: dict[str, Any] | str | None = Field(None, description=STRUCTURAL_TAG)
 
 
 _NAMES = {
@@ -56,8 +47,6 @@ _NAMES = {
     "sampling_seed": "seed",
     "no_stop_trim": "include_stop_str_in_output",
 }
-_STRUCTURED = {"json_schema": "json", "regex": "regex", "ebnf": "grammar", "structural_tag": "structural_tag"}
-"""Fields for structured output, with their names in `StructuredOutputs`."""
 
 
 class GenerateRequest(StrictModel):
@@ -65,17 +54,13 @@ class GenerateRequest(StrictModel):
 
     text: Annotated[str | list[str] | None, Bound.OUTPUTS] = Field(None, description="One prompt or several.")
     prompt: Annotated[str | list[str] | None, Bound.OUTPUTS] = Field(None, description="Alias of text.")
-    input_ids: Annotated[list[TokenId] | list[list[TokenId]] | None, Bound.OUTPUTS] = Field(
-        None, description="Token ids of one prompt or several."
-    )
+    input_ids: Annotated[list[TokenId] | list[list[TokenId]] | None, Bound.OUTPUTS] = None
     sampling_params: GenerateSamplingParams | None = None
     max_tokens: Int | None = Field(None, description="Alias of sampling_params.max_new_tokens.")
     ignore_eos: bool | None = Field(None, description="Alias of sampling_params.ignore_eos.")
     stream: bool | None = Field(None, description="Stream server-sent events; each has the whole text so far.")
     return_logprob: bool | None = None
-    top_logprobs_num: Int | None = Field(
-        None, description="Number of top log-probabilities per token, with return_logprob."
-    )
+    top_logprobs_num: Int | None = Field(None, description="Number of top tokens per position, with return_logprob.")
     priority: Int | None = Field(None, description="Lower values run first; 0 by default.")
 
 
@@ -210,12 +195,11 @@ def _prompts(body: GenerateRequest) -> tuple[dict[str, Any], bool]:
 def generate_sampling(body: GenerateRequest, info: EngineInfo) -> RequestSampling:
     """Return the sampling parameters."""
     given = {} if body.sampling_params is None else body.sampling_params.model_dump(exclude_none=True)
-    requested = {
-        f"sampling_params.{name}": {argument: given.pop(name)}
-        for name, argument in _STRUCTURED.items()
-        if name in given
-    }
-    structured_outputs, grammar_name = single_structured_output(requested)
+    requested = structured_fields(given)
+    given = {name: value for name, value in given.items() if name not in requested}
+    structured_outputs, grammar_name = single_structured_output(
+        {f"sampling_params.{name}": arguments for name, arguments in requested.items()}
+    )
     values: dict[str, Any] = {**info.default_sampling, "structured_outputs": structured_outputs}
     names: dict[str, str] = {}
     sources = [(f"sampling_params.{name}", _NAMES.get(name, name), value) for name, value in given.items()]

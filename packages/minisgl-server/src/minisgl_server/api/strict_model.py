@@ -1,7 +1,7 @@
 """Base class of the request models, and types of their fields. Names and sizes are checked before types."""
 
 from functools import cache
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -79,6 +79,12 @@ class StrictModel(BaseModel):
             elif value is not None:
                 raise _error((name,), "extra_forbidden")
         return known
+
+
+class Caller(StrictModel):
+    """Caller of a tool."""
+
+    type: Literal["direct"]
 
 
 @cache

@@ -17,7 +17,7 @@ from minisgl_server.api.openai.requests import (
     run_in_thread_if_large,
     served_model,
 )
-from minisgl_server.api.openai.schemas import ChatMessage, Tool
+from minisgl_server.api.openai.schemas import ADD_SPECIAL_TOKENS, ChatMessage, Tool
 from minisgl_server.api.openai.tools import tool_dicts
 from minisgl_server.api.openapi import route_docs
 from minisgl_server.api.response_models import DetokenizeResponse, TokenizeResponse
@@ -32,19 +32,11 @@ class TokenizeRequest(StrictModel):
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = Field(None, min_length=1)
-    add_special_tokens: bool | None = Field(
-        None,
-        description="Add special tokens such as BOS; by default, true for a prompt, and false for messages, whose template"
-        " adds them.",
-    )
+    add_special_tokens: bool | None = Field(None, description=ADD_SPECIAL_TOKENS)
     return_token_strs: bool | None = Field(None, description="Also return each token as the vocabulary writes it.")
-    add_generation_prompt: bool | None = Field(
-        None, description="With messages only: end with the generation prompt of the chat template; true by default."
-    )
+    add_generation_prompt: bool | None = Field(None, description="With messages only; true by default.")
     tools: Annotated[list[Tool] | None, Bound.TOOLS] = Field(None, min_length=1, description="With messages only.")
-    chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="With messages only: variables of the chat template."
-    )
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="With messages only.")
 
 
 class DetokenizeRequest(StrictModel):

@@ -58,7 +58,7 @@ class ReasoningSplitter:
         return reasoning, space + text
 
     def _read_start(self, text: str, finished: bool) -> tuple[str, str]:
-        """Look for the opening tag, unless it is too early to tell. Return the whitespace before the content, and the other text."""
+        """Look for the opening tag, if it is not too early to tell. Return the whitespace before content, and the other text."""
         start = text.lstrip()
         self._space.append(text[: len(text) - len(start)])
         if BEGIN.startswith(start) and start != BEGIN and not finished:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, Tag
 
 from minisgl_server.api.limits import Bound
-from minisgl_server.api.strict_model import Int, StrictModel, type_discriminator
+from minisgl_server.api.strict_model import Caller, Int, StrictModel, type_discriminator
 
 
 class CacheControl(StrictModel):
@@ -27,12 +27,6 @@ class TextBlock(CacheControlled):
     type: Literal["text"]
     text: str
     citations: list[Any] | None = Field(None, max_length=0, description="Must be empty, as in responses.")
-
-
-class Caller(StrictModel):
-    """Caller of a tool."""
-
-    type: Literal["direct"]
 
 
 class ToolUseBlock(CacheControlled):
@@ -104,11 +98,9 @@ class Thinking(StrictModel):
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Int | None = Field(
-        None, ge=1, description="Required with type enabled; only max_tokens limits the output."
+        None, ge=1, description="With the type enabled; only max_tokens limits the output."
     )
-    display: Literal["summarized"] | None = Field(
-        None, description="Accepted; blocks have the whole reasoning content."
-    )
+    display: Literal["summarized"] | None = Field(None, description="Blocks have the whole reasoning content.")
 
 
 class OutputFormat(StrictModel):
@@ -122,7 +114,7 @@ class OutputConfig(StrictModel):
     """Settings of the output."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
-        None, description="Sets the chat template's variable reasoning_effort, if it has one."
+        None, description="As reasoning_effort of chats."
     )
     format: OutputFormat | None = None
 

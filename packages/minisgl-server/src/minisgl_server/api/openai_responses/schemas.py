@@ -5,10 +5,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, Tag
 
 from minisgl_server.api.limits import Bound
-from minisgl_server.api.openai.schemas import CommonSamplingFields, FunctionName
-from minisgl_server.api.strict_model import Int, Metadata, StrictModel, type_discriminator
-
-Status = Literal["in_progress", "completed", "incomplete"]
+from minisgl_server.api.openai.schemas import CommonSamplingFields, Function, FunctionName
+from minisgl_server.api.strict_model import Caller, Int, Metadata, StrictModel, type_discriminator
 
 
 class InputText(StrictModel):
@@ -42,44 +40,39 @@ Part = Annotated[
 ]
 
 
-class Message(StrictModel):
+class ItemFields(StrictModel):
+    """Fields of all items, as responses have them; ignored."""
+
+    id: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
+class Message(ItemFields):
     """Message of a conversation."""
 
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[Part]
-    id: str | None = None
-    status: Status | None = None
     phase: Literal["commentary", "final_answer"] | None = None
 
 
-class Caller(StrictModel):
-    """Caller of a function."""
-
-    type: Literal["direct"]
-
-
-class FunctionCall(StrictModel):
+class FunctionCall(ItemFields):
     """Tool call of the model."""
 
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str = Field(description="JSON object as a string.")
-    id: str | None = None
-    status: Status | None = None
     caller: Caller | None = None
 
 
-class FunctionCallOutput(StrictModel):
+class FunctionCallOutput(ItemFields):
     """Result of a tool call."""
 
     type: Literal["function_call_output"]
     call_id: str
     output: str | list[InputText]
     name: str | None = None
-    id: str | None = None
-    status: Status | None = None
     caller: Caller | None = None
 
 
@@ -97,14 +90,12 @@ class ReasoningText(StrictModel):
     text: str
 
 
-class ReasoningItem(StrictModel):
+class ReasoningItem(ItemFields):
     """Reasoning content of an earlier output; most chat templates leave it out."""
 
     type: Literal["reasoning"]
     summary: list[SummaryText] | None = None
     content: list[ReasoningText] | None = None
-    id: str | None = None
-    status: Status | None = None
 
 
 Item = Annotated[
@@ -116,14 +107,10 @@ Item = Annotated[
 ]
 
 
-class FunctionTool(StrictModel):
+class FunctionTool(Function):
     """Function that the model may call; functions are the only kind of tool."""
 
     type: Literal["function"]
-    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
-    description: str | None = None
-    parameters: dict[str, Any] | None = Field(None, description="JSON schema of the arguments.")
-    strict: bool | None = Field(None, description="Arguments always conform to the parameters.")
     defer_loading: Literal[False] | None = None
     allowed_callers: list[Literal["direct"]] | None = None
 
@@ -163,9 +150,7 @@ class Reasoning(StrictModel):
     """Settings of reasoning."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
-        None,
-        description="Sets the chat template's variables reasoning_effort and enable_thinking (false for none), if it has"
-        " them.",
+        None, description="Sets the variables reasoning_effort and enable_thinking of chat templates that have them."
     )
     summary: Literal["auto"] | None = Field(None, description="Accepted; items have the whole reasoning content.")
     generate_summary: Literal["auto"] | None = Field(None, description="Deprecated name of summary.")
@@ -176,9 +161,7 @@ class Reasoning(StrictModel):
 class ResponseStreamOptions(StrictModel):
     """Options of a streamed response."""
 
-    include_obfuscation: Literal[False] | None = Field(
-        None, description="Only false is supported: events are not padded."
-    )
+    include_obfuscation: Literal[False] | None = Field(None, description="Events are not padded.")
 
 
 class PromptFields(StrictModel):
@@ -186,18 +169,14 @@ class PromptFields(StrictModel):
 
     model: str | None = Field(None, description="Name of the served model; may be left out.")
     input: str | list[Item] | None = Field(None, description="Text of the user, or items.")
-    instructions: str | None = Field(
-        None, description="System message before all others; later responses do not inherit it."
-    )
+    instructions: str | None = Field(None, description="System message, which later responses do not inherit.")
     previous_response_id: str | None = Field(None, description="Stored response whose conversation this one continues.")
     tools: Annotated[list[FunctionTool] | None, Bound.TOOLS] = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedTools | None = None
     parallel_tool_calls: bool | None = Field(None, description="Allow several calls; true by default.")
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
-    truncation: Literal["disabled"] | None = Field(
-        None, description="Only disabled is supported: a prompt that is too long is an error."
-    )
+    truncation: Literal["disabled"] | None = Field(None, description="A prompt that is too long is an error.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the chat template.")
 
 
@@ -225,24 +204,18 @@ class ResponsesRequest(CommonSamplingFields, PromptFields):
     store: bool | None = Field(None, description="Store the response; true by default.")
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
-    background: Literal[False] | None = Field(
-        None, description="Only false is supported: clients wait for their responses."
-    )
+    background: Literal[False] | None = Field(None, description="Clients wait for their responses.")
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = Field(
         None, description="Reasoning items always have their content as text, also with reasoning.encrypted_content."
     )
-    max_output_tokens: Int | None = Field(None, description="Maximum number of tokens to generate.")
+    max_output_tokens: Int | None = None
     max_tool_calls: Int | None = Field(None, description="Accepted; there are no built-in tools to limit.")
     top_logprobs: Int | None = Field(None, description="With include of message.output_text.logprobs only.")
     metadata: Metadata | None = Field(None, description="Returned unchanged.")
     user: str | None = Field(None, description="Accepted and returned.")
-    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = Field(
-        None, description="Accepted; there is one tier."
-    )
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
     safety_identifier: str | None = Field(None, description="Accepted and returned.")
     prompt_cache_key: str | None = Field(None, description="Accepted and returned.")
-    prompt_cache_retention: Literal["in_memory", "in-memory"] | None = Field(
-        None, description="Accepted; the prefix cache is in memory."
-    )
+    prompt_cache_retention: Literal["in_memory", "in-memory"] | None = None
     min_tokens: Int | None = None
     priority: Int | None = Field(None, description="Lower values run first; 0 by default.")
