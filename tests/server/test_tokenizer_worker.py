@@ -97,6 +97,13 @@ class Rig:
         ids = self.tokenizer(text)["input_ids"] if isinstance(text, str) else text
         self.worker.handle(TokenBatch([TokenOut(request_id=name, token_ids=ids, **options)]))
 
+    @property
+    def num_requests(self) -> int:
+        """Number of requests that the worker holds, as it counts them for the API server."""
+        self.worker.handle(count := RequestCounts(worker=3))
+        assert self.scheduler.pop() is count
+        return count.counts["tokenizer 3"]
+
     def take(self) -> list[Text | Rejected]:
         taken = [text for m in self.api for text in (m.outputs if isinstance(m, TextBatch) else [m])]
         self.api.clear()
@@ -131,7 +138,7 @@ def test_requests_of_a_lost_api_worker_are_aborted(engine_tokenizer: Any) -> Non
     sent = [(type(each), each.request_id) for each in rig.scheduler]
     aborted = [(Abort, "a"), (Abort, "b"), (Abort, "c")]
     assert sent == [*aborted, (Submit, "new"), (Abort, "new"), (Submit, "newest")]
-    assert (connected, rig.worker.num_requests) == ([3, 5], 1)
+    assert (connected, rig.num_requests) == ([3, 5], 1)
     rig.output(" world", name="a", finish_reason="length")
     rig.output(" world", name="newest", finish_reason="length")
     assert [each.request_id for each in rig.take()] == ["newest"]
@@ -166,7 +173,7 @@ def test_a_request_is_submitted_and_its_text_returned(rig: Rig) -> None:
     rig.output("!", num_prompt_tokens=1, finish_reason="length")
     first, last = rig.take()
     assert (first.text, last.text, last.finish_reason, last.num_prompt_tokens) == (" world", "!", "length", 1)
-    assert rig.worker.num_requests == 0
+    assert rig.num_requests == 0
     rig.output("late")
     assert rig.take() == []
 
@@ -188,7 +195,7 @@ def test_a_stop_text_ends_the_output_and_aborts_the_request(rig: Rig) -> None:
     [text] = rig.take()
     assert (text.text, text.finish_reason, text.stop_reason) == ("one ", "stop", "END")
     assert rig.scheduler[1:] == [Abort("a", "stop")]
-    assert rig.worker.num_requests == 0
+    assert rig.num_requests == 0
 
 
 def test_tokens_of_a_step_give_the_texts_of_single_outputs(engine_tokenizer: Any) -> None:
@@ -210,7 +217,7 @@ def test_tokens_of_a_step_give_the_texts_of_single_outputs(engine_tokenizer: Any
                 outs = [TokenOut(request_id=name, token_ids=[token], **options) for name in ("stops", "chat")]
                 rig.worker.handle(TokenBatch(outs))
             texts.append(rig.take())
-        taken.append((texts, rig.scheduler, rig.worker.num_requests))
+        taken.append((texts, rig.scheduler, rig.num_requests))
     assert taken[0] == taken[1]
     assert [text.finish_reason for texts in taken[0][0] for text in texts].count("stop") == 1
 
@@ -233,7 +240,7 @@ def test_a_prompt_is_tokenized_once_for_all_its_outputs(rig: Rig, monkeypatch: p
     assert all(text.prompt_text == "Hello" for text in texts)
     rig.submit("d", sibling_ids=["e"], sampling=SamplingParams(max_tokens=100, n=2))
     assert [(each.request_id, each.param) for each in rig.take()] == [("d", "max_tokens")]
-    assert rig.worker.num_requests == 0
+    assert rig.num_requests == 0
 
 
 class RecordingTokenizer:
@@ -412,7 +419,7 @@ def test_abort_and_rejection_free_the_request(rig: Rig) -> None:
     rig.worker.handle(Rejected(request_id="b", kind="queue_full", message="full"))
     rig.worker.handle(Rejected(request_id="a", kind="queue_full", message="late"))
     assert [message.request_id for message in rig.take()] == ["b"]
-    assert rig.worker.num_requests == 0
+    assert rig.num_requests == 0
 
 
 def test_the_default_limit_is_the_rest_of_the_context(rig: Rig) -> None:
@@ -455,7 +462,7 @@ def test_prompts_beyond_the_context_have_their_own_code(rig: Rig, options: dict[
     rig.submit(**options)
     [refusal] = rig.take()
     assert (refusal.kind, refusal.param) == ("too_long", param)
-    assert (rig.scheduler, rig.worker.num_requests) == ([], 0)
+    assert (rig.scheduler, rig.num_requests) == ([], 0)
 
 
 @pytest.mark.parametrize(
@@ -475,7 +482,7 @@ def test_invalid_values_are_rejected_by_field_name(rig: Rig, options: dict[str, 
     [refusal] = rig.take()
     assert (refusal.kind, refusal.param) == ("invalid", param)
     assert rig.scheduler == []
-    assert rig.worker.num_requests == 0
+    assert rig.num_requests == 0
 
 
 def test_logprobs_name_their_tokens(rig: Rig) -> None:
@@ -508,7 +515,7 @@ def test_an_internal_error_fails_its_request_only(rig: Rig, caplog: pytest.LogCa
     assert (refusal.request_id, refusal.kind) == ("a", "internal")
     assert (text.request_id, text.text) == ("b", " fine")
     assert rig.scheduler[2:] == [Abort("a")]
-    assert rig.worker.num_requests == 1
+    assert rig.num_requests == 1
     assert [record.request_id for record in caplog.records] == ["a"]
 
 
@@ -543,7 +550,7 @@ def test_a_failing_parser_ends_its_request_only(
     assert (refusal.request_id, refusal.kind) == ("a", "internal")
     assert (text.request_id, text.text) == ("b", " fine")
     assert rig.scheduler[2:] == [Abort("a")]
-    assert rig.worker.num_requests == 1
+    assert rig.num_requests == 1
 
 
 def test_reasoning_content_and_calls_are_separated(engine_tokenizer: Any) -> None:
@@ -566,7 +573,7 @@ def test_the_only_allowed_call_ends_the_output(engine_tokenizer: Any) -> None:
     [text] = rig.take()
     assert (text.finish_reason, text.text) == ("tool_calls", "")
     assert isinstance(rig.scheduler[-1], Abort)
-    assert rig.worker.num_requests == 0
+    assert rig.num_requests == 0
 
 
 def test_grammar_of_an_output(engine_tokenizer: Any) -> None:
@@ -657,7 +664,7 @@ def test_requests_of_a_lost_engine_are_retried_or_fail(engine_tokenizer: Any) ->
     assert found["whole"][0].token_ids == engine_tokenizer(" new text")["input_ids"]
     ended = [name for message in rig.scheduler[5:] for name in message.request_ids if isinstance(message, Ended)]
     assert ended == ["waits", "half a character", "whole", "elsewhere"]
-    assert rig.worker.num_requests == len(rig.worker._retries) == 0
+    assert rig.num_requests == len(rig.worker._retries) == 0
 
 
 def test_a_request_that_ends_its_engines_is_not_retried_forever(engine_tokenizer: Any) -> None:
@@ -670,7 +677,7 @@ def test_a_request_that_ends_its_engines_is_not_retried_forever(engine_tokenizer
     assert rig.scheduler[MAX_ATTEMPTS:] == [Ended(["a"])]
     [error] = rig.take()
     assert (error.request_id, error.kind) == ("a", "replica_lost")
-    assert rig.worker.num_requests == len(rig.worker._retries) == 0
+    assert rig.num_requests == len(rig.worker._retries) == 0
 
 
 def test_another_engine_may_reject_a_retried_request(engine_tokenizer: Any) -> None:

@@ -26,6 +26,25 @@ MAX_BAD_WORDS_CHARS = 16_384
 """Most characters of all ``bad_words`` together. The tokenizer encodes each word twice."""
 MAX_BAD_WORDS_TIMES_N = 4096
 """Most ``bad_words`` times ``n``. A step may compare the bad words of each output with its last tokens."""
+INTEGER_BOUNDS: dict[str, tuple[int, int | None]] = {
+    "max_tokens": (1, None),
+    "min_tokens": (0, None),
+    "top_k": (-1, None),
+    "n": (1, 128),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+    "seed": (-(2**63), 2**63 - 1),
+}
+"""Smallest and largest allowed value of each field that is a whole number."""
+NUMBER_BOUNDS: dict[str, tuple[float, float, str]] = {
+    "temperature": (0.0, 1e6, "a number from 0 to 1e6"),
+    "top_p": (math.ulp(0.0), 1.0, "a number above 0, at most 1"),
+    "min_p": (0.0, 1.0, "a number from 0 to 1"),
+    "presence_penalty": (-2.0, 2.0, "a number from -2 to 2"),
+    "frequency_penalty": (-2.0, 2.0, "a number from -2 to 2"),
+    "repetition_penalty": (1e-6, 1e6, "a number from 1e-6 to 1e6"),
+}
+"""The same of each field that is any number, and the description in errors."""
 _MIN_TEMPERATURE = 1e-5
 """Lower temperatures mean greedy sampling: logits divided by a smaller number could overflow float32."""
 
@@ -124,16 +143,7 @@ class SamplingParams:
             raise InvalidValueError(name, f"{num_tokens} tokens", allowed)
 
     def _check_integers(self) -> None:
-        bounds: list[tuple[str, int, int | None]] = [
-            ("max_tokens", 1, None),
-            ("min_tokens", 0, None),
-            ("top_k", -1, None),
-            ("n", 1, 128),
-            ("logprobs", 0, MAX_LOGPROBS),
-            ("prompt_logprobs", 0, MAX_LOGPROBS),
-            ("seed", -(2**63), 2**63 - 1),
-        ]
-        for name, low, high in bounds:
+        for name, (low, high) in INTEGER_BOUNDS.items():
             value = getattr(self, name)
             if value is None and name in ("seed", "logprobs", "prompt_logprobs"):
                 continue
@@ -146,15 +156,7 @@ class SamplingParams:
             raise InvalidValueError("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
 
     def _check_numbers(self) -> None:
-        checks: list[tuple[str, float, float, str]] = [
-            ("temperature", 0.0, 1e6, "a number from 0 to 1e6"),
-            ("top_p", math.ulp(0.0), 1.0, "a number above 0, at most 1"),
-            ("min_p", 0.0, 1.0, "a number from 0 to 1"),
-            ("presence_penalty", -2.0, 2.0, "a number from -2 to 2"),
-            ("frequency_penalty", -2.0, 2.0, "a number from -2 to 2"),
-            ("repetition_penalty", 1e-6, 1e6, "a number from 1e-6 to 1e6"),
-        ]
-        for name, low, high, allowed in checks:
+        for name, (low, high, allowed) in NUMBER_BOUNDS.items():
             value = getattr(self, name)
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if not is_number or not low <= value <= high:

@@ -207,6 +207,12 @@ class Sender(_Channel):
         self.socket.setsockopt(zmq.LINGER, 0)
         self.close()
 
+    def reconnect(self, address: str) -> None:
+        """Connect to another address, and drop what could not be delivered to the one before it."""
+        self.drop()
+        super().__init__(zmq.PUSH, zmq.Context())
+        self._connect(address)
+
 
 class Receiver(_Channel, Generic[M]):
     """Receiver of messages of one type or union: ``Receiver[Submit | Abort](address, Submit | Abort)``."""

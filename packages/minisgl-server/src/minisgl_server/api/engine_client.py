@@ -202,11 +202,6 @@ class EngineClient:
             each: deque() for each in self._workers
         }
 
-    @property
-    def num_requests(self) -> int:
-        """Number of running requests."""
-        return len(self._routes)
-
     def ready_info(self) -> EngineInfo:
         """Return `info`.
 

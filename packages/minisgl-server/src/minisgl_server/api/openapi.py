@@ -1,6 +1,6 @@
 """OpenAPI document of the API. Routes parse and encode their bodies themselves, so that each declares them here."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from fastapi import FastAPI, Response
@@ -8,7 +8,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from minisgl_core.sampling_params import MAX_LOGPROBS
+from minisgl_core.sampling_params import INTEGER_BOUNDS, NUMBER_BOUNDS
 from minisgl_server.api.errors import ANTHROPIC_PATH
 from minisgl_server.api.response_models import AnthropicErrorResponse, Error
 
@@ -24,20 +24,12 @@ ERRORS = {
     500: "The server failed on this request.",
     503: "The engine is starting, or the server is shutting down.",
 }
-_LOGPROBS_BOUNDS = {"minimum": 0, "maximum": MAX_LOGPROBS}
-_BOUNDS: dict[str, Mapping[str, float]] = {
-    **{key: {"minimum": 1} for key in ("max_tokens", "max_completion_tokens", "max_new_tokens")},
-    **{key: {"minimum": 0} for key in ("min_tokens", "min_new_tokens")},
-    **dict.fromkeys(("logprobs", "top_logprobs", "top_logprobs_num"), _LOGPROBS_BOUNDS),
-    **{key: {"minimum": -2, "maximum": 2} for key in ("presence_penalty", "frequency_penalty")},
-    "n": {"minimum": 1, "maximum": 128},
-    "temperature": {"minimum": 0, "maximum": 1e6},
-    "top_k": {"minimum": -1},
-    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
-    "min_p": {"minimum": 0, "maximum": 1},
-    "repetition_penalty": {"minimum": 1e-6, "maximum": 1e6},
+_OTHER_NAMES = {
+    **dict.fromkeys(("max_completion_tokens", "max_output_tokens", "max_new_tokens"), "max_tokens"),
+    "min_new_tokens": "min_tokens",
+    **dict.fromkeys(("top_logprobs", "top_logprobs_num"), "logprobs"),
 }
-"""Bounds that `SamplingParams` checks, by field name in any request. JSON Schema applies them to numbers only."""
+"""Fields that `SamplingParams` calls differently."""
 _TEMPLATE = "#/components/schemas/{model}"
 
 _models: set[type[BaseModel]] = {Error, AnthropicErrorResponse}
@@ -85,8 +77,11 @@ def openapi_document(app: FastAPI) -> dict[str, Any]:
     for definition in definitions["$defs"].values():
         if "additionalProperties" in definition:  # a request model or a part of one
             for name, schema in definition.get("properties", {}).items():
-                for keyword, bound in _BOUNDS.get(name, {}).items():
-                    schema.setdefault(keyword, bound)
+                # JSON Schema applies bounds to numbers only.
+                bounds = (INTEGER_BOUNDS | NUMBER_BOUNDS).get(_OTHER_NAMES.get(name, name), ())
+                for keyword, bound in zip(("minimum", "maximum"), bounds, strict=False):
+                    if bound is not None:
+                        schema.setdefault(keyword, bound)
     schemas = {
         "schemas": definitions["$defs"],
         "securitySchemes": {

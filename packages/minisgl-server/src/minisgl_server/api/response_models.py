@@ -4,9 +4,6 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, RootModel
 
-PromptLogprobs = list[dict[str, dict[str, Any]] | None]
-FinishReason = Literal["stop", "length", "tool_calls"]
-
 
 class ErrorDetails(BaseModel):
     """Description of an error."""
@@ -92,18 +89,30 @@ class Message(BaseModel):
     tool_calls: list[dict[str, Any]] | None = None
 
 
-class ChatCompletionChoice(BaseModel):
-    """One of n choices."""
+class PromptOutput(BaseModel):
+    """Fields with the prompt, if the request asks for them."""
+
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, dict[str, Any]] | None] | None = None
+
+
+class Choice(BaseModel):
+    """Fields of a choice of chats and completions."""
 
     index: int
-    message: Message
     logprobs: dict[str, Any] | None
-    finish_reason: FinishReason
+    finish_reason: Literal["stop", "length", "tool_calls"]
     stop_reason: str | int | None
     token_ids: list[int] | None = None
 
 
-class ChatCompletionResponse(BaseModel):
+class ChatCompletionChoice(Choice):
+    """One of n choices."""
+
+    message: Message
+
+
+class ChatCompletionResponse(PromptOutput):
     """Response of ``POST /v1/chat/completions``."""
 
     id: str
@@ -112,21 +121,12 @@ class ChatCompletionResponse(BaseModel):
     model: str
     choices: list[ChatCompletionChoice]
     usage: Usage
-    prompt_token_ids: list[int] | None = None
-    prompt_logprobs: PromptLogprobs | None = None
 
 
-class CompletionChoice(BaseModel):
+class CompletionChoice(Choice, PromptOutput):
     """One of n outputs of a prompt."""
 
-    index: int
     text: str
-    logprobs: dict[str, Any] | None
-    finish_reason: FinishReason | None
-    stop_reason: str | int | None = None
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
-    prompt_logprobs: PromptLogprobs | None = None
 
 
 class CompletionResponse(BaseModel):
@@ -137,7 +137,7 @@ class CompletionResponse(BaseModel):
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage | None = None
+    usage: Usage
 
 
 class TokenizeResponse(BaseModel):

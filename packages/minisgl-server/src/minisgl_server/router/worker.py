@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
@@ -72,15 +72,6 @@ class _Routed(NamedTuple):
     num_tokens: int
 
 
-@dataclass(slots=True)
-class _PendingCount:
-    """`RequestCounts` that some replicas have not answered yet."""
-
-    message: RequestCounts
-    waiting: set[int] = field(default_factory=set)
-    """Replicas that have not answered."""
-
-
 class RouterWorker:
     """Logic of the router, without its sockets.
 
@@ -104,7 +95,8 @@ class RouterWorker:
         """Requests that wait for a replica, in order."""
         self._has_failed = False
         """True if no replica is ready, and none is expected to be soon."""
-        self._counting: dict[int, _PendingCount] = {}
+        self._counting: dict[int, tuple[RequestCounts, set[int]]] = {}
+        """By number: counts so far, and the replicas that have not answered yet."""
         self._last_count = 0
         self._asked: dict[tuple[int, int], tuple[Replica, SnapshotRequest]] = {}
         """By worker and `SnapshotRequest.replica`: the last request, and the replica that it was sent to."""
@@ -243,28 +235,27 @@ class RouterWorker:
         if message.correlation_id:
             number, index = divmod(message.correlation_id, len(self.replicas))
             if number in self._counting:
-                counts = self._counting[number].message.counts
+                counts = self._counting[number][0].counts
                 for name, value in message.counts.items():
                     counts[name] = counts.get(name, 0) + value
             self._answered(number, index)
             return
         self._last_count += 1
         message.counts["router"] = len(self._requests) + len(self._waiting)
-        counting = self._counting[self._last_count] = _PendingCount(message, {each.replica for each in self._ready()})
+        self._counting[self._last_count] = message, {each.replica for each in self._ready()}
         for each in self._ready():
             assert each.send is not None
             correlation_id = self._last_count * len(self.replicas) + each.replica
             # The answer comes to this router, which `IpcAddresses.scheduler_out` lists after the tokenizer workers.
             each.send(RequestCounts(worker=len(self._to_workers), correlation_id=correlation_id))
-        if not counting.waiting:
-            self._answered(self._last_count, -1)
+        self._answered(self._last_count, -1)  # there may be no replica to wait for
 
     def _answered(self, number: int, replica: int) -> None:
         """Return a count to its worker once every replica has answered or ended."""
-        counting = self._counting.get(number)
-        if counting is None:
+        if number not in self._counting:
             return
-        counting.waiting.discard(replica)
-        if not counting.waiting:
+        message, waiting = self._counting[number]
+        waiting.discard(replica)
+        if not waiting:
             del self._counting[number]
-            self._to_workers[counting.message.worker](counting.message)
+            self._to_workers[message.worker](message)

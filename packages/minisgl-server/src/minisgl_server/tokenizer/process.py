@@ -1,8 +1,6 @@
 """Main function of a tokenizer worker's process."""
 
-from typing import Any, Self
-
-import msgspec
+from typing import Any
 
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.engine.startup_timer import StartupTimer, process_age_s
@@ -24,10 +22,11 @@ def run_tokenizer_worker(
     config: EngineConfig, options: ServerOptions, index: int, addresses: IpcAddresses, report: Report
 ) -> None:
     """Run the process: load the tokenizer, wait for `EngineInfo`, then handle messages until `Stop` or `END_SIGNAL`."""
+    api_worker_id = index % addresses.num_api_workers
     with (
         Receiver[Any](addresses.tokenizer_in[index], EngineInfo | Message | Stop) as receiver,
         Sender(addresses.router_in) as to_scheduler,
-        ApiConnection(addresses.of_api_worker(index % addresses.num_api_workers)) as to_api,
+        Sender(addresses.of_api_worker(api_worker_id).api_in) as to_api,
     ):
         phases = StartupTimer(process_age_s())
         path, registry = locate_model(config.model), Registry.from_environment()
@@ -55,8 +54,8 @@ def run_tokenizer_worker(
             chat_format,
             registry,
             addresses.num_replicas,
-            to_api.api_worker_id,
-            to_api.connect,
+            api_worker_id,
+            lambda successor: to_api.reconnect(addresses.of_api_worker(successor).api_in),
         )
         report(
             Ready(
@@ -66,25 +65,3 @@ def run_tokenizer_worker(
             )
         )
         TokenizerQueue(worker).run(receiver)
-
-
-class ApiConnection:
-    """Connection to the API worker of a tokenizer worker, or to its successor."""
-
-    def __init__(self, addresses: IpcAddresses) -> None:
-        self._addresses, self.api_worker_id = addresses, addresses.api_worker_id
-        self._sender = Sender(addresses.api_in)
-
-    def send(self, message: msgspec.Struct) -> None:
-        self._sender.send(message)
-
-    def connect(self, api_worker_id: int) -> None:
-        """Connect to another API worker, and drop what could not be delivered to the one before it."""
-        self._sender.drop()
-        self._sender = Sender(self._addresses.of_api_worker(api_worker_id).api_in)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._sender.close()

@@ -128,11 +128,6 @@ class TokenizerWorker:
         self._lost: dict[int, int] = {}
         """By replica: id of its newest lost engine. All older engines of the replica were lost too."""
 
-    @property
-    def num_requests(self) -> int:
-        """Number of running requests."""
-        return len(self._requests)
-
     def handle(self, message: Message, encoded: Future[EncodedPrompt] | None = None) -> None:
         """Handle a message; `encoded` is the result of `encode`, if that was called before."""
         match message:

@@ -8,6 +8,11 @@ from minisgl_server.api.openai.choices import Choices
 from minisgl_server.api.openai.segments import Segment, Segments
 from minisgl_server.api.openai_responses.schemas import ResponsesRequest
 
+_REPEATED_FIELDS = {
+    *("instructions", "previous_response_id", "max_output_tokens", "max_tool_calls"),
+    *("user", "safety_identifier", "prompt_cache_key"),
+}
+"""Fields of a request that its response repeats unchanged."""
 _PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
 
 
@@ -119,8 +124,7 @@ def _returned_fields(request: ResponsesRequest, choices: Choices) -> dict[str, A
     tools = [tool.model_dump(include=names) | {"strict": bool(tool.strict)} for tool in request.tools or ()]
     choice = request.tool_choice
     return {
-        "instructions": request.instructions,
-        "previous_response_id": request.previous_response_id,
+        **request.model_dump(include=_REPEATED_FIELDS),
         "metadata": request.metadata or {},
         "tools": tools,
         "tool_choice": "auto" if choice is None else choice if isinstance(choice, str) else choice.model_dump(),
@@ -130,12 +134,7 @@ def _returned_fields(request: ResponsesRequest, choices: Choices) -> dict[str, A
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_logprobs": request.top_logprobs or 0,
-        "max_output_tokens": request.max_output_tokens,
-        "max_tool_calls": request.max_tool_calls,
         "truncation": "disabled",
         "background": False,
         "service_tier": "default",
-        "user": request.user,
-        "safety_identifier": request.safety_identifier,
-        "prompt_cache_key": request.prompt_cache_key,
     }
