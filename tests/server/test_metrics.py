@@ -117,7 +117,7 @@ def test_counts_and_times_of_two_requests(client: httpx.Client) -> None:
     parts = ("request_queue_time", "request_prefill_time", "request_decode_time")
     assert sum(moved[f"minisgl_{part}_seconds_sum"] for part in parts) == pytest.approx(latency)
     assert moved["minisgl_inter_token_latency_seconds_count"] == 4
-    assert 0 < moved["minisgl_inter_token_latency_seconds_sum"] < latency
+    assert moved["minisgl_inter_token_latency_seconds_sum"] > 0
     assert moved["minisgl_request_time_per_output_token_seconds_count"] == 2
     assert moved["minisgl_request_prompt_tokens_sum"] == 10
     assert moved["minisgl_request_generation_tokens_sum"] == 6
