@@ -33,7 +33,6 @@ RUN_BY = {
     "docs/api.md": "tests/docs/test_api_page.py",
     "docs/benchmarking.md": "tests/server/bench/test_guide.py",
     "docs/fp8.md": "tests/server/bench/test_accuracy.py",
-    "docs/server.md": "tests/server/test_native_api.py",
     "docs/structured_output.md": "tests/docs/test_structured_output.py",
 }
 """The test that runs a page's blocks that are marked ``test: ...``; each fails for a mark that it does not know."""

@@ -13,7 +13,7 @@ import openai
 import pytest
 from jsonschema import Draft202012Validator
 
-DOCS = (Path(__file__).parents[2] / "docs/server.md").read_text()
+DOCS = (Path(__file__).parents[2] / "docs/api.md").read_text()
 BLOCK = re.compile(r"(?:^<!-- test: post (?P<path>[^\n]*) -->\n)?^```json\n(?P<code>.*?)^```$", re.M | re.S)
 TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]
 PROMPT = "The capital of France is"
