@@ -176,7 +176,7 @@ def test_a_new_plugin(tmp_path: Path) -> None:
 
 
 def test_the_kinds_of_new_plugins() -> None:
-    assert [name for [cell, _] in rows("plugins/index.md", "kinds") for name in names(cell)] == list(SCAFFOLDS)
+    assert [name for cell, *_ in rows("plugins/index.md", "kinds") for name in names(cell)] == list(SCAFFOLDS)
 
 
 # The API.
