@@ -100,9 +100,14 @@ def test_gauges_exist_before_the_first_request(client: httpx.Client) -> None:
 
 
 def test_counts_and_times_of_two_requests(client: httpx.Client) -> None:
+    elapsed_s = 0.0
+
     def act() -> None:
+        nonlocal elapsed_s
+        begin_s = time.perf_counter()
         complete(client)
         complete(client)
+        elapsed_s = time.perf_counter() - begin_s
 
     moved = change(client, act)
     assert moved["minisgl_prompt_tokens_total"] == moved["minisgl_prefix_cache_queries_total"] == 10
@@ -117,7 +122,7 @@ def test_counts_and_times_of_two_requests(client: httpx.Client) -> None:
     parts = ("request_queue_time", "request_prefill_time", "request_decode_time")
     assert sum(moved[f"minisgl_{part}_seconds_sum"] for part in parts) == pytest.approx(latency)
     assert moved["minisgl_inter_token_latency_seconds_count"] == 4
-    assert moved["minisgl_inter_token_latency_seconds_sum"] > 0
+    assert 0 < moved["minisgl_inter_token_latency_seconds_sum"] < elapsed_s, "the gaps are within the requests"
     assert moved["minisgl_request_time_per_output_token_seconds_count"] == 2
     assert moved["minisgl_request_prompt_tokens_sum"] == 10
     assert moved["minisgl_request_generation_tokens_sum"] == 6

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zmq
 
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.protocol.messages import Abort, Stop, Submit
@@ -63,6 +64,17 @@ def test_what_was_sent_last_arrives_after_the_sender_has_closed() -> None:
 def test_closing_without_a_receiver_does_not_wait_long() -> None:
     with IpcAddresses.create() as endpoints, Sender(endpoints.scheduler_in) as sender:
         sender.send(Stop())
+
+
+def test_a_sender_that_reconnects_drops_its_queue_and_keeps_its_limit() -> None:
+    with IpcAddresses.create() as endpoints, Sender(endpoints.scheduler_in, max_messages=1) as sender:
+        sender.send(Abort("lost"), wait=False)
+        sender.reconnect(endpoints.router_events)
+        sender.send(Abort("a"), wait=False)
+        with pytest.raises(zmq.Again):
+            sender.send(Abort("b"), wait=False)
+        with Receiver[Abort](endpoints.router_events, Abort) as receiver:
+            assert receiver.receive(10) == Abort("a")
 
 
 def test_asyncio() -> None:

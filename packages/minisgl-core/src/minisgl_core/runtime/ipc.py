@@ -209,8 +209,9 @@ class Sender(_Channel):
 
     def reconnect(self, address: str) -> None:
         """Connect to another address, and drop what could not be delivered to the one before it."""
+        max_messages = self.socket.getsockopt(zmq.SNDHWM)
         self.drop()
-        super().__init__(zmq.PUSH, zmq.Context())
+        super().__init__(zmq.PUSH, zmq.Context(), max_messages)
         self._connect(address)
 
 

@@ -34,7 +34,9 @@ together have about as many times the bytes of the last one. With an event per t
 class GenerateSamplingParams(SamplingFields, SglangStructuredFields):
     """Sampling parameters by SGLang's names, and by the names of the other routes where those differ."""
 
-    max_new_tokens: Int | None = Field(None, description="128 by default, or as many as fit the context.")
+    max_new_tokens: Int | None = Field(
+        None, description="Maximum number of tokens to generate; 128 by default, or as many as fit the context."
+    )
     min_new_tokens: Int | None = None
     sampling_seed: Int | None = Field(None, description="Alias of seed.")
     no_stop_trim: bool | None = Field(None, description="Alias of include_stop_str_in_output.")

@@ -1,5 +1,6 @@
 """OpenAPI document of the API. Routes parse and encode their bodies themselves, so that each declares them here."""
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -77,11 +78,8 @@ def openapi_document(app: FastAPI) -> dict[str, Any]:
     for definition in definitions["$defs"].values():
         if "additionalProperties" in definition:  # a request model or a part of one
             for name, schema in definition.get("properties", {}).items():
-                # JSON Schema applies bounds to numbers only.
-                bounds = (INTEGER_BOUNDS | NUMBER_BOUNDS).get(_OTHER_NAMES.get(name, name), ())
-                for keyword, bound in zip(("minimum", "maximum"), bounds, strict=False):
-                    if bound is not None:
-                        schema.setdefault(keyword, bound)
+                for keyword, bound in _bounds(name).items():
+                    schema.setdefault(keyword, bound)
     schemas = {
         "schemas": definitions["$defs"],
         "securitySchemes": {
@@ -106,6 +104,14 @@ def openapi_document(app: FastAPI) -> dict[str, Any]:
                 for status in responses.keys() - {"200"}:
                     responses[status] = _error(int(status), AnthropicErrorResponse)
     return document
+
+
+def _bounds(name: str) -> dict[str, float]:
+    """Return the bounds that `SamplingParams` checks for a request field. JSON Schema applies them to numbers only."""
+    name = _OTHER_NAMES.get(name, name)
+    low, high = INTEGER_BOUNDS.get(name) or NUMBER_BOUNDS.get(name, (None, None))[:2]
+    lower = {"exclusiveMinimum": 0} if low == math.ulp(0.0) else {"minimum": low}
+    return {keyword: bound for keyword, bound in {**lower, "maximum": high}.items() if bound is not None}
 
 
 def _error(status: int, body: type[BaseModel] = Error) -> dict[str, Any]:

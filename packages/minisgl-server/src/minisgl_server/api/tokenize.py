@@ -34,9 +34,13 @@ class TokenizeRequest(StrictModel):
     messages: list[ChatMessage] | None = Field(None, min_length=1)
     add_special_tokens: bool | None = Field(None, description=ADD_SPECIAL_TOKENS)
     return_token_strs: bool | None = Field(None, description="Also return each token as the vocabulary writes it.")
-    add_generation_prompt: bool | None = Field(None, description="With messages only; true by default.")
+    add_generation_prompt: bool | None = Field(
+        None, description="With messages only: end with the generation prompt of the chat template; true by default."
+    )
     tools: Annotated[list[Tool] | None, Bound.TOOLS] = Field(None, min_length=1, description="With messages only.")
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="With messages only.")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="With messages only: variables of the chat template."
+    )
 
 
 class DetokenizeRequest(StrictModel):

@@ -114,7 +114,7 @@ class OutputConfig(StrictModel):
     """Settings of the output."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
-        None, description="As reasoning_effort of chats."
+        None, description="Sets the chat template's variable reasoning_effort, if it has one."
     )
     format: OutputFormat | None = None
 

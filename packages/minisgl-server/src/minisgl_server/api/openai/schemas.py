@@ -63,7 +63,9 @@ class StructuredOutputsField(StrictModel):
     json_object: bool | None = Field(None, description="Any JSON object.")
     structural_tag: dict[str, Any] | str | None = Field(None, description=STRUCTURAL_TAG)
     whitespace_pattern: str | None = Field(None, description="Pattern of the whitespace in JSON.")
-    disable_any_whitespace: bool | None = Field(None, description="True: none. False: a space or an indented new line.")
+    disable_any_whitespace: bool | None = Field(
+        None, description="True for JSON without whitespace; false allows spaces and indented new lines anywhere."
+    )
 
 
 class CommonSamplingFields(StrictModel):
@@ -131,7 +133,7 @@ class GenerationRequest(SamplingFields, SglangStructuredFields, NoOpFields):
     model: str | None = Field(None, description="Name of the served model; may be left out.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Int | None = None
+    max_tokens: Int | None = Field(None, description="Maximum number of tokens to generate.")
     min_tokens: Int | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputsField | None = None
@@ -141,15 +143,23 @@ class GenerationRequest(SamplingFields, SglangStructuredFields, NoOpFields):
     guided_grammar: str | None = Field(None, description="Deprecated name of structured_outputs.grammar.")
     whitespace_pattern: str | None = Field(None, description="The same as structured_outputs.whitespace_pattern.")
     guided_whitespace_pattern: str | None = Field(None, description="Deprecated name of whitespace_pattern.")
-    disable_any_whitespace: bool | None = Field(None, description="The same, of structured_outputs.")
+    disable_any_whitespace: bool | None = Field(
+        None, description="The same as structured_outputs.disable_any_whitespace."
+    )
     guided_decoding_backend: str | None = Field(None, description="auto, or the server's grammar backend.")
     add_special_tokens: bool | None = Field(None, description=ADD_SPECIAL_TOKENS)
     truncate_prompt_tokens: Int | None = Field(
-        None, ge=-1, description="Keep this many of its last tokens; -1: all that fit."
+        None,
+        ge=-1,
+        description="Keep only this many tokens from the end of the prompt; -1 keeps as many as fit the context.",
     )
-    prompt_logprobs: Int | None = Field(None, description="The same as logprobs, for prompt tokens; not in streams.")
+    prompt_logprobs: Int | None = Field(
+        None, description="Number of top log-probabilities per prompt token, beside the token's own; not in streams."
+    )
     return_token_ids: bool | None = Field(None, description="Return the token ids of the prompt and the output.")
-    return_tokens_as_token_ids: bool | None = Field(None, description="Log-probabilities name tokens as token_id:ID.")
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="Write tokens in log-probabilities as token_id:ID instead of as text."
+    )
     priority: Int | None = Field(None, description="Lower values run first; 0 by default.")
     user: str | None = Field(None, description="Passed to the scheduling policy; nothing is logged.")
     cache_salt: str | None = Field(
@@ -188,7 +198,9 @@ class ChatMessage(StrictModel):
     reasoning_content: str | None = Field(None, description="For the role assistant; most chat templates leave it out.")
     reasoning: str | None = Field(None, description="Alias of reasoning_content.")
     tool_call_id: str | None = Field(None, description="For the role tool: the call that the message answers.")
-    name: str | None = Field(None, description="Function or participant; few chat templates use it.")
+    name: str | None = Field(
+        None, description="Name of the tool's function or of the participant; few chat templates use it."
+    )
     annotations: list[Any] | None = Field(None, max_length=0, description="Must be empty, as in OpenAI's responses.")
 
 
@@ -198,7 +210,10 @@ class Function(StrictModel):
     name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="JSON schema of the arguments.")
-    strict: bool | None = Field(None, description="Arguments always conform to the parameters, with any tool_choice.")
+    strict: bool | None = Field(
+        None,
+        description="Arguments always conform to the parameters, also where tool_choice does not require the call.",
+    )
 
 
 class Tool(StrictModel):
@@ -243,20 +258,31 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: Int | None = None
     tools: Annotated[list[Tool] | None, Bound.TOOLS] = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice | None = Field(
+        None,
+        description="none, auto (the default with tools), required, or the tool or tools that may be called.",
+    )
     parallel_tool_calls: bool | None = Field(None, description="Allow several calls; true by default.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the chat template.")
     chat_template: str | None = Field(
-        None, max_length=MAX_TEMPLATE_CHARS, description="Allowed with --trust-request-chat-template only."
+        None,
+        max_length=MAX_TEMPLATE_CHARS,
+        description="Replaces the model's chat template, if the server has --trust-request-chat-template.",
     )
     documents: list[dict[str, Any]] | None = Field(None, description="Documents for the chat template.")
-    add_generation_prompt: bool | None = Field(None, description="True by default.")
-    continue_final_message: bool | None = Field(None, description="Not together with add_generation_prompt.")
+    add_generation_prompt: bool | None = Field(
+        None, description="End the prompt with the generation prompt of the chat template; true by default."
+    )
+    continue_final_message: bool | None = Field(
+        None, description="Have the model continue the last message; not with add_generation_prompt."
+    )
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
         None, description="For chat templates with such a variable; none turns reasoning off if the template can."
     )
     include_reasoning: bool | None = Field(None, description="Return reasoning content; true by default.")
-    separate_reasoning: bool | None = Field(None, description="True by default, with --reasoning-parser.")
+    separate_reasoning: bool | None = Field(
+        None, description="Separate reasoning content from content; true by default, with --reasoning-parser."
+    )
     stream_reasoning: Literal[True] | None = Field(None, description="Reasoning content is always streamed.")
     modalities: list[Literal["text"]] | None = Field(None, min_length=1, max_length=1, description="Text only.")
     verbosity: Literal["medium"] | None = Field(None, description="Only the default is supported.")

@@ -212,14 +212,18 @@ class ResponsesRequest(CommonSamplingFields, PromptFields):
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = Field(
         None, description="Reasoning items always have their content as text, also with reasoning.encrypted_content."
     )
-    max_output_tokens: Int | None = None
+    max_output_tokens: Int | None = Field(None, description="Maximum number of tokens to generate.")
     max_tool_calls: Int | None = Field(None, description="Accepted; there are no built-in tools to limit.")
     top_logprobs: Int | None = Field(None, description="With include of message.output_text.logprobs only.")
     metadata: Metadata | None = Field(None, description="Returned unchanged.")
     user: str | None = Field(None, description="Accepted and returned.")
-    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = Field(
+        None, description="Accepted; there is one tier."
+    )
     safety_identifier: str | None = Field(None, description="Accepted and returned.")
     prompt_cache_key: str | None = Field(None, description="Accepted and returned.")
-    prompt_cache_retention: Literal["in_memory", "in-memory"] | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory"] | None = Field(
+        None, description="Accepted; the prefix cache is in memory."
+    )
     min_tokens: Int | None = None
     priority: Int | None = Field(None, description="Lower values run first; 0 by default.")

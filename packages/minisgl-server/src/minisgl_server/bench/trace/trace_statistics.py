@@ -1,6 +1,5 @@
 """Statistics of a trace: those that are published of the Qwen-Bailian traces."""
 
-import operator
 from collections.abc import Sequence
 
 import numpy as np
@@ -55,7 +54,7 @@ def statistics(requests: Sequence[TraceRequest]) -> dict[str, float]:
 
 
 def _num_shared(one: Sequence[int], two: Sequence[int]) -> int:
-    return [*map(operator.eq, one, two), False].index(False)
+    return next((index for index, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
 
 
 def _reuse(requests: Sequence[TraceRequest]) -> dict[str, float]:
