@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from minisgl_core.errors import InvalidValueError
-from minisgl_server.bench.serve.http_client import HttpClient, HttpError, port_of, server_url
+from minisgl_server.bench.serve.http_client import HttpClient, HttpError, port_of
+from minisgl_server.remote_server import server_url
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n5;x=y\r\n\r\nd\r\n\r\n0\r\n\r\n"
 SIZED = b"HTTP/1.1 404 Not Found\r\nContent-Length: 5\r\n\r\nsorry"

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,19 +71,13 @@ def run_accuracy(
             with torch.inference_mode():
                 difference = compare(baseline, hidden, windows, built.model_runner.model.compute_logits)
             kv, weights = (info.dtype if each in (AUTO, "none") else each for each in (kv_dtype, quantization))
-            rows.append({"kv": kv, "weights": weights, **asdict(difference)})
+            rows.append({"kv": kv, "weights": weights, **difference})
             built.model_runner.close()
     num_tokens = sum(map(len, windows))
     click.echo(f"{info.model} on {info.device}: {num_tokens:,} tokens in windows of {window}\n")
     print_results(COLUMNS, rows)
-    about = {
-        "model": info.model,
-        "device": info.device,
-        "texts": list(texts),
-        "window": window,
-        "num_tokens": num_tokens,
-    }
-    write_json(json_file, **about, results=rows)
+    about = {"model": info.model, "device": info.device, "window": window, "num_tokens": num_tokens}
+    write_json(json_file, **about, texts=list(texts), results=rows)
 
 
 def _check(config: EngineConfig) -> None:
@@ -133,33 +126,12 @@ def hidden_states(built: BuiltModelRunner, ids: torch.Tensor) -> torch.Tensor:
     return hidden
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """Difference of a variant from the baseline, over all tokens of a text.
-
-    Attributes:
-        perplexity: perplexity of the variant on the text.
-        log_likelihood: mean log-likelihood of a token of the text, less the baseline's, in nats.
-        mean_logit: mean absolute difference of the logits, over tokens and vocabulary.
-        max_logit: maximum absolute difference of the logits.
-        kl: mean Kullback-Leibler divergence of the variant's next-token distribution from the baseline's, in nats.
-        top1: fraction of positions at which both have the same most likely token.
-    """
-
-    perplexity: float
-    log_likelihood: float
-    mean_logit: float
-    max_logit: float
-    kl: float
-    top1: float
-
-
 def compare(
     baseline: Sequence[torch.Tensor],
     variant: Sequence[torch.Tensor],
     windows: Sequence[torch.Tensor],
     logits_of: Callable[[torch.Tensor], torch.Tensor],
-) -> Difference:
+) -> dict[str, float]:
     """Compare the hidden states of a variant with those of the baseline.
 
     Shape legend: V vocabulary, H hidden size.
@@ -169,6 +141,14 @@ def compare(
         variant: hidden states of the variant per window, [n, H].
         windows: token ids per window, int64 [n].
         logits_of: LM head, which both share: [m, H] to [m, V].
+
+    Returns:
+        perplexity: perplexity of the variant on the text.
+        log_likelihood: mean log-likelihood of a token of the text, less the baseline's, in nats.
+        mean_logit: mean absolute difference of the logits, over tokens and vocabulary.
+        max_logit: maximum absolute difference of the logits.
+        kl: mean Kullback-Leibler divergence of the variant's next-token distribution from the baseline's, in nats.
+        top1: fraction of positions at which both have the same most likely token.
     """
     per_token = []
     for ours, theirs, ids in zip(variant, baseline, windows, strict=True):
@@ -186,11 +166,11 @@ def compare(
             per_token.append(torch.stack([off.mean(-1), off.amax(-1), kl, same, *losses]).double().cpu())
     mean_logit, max_logit, kl, same, loss, base_loss = torch.cat(per_token, dim=1)
     num_targets = sum(len(ids) - 1 for ids in windows)
-    return Difference(
-        perplexity=math.exp(float(loss.sum()) / num_targets),
-        log_likelihood=float((base_loss - loss).sum()) / num_targets,
-        mean_logit=float(mean_logit.mean()),
-        max_logit=float(max_logit.max()),
-        kl=float(kl.mean()),
-        top1=float(same.mean()),
-    )
+    return {
+        "perplexity": math.exp(float(loss.sum()) / num_targets),
+        "log_likelihood": float((base_loss - loss).sum()) / num_targets,
+        "mean_logit": float(mean_logit.mean()),
+        "max_logit": float(max_logit.max()),
+        "kl": float(kl.mean()),
+        "top1": float(same.mean()),
+    }

@@ -2,8 +2,8 @@
 
 import os
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import click
 from click.core import ParameterSource
@@ -11,27 +11,25 @@ from click.core import ParameterSource
 from minisgl_core.errors import InvalidValueError
 
 
-class OutputFile(click.Path):
-    """File to write. A path that cannot be written is refused before the measurement; the file is not created yet."""
-
-    def __init__(self) -> None:
-        super().__init__(dir_okay=False)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the path; raises InvalidValueError if it cannot be written."""
-        path = Path(value)
-        if path.is_dir():
-            why = "It is a folder."
-        elif not path.parent.is_dir():
-            why = f"There is no folder {path.parent}."
-        elif not os.access(path if path.exists() else path.parent, os.W_OK):
-            why = "There is no write permission."
-        else:
-            return value
-        raise InvalidValueError(param.opts[0] if param else "the file", value, "a file that can be written", why)
+def _check_writable(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """Refuse a file that cannot be written before the measurement; the file is not created yet."""
+    if value is None:
+        return None
+    path, why = Path(value), ""
+    if path.is_dir():
+        why = "It is a folder."
+    elif not path.parent.is_dir():
+        why = f"There is no folder {path.parent}."
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        why = "There is no write permission."
+    if why:
+        raise InvalidValueError(param.opts[0], value, "a file that can be written", why)
+    return value
 
 
-json_option = click.option("--json", "json_file", type=OutputFile(), help="Also write the results to this file.")
+file_option = partial(click.option, metavar="FILE", callback=_check_writable)
+"""Decorator that adds an option for a file to write."""
+json_option = file_option("--json", "json_file", help="Also write the results to this file.")
 """Decorator that adds ``--json``."""
 
 

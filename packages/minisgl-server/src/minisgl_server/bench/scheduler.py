@@ -30,7 +30,6 @@ _PREFIX_PAGES = 16
 _NUM_ADMITTED = 64
 """Prompts that are admitted together to measure the cost per prompt."""
 _NUM_ADMISSIONS = 3
-_TITLES = ("requests", "schedule ms", "process ms", "both ms", "99% ms", "us per request", "encode ms", "admission us")
 
 
 class StepTimes(NamedTuple):
@@ -46,29 +45,29 @@ def run_scheduler(options: SimpleNamespace) -> None:
     with progress_bar() as bar:
         results = [_measure(options, num) for num in bar.track(options.batch_sizes, description="batch sizes")]
     click.echo(f"machine  {hardware()['cpu']}, Python {versions()['python']}")
-    print_table(_TITLES, [tuple(f"{value:,.3f}".removesuffix(".000") for value in each.values()) for each in results])
+    rows = [[f"{value:,.3f}".removesuffix(".000") for value in each.values()] for each in results]
+    print_table(list(results[0]), rows)
     write_json(options.json_file, options=vars(options), results=results)
 
 
 def _measure(options: SimpleNamespace, num_requests: int) -> dict[str, float]:
     loop = _Loop(options, num_requests)
     loop.admit(num_requests)
-    loop.run(_WARM_UP_STEPS)
-    steps = np.array(loop.run(options.num_steps))
+    steps = np.array([loop.step() for _ in range(_WARM_UP_STEPS + options.num_steps)])[_WARM_UP_STEPS:]
     schedule, process, encoding = np.median(steps, axis=0)
     both = steps[:, :2].sum(axis=1)
     step = np.median(both)
     admissions = [np.sum(np.array(loop.admit(_NUM_ADMITTED))[:, :2].sum(axis=1) - step) for _ in range(_NUM_ADMISSIONS)]
-    values = (
-        1e3 * schedule,
-        1e3 * process,
-        1e3 * step,
-        1e3 * np.quantile(both, 0.99),
-        1e6 * step / num_requests,
-        1e3 * encoding,
-        1e6 * np.median(admissions) / _NUM_ADMITTED,
-    )
-    return dict(zip(_TITLES, (num_requests, *map(float, values)), strict=True))
+    return {
+        "requests": num_requests,
+        "schedule ms": 1e3 * float(schedule),
+        "process ms": 1e3 * float(process),
+        "both ms": 1e3 * float(step),
+        "99% ms": 1e3 * float(np.quantile(both, 0.99)),
+        "us per request": 1e6 * float(step) / num_requests,
+        "encode ms": 1e3 * float(encoding),
+        "admission us": 1e6 * float(np.median(admissions)) / _NUM_ADMITTED,
+    }
 
 
 class _Loop:
@@ -112,18 +111,11 @@ class _Loop:
             self._scheduler.submit(Submit(request_id=f"request-{number:028}", token_ids=token_ids, sampling=sampling))
         self._num_submitted += count
         times = []
-        while self._scheduler.num_waiting or self._has_prefill:
-            times.append(self._step())
+        while self._scheduler.num_waiting or any(plan.num_requests > plan.num_decodes for plan in self._in_flight):
+            times.append(self.step())
         return times
 
-    def run(self, count: int) -> list[StepTimes]:
-        return [self._step() for _ in range(count)]
-
-    @property
-    def _has_prefill(self) -> bool:
-        return any(plan.num_requests > plan.num_decodes for plan in self._in_flight)
-
-    def _step(self) -> StepTimes:
+    def step(self) -> StepTimes:
         start = thread_time()
         plan = self._scheduler.schedule()
         scheduled = thread_time()

@@ -36,11 +36,6 @@ def api_key_digests(options: ServerOptions) -> list[bytes]:
     return [hashlib.sha256(key.encode()).digest() for _, key in keys]
 
 
-def client_api_key(keys: str | None) -> str | None:
-    """Return the key that a client sends. `API_KEY_VARIABLE` may hold several keys, as a server accepts them all."""
-    return next(iter((keys or "").split()), None)
-
-
 def _read(path: str) -> list[tuple[str, str]]:
     """Return each key of a file, with a description of its source."""
     try:

@@ -161,8 +161,7 @@ def _engine_info(supervisor: Supervisor) -> EngineInfo:
 
 def _uncompiled(supervisor: Supervisor) -> str:
     """Return the names of the attention backends to compile, or nothing."""
-    info = _engine_info(supervisor)
-    return ", ".join(f"--attn {name}" for name in info.uncompiled)
+    return ", ".join(f"--attn {name}" for name in _engine_info(supervisor).uncompiled)
 
 
 def banner(supervisor: Supervisor, options: ServerOptions, url: str, *, needs_key: bool) -> str:

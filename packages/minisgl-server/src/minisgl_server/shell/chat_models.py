@@ -11,6 +11,7 @@ import httpx
 
 from minisgl_core.errors import InvalidValueError, MinisglError
 from minisgl_core.sampling_params import SamplingParams
+from minisgl_server.remote_server import authorization, first_model, raise_for_status, server_url
 
 Message = dict[str, str]
 Show = Callable[[str, bool], None]
@@ -71,17 +72,12 @@ class RemoteModel:
 
     Args:
         url: URL of the server, with or without ``/v1``.
+        api_key: API key, or several in one text, of which the first is used.
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        self._url = url.rstrip("/").removesuffix("/v1") + "/v1"
-        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        try:
-            response = httpx.get(f"{self._url}/models", timeout=10.0, headers=self._headers)
-            _raise_for_status(response)
-            self.name: str = response.json()["data"][0]["id"]
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
-            raise InvalidValueError("--url", url, "the address of a running server", f"{error}.") from error
+        self._url, self._headers = server_url(url), authorization(api_key)
+        self.name = first_model(self._url, self._headers)
 
     def chat(self, messages: Sequence[Message], show: Show, settings: Mapping[str, Any]) -> str:
         """Stream the next message, like `LocalModel.chat`. Ctrl-C closes the connection, and the server aborts the request."""
@@ -98,7 +94,7 @@ class RemoteModel:
         return timer.describe(usage.get("prompt_tokens"), num_cached, num_output)
 
     async def _stream(self, body: dict[str, Any], timer: "_TurnTimer", usage: dict[str, Any]) -> None:
-        url = f"{self._url}/chat/completions"
+        url = f"{self._url}/v1/chat/completions"
         timeout = httpx.Timeout(None, connect=10.0)
         async with (
             httpx.AsyncClient(timeout=timeout, headers=self._headers) as client,
@@ -106,7 +102,7 @@ class RemoteModel:
         ):
             if response.is_error:
                 await response.aread()
-            _raise_for_status(response)
+            raise_for_status(response)
             async for line in _lines(response):
                 for text, is_reasoning in _contents(line, usage):
                     timer.show(text, is_reasoning)
@@ -164,12 +160,3 @@ def _contents(line: bytes, usage: dict[str, Any]) -> Iterator[tuple[str, bool]]:
     if error is not None:
         raise MinisglError(error)
     yield from texts
-
-
-def _raise_for_status(response: httpx.Response) -> None:
-    if response.is_error:
-        try:
-            message = response.json()["error"]["message"]
-        except (ValueError, LookupError, TypeError):
-            message = f"The server answers with status {response.status_code}."
-        raise MinisglError(message)

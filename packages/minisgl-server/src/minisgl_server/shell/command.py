@@ -31,7 +31,6 @@ def shell(values: dict[str, Any], sources: dict[str, str]) -> None:
     Lines that begin with / are commands; /help lists them. If standard input is a pipe, each other line is a message, and the
     responses are printed without decoration.
     """
-    from minisgl_server.launch.api_keys import client_api_key
     from minisgl_server.shell.chat_models import LocalModel, RemoteModel
     from minisgl_server.shell.repl import Conversation, check_text, run
 
@@ -43,7 +42,7 @@ def shell(values: dict[str, Any], sources: dict[str, str]) -> None:
             model: LocalModel | RemoteModel = stack.enter_context(LocalModel(pick(values, EngineConfig)))
         else:
             _refuse_engine_flags(options.url, values, sources)
-            model = RemoteModel(options.url, client_api_key(options.api_key))
+            model = RemoteModel(options.url, options.api_key)
         settings = {} if options.max_tokens is None else {"max_tokens": options.max_tokens}
         run(Conversation(model, options.system, settings))
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from minisgl_server.bench.flags import OutputFile, json_option
+from minisgl_server.bench.flags import file_option, json_option
 from minisgl_server.bench.serve.options import check_options, parse_goodput, parse_json_object, parse_length
 
 POSITIVE = click.FloatRange(0, min_open=True)
@@ -116,9 +116,8 @@ DEFAULT_NUM_REQUESTS = 100
 )
 @json_option
 @click.option("--details", is_flag=True, help="Include every request in --json.")
-@click.option(
+@file_option(
     "--plot",
-    type=OutputFile(),
     help="Plot the results to this .png or .svg file. Requires: pip install 'minisgl-server[plot]'",
 )
 @click.pass_context

@@ -24,7 +24,7 @@ class ServerCpuTimer:
             with suppress(psutil.Error):
                 root = psutil.Process(pid)
                 for process in (root, *root.children(recursive=True)):
-                    self._before[process] = _name(process), _cpu_s(process)
+                    self._before[process] = _name(process), sum(process.cpu_times()[:2])
 
     def seconds(self) -> dict[str, float]:
         """Return the CPU time by process name, summed over processes of equal name. Processes that have ended count as zero."""
@@ -32,13 +32,8 @@ class ServerCpuTimer:
         for process, (name, before_s) in self._before.items():
             seconds[name] += 0.0  # also if it has ended
             with suppress(psutil.Error):
-                seconds[name] += _cpu_s(process) - before_s
+                seconds[name] += sum(process.cpu_times()[:2]) - before_s
         return dict(seconds)
-
-
-def _cpu_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
 
 
 def local_server_pid(url: httpx.URL) -> int | None:

@@ -103,29 +103,18 @@ def _notes(run: Run, found: dict[str, Any]) -> Iterator[str]:
 
 def as_json(options: SimpleNamespace, model: str, workload: str, measured: Sequence[Measured]) -> dict[str, Any]:
     """Return the options without the API key, and the results of a measurement."""
-    settings = {name: value for name, value in vars(options).items() if name != "api_key"}
-    found = {
-        "model": model,
-        "workload": workload,
-        "options": settings | {"model": model},
-        "runs": [_run_json(each, options.details) for each in measured],
-    }
-    plain: dict[str, Any] = json.loads(json.dumps(found), parse_constant=lambda infinity: "inf")  # as flags take it
+    settings = {name: value for name, value in vars(options).items() if name != "api_key"} | {"model": model}
+    runs = [_run_json(each, options.details) for each in measured]
+    text = json.dumps({"model": model, "workload": workload, "options": settings, "runs": runs})
+    plain: dict[str, Any] = json.loads(text, parse_constant=lambda infinity: "inf")  # as flags take it
     return plain
 
 
 def _run_json(measured: Measured, with_details: bool) -> dict[str, Any]:
-    run, records = measured.run, measured.outcome.records
-    return {
-        "label": run.label,
-        "request_rate": run.request_rate,
-        "max_concurrency": run.max_concurrency,
-        "time_scale": run.time_scale,
-        "is_interrupted": measured.outcome.is_interrupted,
-        **measured.summary,
-        **({"requests": [_record_json(record) for record in records]} if with_details else {}),
-    }
-
-
-def _record_json(record: Record) -> dict[str, Any]:
-    return {name: getattr(record, name) for name in Record.__slots__ if name != "gaps_s"}
+    parameters = ("label", "request_rate", "max_concurrency", "time_scale")
+    found = {name: getattr(measured.run, name) for name in parameters}
+    found |= {"is_interrupted": measured.outcome.is_interrupted, **measured.summary}
+    if with_details:
+        names = [name for name in Record.__slots__ if name != "gaps_s"]
+        found["requests"] = [{name: getattr(each, name) for name in names} for each in measured.outcome.records]
+    return found

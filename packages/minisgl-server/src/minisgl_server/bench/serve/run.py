@@ -9,11 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
-import httpx
 from rich.progress import Progress, TaskID
 
 from minisgl_core.config.options import ModelOptions
-from minisgl_core.errors import InvalidValueError, MinisglError
+from minisgl_core.errors import InvalidValueError
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.utils.progress import progress_bar
 from minisgl_core.weights.model_source import locate_model, open_weights
@@ -27,7 +26,7 @@ from minisgl_server.bench.serve.conversations import (
     trace_conversations,
 )
 from minisgl_server.bench.serve.cpu import ServerCpuTimer, local_server_pid
-from minisgl_server.bench.serve.http_client import HttpClient, server_url
+from minisgl_server.bench.serve.http_client import HttpClient
 from minisgl_server.bench.serve.load import Load, Outcome
 from minisgl_server.bench.serve.options import Run, runs
 from minisgl_server.bench.serve.prompts import COMMON_WORDS, Prompts, chats_of
@@ -35,7 +34,7 @@ from minisgl_server.bench.serve.report import Measured, as_json, print_report
 from minisgl_server.bench.serve.request import RequestBuilder
 from minisgl_server.bench.serve.summary import summarize
 from minisgl_server.bench.trace.format import read_trace
-from minisgl_server.launch.api_keys import client_api_key
+from minisgl_server.remote_server import authorization, first_model, server_url
 
 INTERRUPTED_STATUS = 130
 WARM_UP_TOKENS = 8
@@ -56,11 +55,10 @@ def run_serve(options: SimpleNamespace) -> None:
     """
     draw = None if options.plot is None else plot.make_plotter(Path(options.plot))
     url = server_url(options.url)
-    key = client_api_key(options.api_key)
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    headers = authorization(options.api_key)
     prompts = _prompts(options)
     workload = _trace_workload(options, prompts) if options.trace is not None else _random_workload(options, prompts)
-    model = options.model or _first_model(url, headers)
+    model = options.model or first_model(url, headers, "Otherwise, give --model.")
     extra = {"temperature": options.temperature, **options.extra_body}
     builder = RequestBuilder(options.endpoint, model, options.ignore_eos, extra, options.timeout)
     measured: list[Measured] = []
@@ -175,15 +173,3 @@ def _prompts(options: SimpleNamespace) -> Prompts:
     if tokenizer.chat_template is None:
         raise InvalidValueError("--tokenizer", options.tokenizer, "one with a chat template, for --endpoint chat")
     return chats_of(tokenizer)
-
-
-def _first_model(url: httpx.URL, headers: dict[str, str]) -> str:
-    """Return the name of the first model that the server lists."""
-    models = f"{url}/v1/models"
-    try:
-        response = httpx.get(models, headers=headers, timeout=30)
-        response.raise_for_status()
-        return str(response.json()["data"][0]["id"])
-    except (httpx.HTTPError, LookupError, TypeError, ValueError) as error:
-        cause = " ".join(str(error).split()) or type(error).__name__
-        raise MinisglError(f"{models} does not list models ({cause}). Check --url, or give --model") from None

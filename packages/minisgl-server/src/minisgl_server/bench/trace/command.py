@@ -4,13 +4,13 @@ from pathlib import Path
 
 import click
 
-from minisgl_server.bench.flags import OutputFile, refuse_flags
+from minisgl_server.bench.flags import file_option, refuse_flags
 
 TRACE_A_REQUESTS = 43_058
 
 
 @click.command()
-@click.option("--out", type=OutputFile(), help="File to write, as JSON lines.")
+@file_option("--out", help="File to write, as JSON lines.")
 @click.option(
     "--num-requests",
     type=click.IntRange(2),

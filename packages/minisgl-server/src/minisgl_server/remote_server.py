@@ -1,0 +1,49 @@
+"""Address, authorization and model of a server that the shell or ``minisgl bench serve`` connects to."""
+
+import httpx
+
+from minisgl_core.errors import InvalidValueError, MinisglError
+
+
+def server_url(text: str) -> httpx.URL:
+    """Return the URL of ``--url`` without a trailing slash or ``/v1``."""
+    try:
+        url = httpx.URL(text.rstrip("/").removesuffix("/v1").rstrip("/"))
+    except httpx.InvalidURL:
+        url = httpx.URL()
+    if url.scheme not in ("http", "https") or not url.host:
+        raise InvalidValueError("--url", text, "the URL of a server, such as http://127.0.0.1:1919")
+    return url
+
+
+def authorization(api_keys: str | None) -> dict[str, str]:
+    """Return the header with the first API key, if any. MINISGL_API_KEY may hold several, as a server accepts them all."""
+    keys = (api_keys or "").split()
+    return {"Authorization": f"Bearer {keys[0]}"} if keys else {}
+
+
+def first_model(url: httpx.URL, headers: dict[str, str], remedy: str = "") -> str:
+    """Return the name of the first model that a server lists; `remedy` says what else the user can do.
+
+    Raises:
+        InvalidValueError: the server does not answer, or lists no model.
+    """
+    models = f"{url}/v1/models"
+    try:
+        response = httpx.get(models, headers=headers, timeout=30)
+        raise_for_status(response)
+        return str(response.json()["data"][0]["id"])
+    except (MinisglError, httpx.HTTPError, LookupError, TypeError, ValueError) as error:
+        cause = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+        allowed = "the URL of a server that lists its models"
+        raise InvalidValueError("--url", str(url), allowed, f"{models}: {cause}. {remedy}".rstrip()) from None
+
+
+def raise_for_status(response: httpx.Response) -> None:
+    """Raise the error of a response in OpenAI's format as a `MinisglError`."""
+    if response.is_error:
+        try:
+            message = response.json()["error"]["message"]
+        except (ValueError, LookupError, TypeError):
+            message = f"The server answers with status {response.status_code}."
+        raise MinisglError(message)
