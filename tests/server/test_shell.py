@@ -15,8 +15,7 @@ import pytest
 
 from minisgl_core.errors import MinisglError
 from minisgl_server.shell.chat_models import RemoteModel, _contents
-from minisgl_server.shell.repl import Conversation
-from minisgl_server.shell.settings import parse_setting
+from minisgl_server.shell.repl import Conversation, parse_setting
 
 PROMPT, ANSWER = r"\x1b\[\?2004h.*>", r"\x1b\[\?2004l"
 """A prompt begins by switching the terminal's bracketed paste on and ends by switching it off."""

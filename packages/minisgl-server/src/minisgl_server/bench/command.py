@@ -60,10 +60,10 @@ def offline(ctx: click.Context, /, values: dict[str, Any], sources: dict[str, st
     """Measure a workload in this process, without a server."""
     from minisgl_server.bench.offline import run_offline
 
-    uniform_flags = ("--batch-size", "--input-len", "--output-len", "--prefill-len", "--compare")
     is_w = options["workload"] == "W"
-    refused = {"used with --workload uniform": uniform_flags} if is_w else {"used with --workload W": ("--num-seqs",)}
-    refuse_flags(ctx, refused)
+    uniform_flags = ("--batch-size", "--input-len", "--output-len", "--prefill-len", "--compare")
+    refuse_flags(ctx, is_w, "used with --workload uniform", *uniform_flags)
+    refuse_flags(ctx, not is_w, "used with --workload W", "--num-seqs")
     run_offline(EngineConfig.from_flat(**pick(values, EngineConfig)), SimpleNamespace(**options))
 
 

@@ -1,7 +1,6 @@
 """Flag handling that several ``minisgl bench`` commands share. Must not import heavy packages."""
 
 import os
-from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -33,14 +32,15 @@ json_option = file_option("--json", "json_file", help="Also write the results to
 """Decorator that adds ``--json``."""
 
 
-def refuse_flags(ctx: click.Context, refused: Mapping[str, Iterable[str]]) -> None:
-    """Refuse flags of the command line that would have no effect.
+def refuse_flags(ctx: click.Context, condition: object, allowed: str, *flags: str) -> None:
+    """Under a condition, refuse flags of the command line, which would have no effect.
 
     Args:
-        refused: flags to refuse, by what is allowed instead, as a phrase that follows "must be".
+        condition: nothing is refused if it is false.
+        allowed: what is allowed instead, as a phrase that follows "must be".
+        flags: flags to refuse.
     """
-    for param in ctx.command.params:
-        flag, name = param.opts[0], param.name or ""
-        for allowed, flags in refused.items():
-            if flag in flags and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-                raise InvalidValueError(flag, ctx.params[name], allowed)
+    for param in ctx.command.params if condition else ():
+        name = param.name or ""
+        if param.opts[0] in flags and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise InvalidValueError(param.opts[0], ctx.params[name], allowed)

@@ -1,6 +1,5 @@
 """Runs ``minisgl bench offline``, with the engine in this process."""
 
-from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from types import SimpleNamespace
@@ -29,6 +28,7 @@ COLUMNS = (
     ("step ms", "{step_ms:.2f}"),
     ("prefill ms", "{prefill_ms:.2f}"),
 )
+COMPARISON = "{workload}: minisgl is {speed_up:.2f} times as fast as {with} ({time_ratio:.2f} of its time)"
 
 
 def run_offline(config: EngineConfig, options: SimpleNamespace) -> None:
@@ -46,10 +46,13 @@ def run_offline(config: EngineConfig, options: SimpleNamespace) -> None:
         _print_about(about)
         results = [asdict(result) for group in groups for result in group]
         print_results(COLUMNS, results)
-        comparisons = [_compare(group[0], other) for group in groups for other in group[1:]]
-        for ours, *others in groups:
-            for note in _notes(ours, others):
-                click.echo(note)
+        comparisons = [_compare(ours, other) for ours, *others in groups for other in others]
+        for each in comparisons:
+            click.echo(COMPARISON.format_map(each))
+        for ours, *_ in groups:
+            if cached := max(run.num_cached_tokens for run in ours.runs):
+                share = cached / ours.num_prompt_tokens
+                click.echo(f"{ours.workload}: up to {share:.2%} of the prompts' tokens came from the prefix cache")
         settings = config.flat() | vars(options)
         write_json(options.json_file, **about, results=results, comparisons=comparisons, options=settings)
 
@@ -105,18 +108,6 @@ def _print_about(about: dict[str, Any]) -> None:
     click.echo(f"machine  {device}{cpu}")
     click.echo(f"engine   {', '.join(map(' '.join, chosen))}")
     click.echo(f"versions {', '.join(map(' '.join, packages))}\n")
-
-
-def _notes(ours: Result, others: list[Result]) -> Iterator[str]:
-    for other in others:
-        ratio = ours.seconds / other.seconds
-        yield (
-            f"{ours.workload}: {ours.engine} is {1 / ratio:.2f} times as fast as {other.engine} ({ratio:.2f} of its time)"
-        )
-    cached = max(run.num_cached_tokens for run in ours.runs)
-    if cached:
-        share = cached / ours.num_prompt_tokens
-        yield f"{ours.workload}: up to {share:.2%} of the prompts' tokens came from the prefix cache"
 
 
 def _compare(ours: Result, other: Result) -> dict[str, Any]:

@@ -95,11 +95,11 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
             for index, name in enumerate(_tokenizers(addresses)):
                 supervisor.start(name, RUN_TOKENIZER, config, options, index, addresses)
             phases.done("started the processes")
-            wait = partial(wait_and_restart, supervisor, (replicas, apis))
-            if _wait_ready(supervisor, replicas, apis, addresses, wait, signals, phases):
+            wait = partial(wait_and_restart, supervisor, (replicas, apis), wake=signals)
+            if _wait_ready(supervisor, replicas, apis, addresses, wait, phases):
                 _print(banner(supervisor, options, url, needs_key=bool(digests)))
                 compiler = _compile_in_background(config, options, supervisor)
-                wait(lambda: False, signals)
+                wait(lambda: False)
                 _drain(replicas, apis, options, wait, signals)
         except WorkerDiedError:
             apis.broadcast(Stop())  # running requests fail, as there will be no more output
@@ -195,31 +195,30 @@ def _wait_ready(
     apis: ApiWorkers,
     addresses: IpcAddresses,
     wait: Callable[..., bool],
-    signals: "_Signals",
     phases: StartupTimer,
 ) -> bool:
     """Wait until the engines, then the router and the tokenizer workers, then the API server are ready.
 
     Return False on a signal.
     """
-    if not wait(replicas.are_ready, signals):
+    if not wait(replicas.are_ready):
         return False
     phases.done("waited for the engine")
     info = replicas.mark_ready()
     if addresses.num_replicas > 1:
         with Sender(addresses.router_in) as router:
             router.send(info)
-        if not wait(lambda: ROUTER in supervisor.ready, signals):
+        if not wait(lambda: ROUTER in supervisor.ready):
             return False
     with ExitStack() as stack:
         send_all([stack.enter_context(Sender(address)) for address in addresses.tokenizer_in], info)
-        if not wait(lambda: supervisor.ready.keys() >= set(_tokenizers(addresses)), signals):
+        if not wait(lambda: supervisor.ready.keys() >= set(_tokenizers(addresses))):
             return False
     phases.done("waited for the tokenizer workers")
     most = max(supervisor.ready[name].max_token_bytes for name in _tokenizers(addresses))
     replicas.info = msgspec.structs.replace(info, max_token_bytes=most)
     apis.broadcast(replicas.info)
-    if not wait(apis.is_ready, signals):
+    if not wait(apis.is_ready):
         return False
     phases.done("waited for the API server")
     logger.info("ready %.1f s after the command", sum(phases.seconds.values()))
@@ -234,7 +233,7 @@ def _drain(
     replicas.drain()
     _print(f"Stopping: running requests have {options.drain_timeout:g} s to finish. A second signal ends them now.")
     apis.drain()
-    wait(apis.have_ended, signals, options.drain_timeout + DRAIN_SLACK_S)
+    wait(apis.have_ended, timeout_s=options.drain_timeout + DRAIN_SLACK_S)
 
 
 def _print(text: str) -> None:

@@ -1,5 +1,6 @@
 """Read-eval-print loop of the shell: reads messages and commands, and shows responses."""
 
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -10,8 +11,9 @@ from typing import Any
 import click
 
 from minisgl_core.errors import InvalidValueError, MinisglError
+from minisgl_core.sampling_params import SamplingParams
+from minisgl_core.utils.suggestions import did_you_mean
 from minisgl_server.shell.chat_models import LocalModel, Message, RemoteModel
-from minisgl_server.shell.settings import parse_setting
 
 HELP = """\
 /set                show the sampling parameters
@@ -23,6 +25,11 @@ HELP = """\
 /help               show this
 /exit               leave; Ctrl-D does the same
 Ctrl-C stops a response. Everything else is a message to the model."""
+SETTINGS = (
+    *("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "seed", "stop", "ignore_eos"),
+)
+"""Sampling parameters that ``/set`` accepts: those that apply to a single text response."""
 
 
 class Conversation:
@@ -117,6 +124,24 @@ class Conversation:
     def _toggle_statistics(self) -> None:
         self.shows_statistics = not self.shows_statistics
         click.echo(f"Statistics are {'shown' if self.shows_statistics else 'hidden'}.")
+
+
+def parse_setting(text: str) -> tuple[str, Any]:
+    """Return the name and value of a line such as ``temperature 0.2``; the value ``default`` becomes None."""
+    name, _, rest = text.partition(" ")
+    if name not in SETTINGS:
+        raise InvalidValueError("/set", name, f"one of {', '.join(SETTINGS)}", did_you_mean(name, SETTINGS))
+    rest = rest.strip()
+    if rest in ("", "default"):
+        return name, None
+    try:
+        value = json.loads(rest)
+    except ValueError:
+        value = rest
+    if name == "stop" and not isinstance(value, (str, list)):
+        value = rest  # a text that happens to be JSON, such as 5 or null
+    SamplingParams(**{"max_tokens": 2**31, name: value})
+    return name, value
 
 
 def check_text(name: str, text: str) -> str:

@@ -10,16 +10,8 @@ from minisgl_server.bench.route.step_time import StepTime
 
 MAX_SCHEDULERS, MAX_REPLICAS = 32, 1000
 DEFAULT_NUM_REQUESTS = 2000
-CHAT_FLAGS = (
-    "--num-turns",
-    "--num-prefixes",
-    "--shared-prefix-tokens",
-    "--input-len",
-    "--output-len",
-    "--request-rate",
-    "--turn-delay",
-    "--seed",
-)
+CHAT_FLAGS = ("--num-turns", "--num-prefixes", "--shared-prefix-tokens", "--input-len", "--output-len", "--seed")
+ARRIVAL_FLAGS = ("--request-rate", "--turn-delay")
 POSITIVE, NOT_NEGATIVE = click.FloatRange(0, min_open=True), click.FloatRange(0)
 
 
@@ -93,12 +85,9 @@ def route(ctx: click.Context, /, **values: Any) -> None:
     from minisgl_server.bench.route.run import run_route
 
     has_trace = values["trace"] is not None
-    refused = {
-        "left out with --trace": CHAT_FLAGS if has_trace else (),
-        "used with --trace": () if has_trace else ("--time-scale",),
-        "left out with --num-pages": () if values["num_pages"] is None else ("--working-set",),
-    }
-    refuse_flags(ctx, refused)
+    refuse_flags(ctx, has_trace, "left out with --trace", *CHAT_FLAGS, *ARRIVAL_FLAGS)
+    refuse_flags(ctx, not has_trace, "used with --trace", "--time-scale")
+    refuse_flags(ctx, values["num_pages"], "left out with --num-pages", "--working-set")
     if not has_trace:
         values["num_requests"] = values["num_requests"] or DEFAULT_NUM_REQUESTS
     run_route(SimpleNamespace(**values))

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,20 +84,15 @@ def check_options(options: SimpleNamespace, ctx: click.Context) -> None:
     """Refuse flags that have no effect, and values that are not possible."""
     random_flags = ("--input-len", "--output-len", "--num-turns", "--shared-prefix-tokens", "--num-prefixes")
     arrival_flags = ("--turn-delay", "--request-rate", "--burstiness")
-    refused = {
-        "given without --trace, which has its own requests and times": (*random_flags, *arrival_flags)
-        if options.trace
-        else (),
-        "used with --trace": () if options.trace else ("--time-scale", "--max-input-len"),
-        "used with --num-turns of 2 or more": ("--turn-delay",) if options.num_turns == 1 else (),
-        "used with --shared-prefix-tokens": () if options.shared_prefix_tokens else ("--num-prefixes",),
-        "used with a finite --request-rate": ("--burstiness",) if all(map(math.isinf, options.request_rates)) else (),
-        "used with --endpoint completions and without --tokenizer, which has its own": (
-            ("--vocab-size",) if options.endpoint == "chat" or options.tokenizer else ()
-        ),
-        "used with --json": () if options.json_file else ("--details",),
-    }
-    refuse_flags(ctx, refused)
+    refuse = partial(refuse_flags, ctx)
+    refuse(options.trace, "given without --trace, which has its own requests and times", *random_flags, *arrival_flags)
+    refuse(not options.trace, "used with --trace", "--time-scale", "--max-input-len")
+    refuse(options.num_turns == 1, "used with --num-turns of 2 or more", "--turn-delay")
+    refuse(not options.shared_prefix_tokens, "used with --shared-prefix-tokens", "--num-prefixes")
+    refuse(all(map(math.isinf, options.request_rates)), "used with a finite --request-rate", "--burstiness")
+    has_own_vocab = options.endpoint == "chat" or options.tokenizer
+    refuse(has_own_vocab, "used with --endpoint completions and without --tokenizer, which has its own", "--vocab-size")
+    refuse(not options.json_file, "used with --json", "--details")
     floats = {"--request-rate": options.request_rates, "--time-scale": options.time_scales}
     for name, values in {**floats, "--burstiness": (options.burstiness,)}.items():
         for value in values:

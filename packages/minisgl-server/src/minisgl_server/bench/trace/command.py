@@ -49,9 +49,8 @@ def trace(
 
     if (out is None) == (show is None):
         raise click.UsageError("Give either --out, to write a trace, or --show, to print the statistics of one.")
+    refuse_flags(ctx, show, "used with --out", "--num-requests", "--seed", "--request-rate", "--output-median")
     if show is not None:
-        generator_flags = ("--num-requests", "--seed", "--request-rate", "--output-median")
-        refuse_flags(ctx, {"used with --out": generator_flags})
         requests = read_trace(Path(show), flag="--show")
     else:
         assert out is not None

@@ -71,6 +71,4 @@ def read_trace(path: Path, limit: int | None = None, flag: str = "--trace") -> l
 
 def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
     """Write requests as JSON lines."""
-    encode = msgspec.json.Encoder().encode
-    with path.open("wb") as file:
-        file.writelines(encode(request) + b"\n" for request in requests)
+    path.write_bytes(msgspec.json.Encoder().encode_lines(requests))
