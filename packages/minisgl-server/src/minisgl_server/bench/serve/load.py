@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from minisgl_server.bench.serve.conversations import Conversation
-from minisgl_server.bench.serve.http_client import HttpClient
 from minisgl_server.bench.serve.prompts import Prompts
-from minisgl_server.bench.serve.request import Record, RequestBuilder
+from minisgl_server.bench.serve.request import ApiClient, Record
 
 
 @dataclass(slots=True)
@@ -52,14 +51,13 @@ class Load:
 
     def __init__(
         self,
-        client: HttpClient,
-        builder: RequestBuilder,
+        client: ApiClient,
         prompts: Prompts,
         max_concurrency: int = sys.maxsize,
         duration_s: float = math.inf,
         report: Callable[[Outcome], None] = lambda outcome: None,
     ) -> None:
-        self._client, self._builder, self._prompts = client, builder, prompts
+        self._client, self._prompts = client, prompts
         self._slots = asyncio.Semaphore(max_concurrency)
         self._duration_s = duration_s
         self._report = report
@@ -108,7 +106,7 @@ class Load:
                     record.wait_s = max(0.0, time.perf_counter() - self._start_s - conversation.arrival_s)
                 self._outcome.records.append(record)
                 self._report(self._outcome)
-                text = await self._builder.send(self._client, prompt, record, self._start_s)
+                text = await self._client.send(prompt, record, self._start_s)
                 self._outcome.num_ended += 1
                 self._outcome.num_failed += record.error is not None
                 self._report(self._outcome)

@@ -97,15 +97,17 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestBuilder:
-    """Parameters that all requests of a run share.
+class ApiClient:
+    """Client of an OpenAI-compatible API, with the parameters that all requests share.
 
     Attributes:
+        http: client of the server.
         endpoint: ``completions`` or ``chat``.
         ignore_eos: request outputs of exactly the given length, by an extension of vLLM, SGLang and minisgl.
         timeout_s: time after which a request fails.
     """
 
+    http: HttpClient
     endpoint: str
     model: str
     ignore_eos: bool
@@ -123,7 +125,7 @@ class RequestBuilder:
             body["ignore_eos"] = True
         return _encode(body | self.extra_body)
 
-    async def send(self, client: HttpClient, prompt: Prompt, record: Record, start_s: float) -> str:
+    async def send(self, prompt: Prompt, record: Record, start_s: float) -> str:
         """Send a request and fill in its record.
 
         Args:
@@ -141,7 +143,7 @@ class RequestBuilder:
         try:
             async with asyncio.timeout(self.timeout_s):
                 path = "/v1/chat/completions" if self.endpoint == "chat" else "/v1/completions"
-                status = await client.request("POST", path, body, reader.feed)
+                status = await self.http.request("POST", path, body, reader.feed)
             reader.finish(status)
         except TimeoutError:
             record.error = f"no complete response within {self.timeout_s:g} s"

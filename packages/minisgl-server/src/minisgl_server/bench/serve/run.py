@@ -31,7 +31,7 @@ from minisgl_server.bench.serve.load import Load, Outcome
 from minisgl_server.bench.serve.options import Run, runs
 from minisgl_server.bench.serve.prompts import COMMON_WORDS, Prompts, chats_of
 from minisgl_server.bench.serve.report import Measured, as_json, print_report
-from minisgl_server.bench.serve.request import RequestBuilder
+from minisgl_server.bench.serve.request import ApiClient
 from minisgl_server.bench.serve.summary import summarize
 from minisgl_server.bench.trace.format import read_trace
 from minisgl_server.remote_server import authorization, first_model, server_url
@@ -60,10 +60,11 @@ def run_serve(options: SimpleNamespace) -> None:
     workload = _trace_workload(options, prompts) if options.trace is not None else _random_workload(options, prompts)
     model = options.model or first_model(url, headers, "Otherwise, give --model.")
     extra = {"temperature": options.temperature, **options.extra_body}
-    builder = RequestBuilder(options.endpoint, model, options.ignore_eos, extra, options.timeout)
+    http = HttpClient(url, headers)
+    client = ApiClient(http, options.endpoint, model, options.ignore_eos, extra, options.timeout)
     measured: list[Measured] = []
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        runner.run(_measure(options, HttpClient(url, headers), builder, prompts, workload, measured))
+        runner.run(_measure(options, client, prompts, workload, measured))
 
     print_report(options, model, workload.note, measured)
     write_json(options.json_file, **as_json(options, model, workload.note, measured))
@@ -120,17 +121,12 @@ def _length(low: int, high: int) -> str:
 
 
 async def _measure(
-    options: SimpleNamespace,
-    client: HttpClient,
-    builder: RequestBuilder,
-    prompts: Prompts,
-    workload: _Workload,
-    measured: list[Measured],
+    options: SimpleNamespace, client: ApiClient, prompts: Prompts, workload: _Workload, measured: list[Measured]
 ) -> None:
     """Warm up, then append each run to `measured`."""
-    pids = options.server_pids or tuple(filter(None, [local_server_pid(client.url)]))
+    pids = options.server_pids or tuple(filter(None, [local_server_pid(client.http.url)]))
     try:
-        warm_up = Load(client, builder, prompts, max_concurrency=1)
+        warm_up = Load(client, prompts, max_concurrency=1)
         if (await warm_up.run(_warm_up(workload, options.num_warmups))).is_interrupted:
             return
         for run in runs(options):
@@ -138,7 +134,7 @@ async def _measure(
                 task = bar.add_task(run.label, total=workload.num_requests)
                 show = partial(_show, bar, task, run.label)
                 limits = run.max_concurrency or sys.maxsize, options.duration or math.inf
-                load = Load(client, builder, prompts, *limits, show)
+                load = Load(client, prompts, *limits, show)
                 server = ServerCpuTimer(pids)
                 outcome = await load.run(workload.conversations(run))
             summary = summarize(outcome, options.goodput, options.ignore_eos, server.seconds())
@@ -146,7 +142,7 @@ async def _measure(
             if outcome.is_interrupted:
                 return
     finally:
-        client.close()
+        client.http.close()
 
 
 def _show(bar: Progress, task: TaskID, label: str, outcome: Outcome) -> None:
