@@ -39,10 +39,9 @@ class ScriptedServer:
                     if not (line := reader.readline()):
                         return
                     head += line
-                [length] = [
-                    line.split(b":")[1] for line in head.split(b"\r\n") if line.lower().startswith(b"content-l")
-                ]
-                self.requests.append(head + reader.read(int(length)))
+                lengths = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+                length = int(lengths[0].split(b":")[1]) if lengths else 0
+                self.requests.append(head + reader.read(length))
                 self._answer(connection, self.requests[-1])
 
     def close(self) -> None:

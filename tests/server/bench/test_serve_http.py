@@ -12,7 +12,7 @@ import pytest
 
 from minisgl_core.errors import InvalidValueError
 from minisgl_server.bench.serve.http_client import HttpClient, HttpError, port_of
-from minisgl_server.remote_server import server_url
+from minisgl_server.remote_server import first_model, server_url
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n5;x=y\r\n\r\nd\r\n\r\n0\r\n\r\n"
 SIZED = b"HTTP/1.1 404 Not Found\r\nContent-Length: 5\r\n\r\nsorry"
@@ -60,6 +60,21 @@ async def test_whole_responses_on_one_connection(
     assert b"\r\nAuthorization: Bearer k\r\n" in server.requests[0]
     assert server.requests[0].endswith(b"\r\n\r\n{}")
     client.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "cause"),
+    [
+        (b"307 Temporary Redirect", b"", "The server answers with status 307."),
+        (b"401 Unauthorized", b'{"error": {"message": "Wrong key."}}', "Wrong key."),
+        (b"200 OK", b'{"data": []}', "list index out of range."),
+    ],
+)
+def test_a_server_without_models_is_refused(scripted: Any, status: bytes, body: bytes, cause: str) -> None:
+    server = scripted(say(b"HTTP/1.1 %s\r\nContent-Length: %d\r\n\r\n%s" % (status, len(body), body)))
+    with pytest.raises(InvalidValueError) as refused:
+        first_model(server_url(server.url), {}, "Otherwise, give --model.")
+    assert str(refused.value).endswith(f"{server.url}/v1/models: {cause} Otherwise, give --model.")
 
 
 async def test_a_body_that_ends_with_the_connection(scripted: Any) -> None:

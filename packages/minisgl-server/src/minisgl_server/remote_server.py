@@ -40,8 +40,8 @@ def first_model(url: httpx.URL, headers: dict[str, str], remedy: str = "") -> st
 
 
 def raise_for_status(response: httpx.Response) -> None:
-    """Raise the error of a response in OpenAI's format as a `MinisglError`."""
-    if response.is_error:
+    """Raise the error of an unsuccessful response, in OpenAI's format, as a `MinisglError`."""
+    if not response.is_success:
         try:
             message = response.json()["error"]["message"]
         except (ValueError, LookupError, TypeError):

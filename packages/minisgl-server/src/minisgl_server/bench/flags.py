@@ -26,14 +26,14 @@ def _check_writable(ctx: click.Context, param: click.Parameter, value: str | Non
     return value
 
 
-file_option = partial(click.option, metavar="FILE", callback=_check_writable)
+file_option = partial(click.option, type=click.Path(readable=False), metavar="FILE", callback=_check_writable)
 """Decorator that adds an option for a file to write."""
 json_option = file_option("--json", "json_file", help="Also write the results to this file.")
 """Decorator that adds ``--json``."""
 
 
 def refuse_flags(ctx: click.Context, condition: object, allowed: str, *flags: str) -> None:
-    """Under a condition, refuse flags of the command line, which would have no effect.
+    """Refuse flags of the command line if a condition holds, under which they have no effect.
 
     Args:
         condition: nothing is refused if it is false.

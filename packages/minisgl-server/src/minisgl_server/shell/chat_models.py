@@ -100,7 +100,7 @@ class RemoteModel:
             httpx.AsyncClient(timeout=timeout, headers=self._headers) as client,
             client.stream("POST", url, json=body) as response,
         ):
-            if response.is_error:
+            if not response.is_success:
                 await response.aread()
             raise_for_status(response)
             async for line in _lines(response):

@@ -1,7 +1,6 @@
 """Minimal HTTP/1.1 client that passes on the bytes of a streamed response as they arrive.
 
-A general-purpose client would limit the measurement earlier: per request of 128 events, aiohttp 3.14 took 2.9 ms of CPU time on
-an AMD EPYC core, and this client 1.5 ms; per request of one event, 210 us and 50 us.
+A general-purpose client takes more CPU time per streamed request, and would limit the measurement earlier.
 """
 
 import asyncio

@@ -49,7 +49,8 @@ def trace(
 
     if (out is None) == (show is None):
         raise click.UsageError("Give either --out, to write a trace, or --show, to print the statistics of one.")
-    refuse_flags(ctx, show, "used with --out", "--num-requests", "--seed", "--request-rate", "--output-median")
+    generator_flags = ("--num-requests", "--seed", "--request-rate", "--output-median")
+    refuse_flags(ctx, out is None, "used with --out", *generator_flags)
     if show is not None:
         requests = read_trace(Path(show), flag="--show")
     else:
