@@ -75,51 +75,36 @@ def _new_manager() -> pluggy.PluginManager:
 
 
 def _add(manager: pluggy.PluginManager, registry: Registry, entry: Entry) -> None:
-    """Load a hook module and register it.
+    """Load a hook module, or the object that a function or class in its place returns, and register its hooks.
 
     Raises:
-        PluginError: it cannot be used.
-    """
-    try:
-        if (module := _load(registry, entry)) is not None:
-            _register(manager, entry, module)
-    except (ValueError, pluggy.PluginValidationError) as error:
-        raise PluginError(" ".join(str(error).split())) from error
-
-
-def _load(registry: Registry, entry: Entry) -> object:
-    """Return the hook module, or the object that a function or class in its place returns; None for no hooks.
-
-    Raises:
-        ProviderLoadError: the module cannot be loaded (see `Registry.load_entry`), or the call failed.
+        PluginError: it cannot be used; see `Registry.load_entry`.
     """
     module = registry.load_entry(entry)
-    if not callable(module):
-        return module
-    try:
-        return module()
-    except (Exception, SystemExit) as error:
-        raise ProviderLoadError(f"{entry.value} cannot be called: {type(error).__name__}: {error}") from error
-
-
-def _register(manager: pluggy.PluginManager, entry: Entry, module: object) -> None:
+    if callable(module):
+        try:
+            module = module()
+        except (Exception, SystemExit) as error:
+            raise ProviderLoadError(f"{entry.value} cannot be called: {type(error).__name__}: {error}") from error
+    if module is None:
+        return
     name = f"{entry.distribution}:{entry.name}"
     guarded = SimpleNamespace()
-    for attribute in dir(module):
-        if options := manager.parse_hookimpl_opts(module, attribute):
-            function = getattr(module, attribute)
-            # A wrapper is a generator, whose exceptions come from the implementations that it wraps.
-            is_plain = not options["hookwrapper"] and not options["wrapper"] and attribute != "api_routes"
-            setattr(guarded, attribute, _guard(function, f"{attribute} of {name}") if is_plain else function)
-    if not vars(guarded):
-        raise PluginError("it implements no hook; mark its functions with minisgl_core.hookimpl")
     try:
+        for attribute in dir(module):
+            if options := manager.parse_hookimpl_opts(module, attribute):
+                function = getattr(module, attribute)
+                # A wrapper is a generator, whose exceptions come from the implementations that it wraps.
+                is_plain = not options["hookwrapper"] and not options["wrapper"] and attribute != "api_routes"
+                setattr(guarded, attribute, _guard(function, f"{attribute} of {name}") if is_plain else function)
+        if not vars(guarded):
+            raise PluginError("it implements no hook; mark its functions with minisgl_core.hookimpl")
         manager.register(guarded, name)
         manager.check_pending()
-    except pluggy.PluginValidationError:
-        if manager.has_plugin(name):
+    except (ValueError, pluggy.PluginValidationError) as error:
+        if isinstance(error, pluggy.PluginValidationError) and manager.has_plugin(name):
             manager.unregister(name=name)
-        raise
+        raise PluginError(" ".join(str(error).split())) from error
 
 
 def _guard(function: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -142,7 +142,7 @@ class Registry:
             remedy = remedies.for_import_failure(entry.kind, entry.name, entry.distribution, error)
             cause = " ".join(f"{type(error).__name__}: {error}".split())
             raise ProviderLoadError(f"{what} cannot be imported from {entry.value!r}: {cause}. {remedy}") from error
-        reason = _api_mismatch(provider, entry.kind) or _contract_breach(provider, entry.kind)
+        reason = _api_mismatch(provider) or _contract_breach(provider, entry.kind)
         if reason:
             raise ProviderLoadError(f"{what} cannot be used: {reason}.")
         return provider
@@ -243,21 +243,18 @@ def _check_kind(kind: str) -> None:
         raise InvalidValueError("kind", kind, f"one of {', '.join(KINDS)}", did_you_mean(kind, KINDS))
 
 
-def _api_mismatch(provider: Any, kind: str) -> str:
+def _api_mismatch(provider: Any) -> str:
     """Return the reason why a provider's contract version does not fit; empty if it fits."""
-    old = [name for name in plugin_api.REMOVED.get(kind, ()) if hasattr(provider, name)]
     declared: Any = getattr(provider, "plugin_api", None)
     try:
-        if not old and (declared is None or SpecifierSet(declared).contains(plugin_api.VERSION)):
+        if declared is None or SpecifierSet(declared).contains(plugin_api.VERSION):
             return ""
-        is_first = bool(old) or SpecifierSet(declared).contains("1.0")
     except (InvalidSpecifier, TypeError, AttributeError):
         return f"its plugin_api is {declared!r}, which is not a version range such as '>=2,<3'"
-    works_with = f"has {old[0]}, which belongs to version 1" if old else f"works with versions {declared}"
-    text = f"it {works_with} of the plugin API, and this minisgl has {plugin_api.VERSION}."
-    if is_first and kind in plugin_api.CHANGES:
-        text += f" In version 2, {plugin_api.CHANGES[kind]}."
-    return f"{text} Install a version made for this minisgl"
+    return (
+        f"it works with versions {declared} of the plugin API, and this minisgl has {plugin_api.VERSION}. "
+        "Install a version made for this minisgl"
+    )
 
 
 def _contract_breach(provider: Any, kind: str) -> str:
