@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import dis
 import gc
+import itertools
 import json
 import shutil
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -288,6 +292,45 @@ def test_an_interrupt_anywhere_in_a_step_costs_only_what_ran(overlap: bool, monk
             list(stream)
         outputs = llm.generate(PROMPTS, greedy(5))
         assert [tuple(output.token_ids) for output in outputs] == [tiny.greedy(tuple(p), 5) for p in PROMPTS]
+
+
+def submit_interrupted(llm: LLM, target: int) -> bool:
+    """Raise KeyboardInterrupt at the place `target` of `LLM._submit`. Return False if it has fewer places.
+
+    CPython handles a Ctrl-C after calls, at the beginning of functions and at the end of loops.
+    """
+    num_places, last = 0, dict[FrameType, str]()
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal num_places
+        frame.f_trace_opcodes = Path(frame.f_code.co_filename).stem in ("llm", "contextlib")
+        if event == "opcode":
+            before, last[frame] = last.get(frame, ""), dis.opname[frame.f_code.co_code[frame.f_lasti]]
+            if before in ("CALL", "RESUME", "JUMP_BACKWARD"):
+                num_places += 1
+                if num_places > target:
+                    raise KeyboardInterrupt
+        return trace
+
+    request_ids: dict[str, None] = {}
+    submit = llm._checked(PROMPTS[0], greedy(1))[0]
+    sys.settrace(trace)
+    try:
+        llm._submit(submit, request_ids, is_incremental=False)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+        assert not llm._lock.locked()
+        llm._abort(request_ids)
+        llm._running.clear()
+    return False
+
+
+def test_an_interrupt_anywhere_in_submit_leaves_the_lock_free(llm: LLM) -> None:
+    num_places = next(target for target in itertools.count() if not submit_interrupted(llm, target))
+    assert num_places > 5
+    assert tuple(llm.generate([PROMPTS[0]], greedy(5))[0].token_ids) == tiny.greedy(tuple(PROMPTS[0]), 5)
 
 
 class GivesUp(GrammarState):

@@ -342,19 +342,15 @@ class LLM:
             with self._exclusive():
                 self._abort_abandoned()
 
-    @contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        """Change the scheduler in the block.
+    def _exclusive(self) -> Lock:
+        """Return the lock to hold while the scheduler is changed. A ``with`` statement of the lock itself survives a Ctrl-C.
 
         Raises:
             MinisglError: it is being changed already.
         """
-        if not self._lock.acquire(blocking=False):
+        if self._lock.locked():
             raise MinisglError("this LLM is in use by another thread; call it from one thread at a time")
-        try:
-            yield
-        finally:
-            self._lock.release()
+        return self._lock
 
     def _abort_abandoned(self) -> None:
         while self._to_abort:
