@@ -29,7 +29,9 @@ class RotaryEmbedding(Layer):
                 f"config: the rotary embedding is of the kind {rope.kind} (rope_type), which is not supported; "
                 f"known are {', '.join(ROPE_KINDS)}"
             )
-        angles, scale = _angles(rope, max_position, build.device)
+        positions = torch.arange(max_position, dtype=torch.float32, device=build.device)
+        frequencies, scale = inverse_frequencies(rope, max_position)
+        angles = torch.outer(positions, frequencies.to(build.device))  # [L, D2]
         self._gather_rows = build.ops.step.gather_rows
         self.cos = angles.cos().mul_(scale).to(build.dtype)
         self.sin = angles.sin().mul_(scale).to(build.dtype)
@@ -37,14 +39,6 @@ class RotaryEmbedding(Layer):
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin, [T, D2] each, of the positions, int32 or int64 [T]."""
         return self._gather_rows(self.cos, positions), self._gather_rows(self.sin, positions)
-
-
-def _angles(rope: RopeConfig, max_position: int, device: torch.device) -> tuple[torch.Tensor, float]:
-    """Return the angles, float32 [L, D2], and the factor on cos and sin."""
-    positions = torch.arange(max_position, dtype=torch.float32, device=device)
-    frequencies, scale = inverse_frequencies(rope, max_position)
-    angles = torch.outer(positions, frequencies.to(device))
-    return angles, scale
 
 
 def inverse_frequencies(rope: RopeConfig, max_position: int = 0) -> tuple[torch.Tensor, float]:
@@ -55,25 +49,25 @@ def inverse_frequencies(rope: RopeConfig, max_position: int = 0) -> tuple[torch.
     With ``longrope``, `max_position` selects the short or the long factors for all positions, since cached keys cannot be
     rotated again. transformers uses the short factors until a sequence exceeds the unscaled context length.
     """
-    frequencies = 1.0 / rope.theta ** _exponents(rope)
+    powers = rope.theta ** (torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim)
+    frequencies = 1.0 / powers
     scale = 1.0
     if rope.kind == "linear":
         frequencies = frequencies / rope.factor
     elif rope.kind == "llama3":
         frequencies = _llama3(rope, frequencies)
     elif rope.kind == "yarn":
-        frequencies, scale = _yarn(rope, frequencies)
+        frequencies, scale = _yarn(rope, frequencies), _yarn_attention_factor(rope)
     elif rope.kind == "longrope":
         is_long = max_position > rope.original_max_position
-        factors = torch.tensor(rope.long_factors if is_long else rope.short_factors)
-        frequencies, scale = 1.0 / (factors * rope.theta ** _exponents(rope)), _longrope_attention_factor(rope)
+        frequencies = 1.0 / (torch.tensor(rope.long_factors if is_long else rope.short_factors) * powers)
+        # The factor on cos and sin grows with the scaling factor (arXiv 2402.13753).
+        scale = math.sqrt(1 + math.log(max(rope.factor, 1.0)) / math.log(rope.original_max_position))
+    if rope.attention_factor is not None and rope.kind in ("yarn", "longrope"):
+        scale = rope.attention_factor
     if rope.freq_factors:
         frequencies = frequencies / torch.tensor(rope.freq_factors)
     return frequencies, scale
-
-
-def _exponents(rope: RopeConfig) -> torch.Tensor:
-    return torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
 
 
 def _llama3(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
@@ -84,7 +78,7 @@ def _llama3(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
     return frequencies * (kept + (1 - kept) / rope.factor)
 
 
-def _yarn(rope: RopeConfig, frequencies: torch.Tensor) -> tuple[torch.Tensor, float]:
+def _yarn(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
     """Scale as YaRN (arXiv 2309.00071): keep high frequencies, divide low ones by the factor, interpolate between."""
 
     def correction_dim(rotations: float) -> float:
@@ -97,23 +91,13 @@ def _yarn(rope: RopeConfig, frequencies: torch.Tensor) -> tuple[torch.Tensor, fl
     low, high = max(low, 0), min(high, rope.rotary_dim - 1)
     steps = torch.arange(len(frequencies), dtype=torch.float32)
     interpolated = ((steps - low) / max(high - low, 0.001)).clamp(0, 1)
-    frequencies = frequencies * (1 - interpolated) + frequencies / rope.factor * interpolated
-    return frequencies, _yarn_attention_factor(rope)
-
-
-def _longrope_attention_factor(rope: RopeConfig) -> float:
-    """Return LongRoPE's factor on cos and sin (arXiv 2402.13753), which grows with the scaling factor."""
-    if rope.attention_factor is not None:
-        return rope.attention_factor
-    return 1.0 if rope.factor <= 1 else math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position))
+    return frequencies * (1 - interpolated) + frequencies / rope.factor * interpolated
 
 
 def _yarn_attention_factor(rope: RopeConfig) -> float:
     def grown(mscale: float) -> float:
         return 1.0 if rope.factor <= 1 else 0.1 * mscale * math.log(rope.factor) + 1.0
 
-    if rope.attention_factor is not None:
-        return rope.attention_factor
     if rope.mscale and rope.mscale_all_dim:
         return grown(rope.mscale) / grown(rope.mscale_all_dim)
     return grown(1.0)
