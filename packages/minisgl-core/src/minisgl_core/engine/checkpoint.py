@@ -10,7 +10,7 @@ from minisgl_core.config.options import AUTO, EngineConfig
 from minisgl_core.contracts.model import Model
 from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.weights import WeightSource
-from minisgl_core.errors import InvalidValueError, ModelFormatError, ProviderUnsupportedError
+from minisgl_core.errors import InvalidValueError, ModelFormatError
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_core.weights.loader import has_other_lm_head
@@ -65,8 +65,7 @@ def open_checkpoint(config: EngineConfig, registry: Registry) -> Checkpoint:
         raise
     normalised = model_config(standard, source.generation_config, source.eos_token_id)
     name = config.model.model or path.stem.split(".")[0]
-    if reasons := registry.unsupported("models", provider, normalised):
-        raise ProviderUnsupportedError("models", provider, reasons)
+    registry.load_supported("models", provider, normalised)
     if provider == TRANSFORMERS and config.parallel.pp > 1:
         remedy = "Use --tp, or an architecture with a model provider (minisgl plugins list)."
         raise InvalidValueError("--pp", config.parallel.pp, "1 with --model-impl transformers", remedy)

@@ -22,7 +22,6 @@ from minisgl_core.config.options import EngineConfig
 from minisgl_core.config.stages import stage_layers
 from minisgl_core.contracts.communicator import Communicator, CommunicatorSpec, SingleRank
 from minisgl_core.contracts.executor import RankPlacement
-from minisgl_core.errors import ProviderUnsupportedError
 from minisgl_core.plugins.registry import Registry
 
 _TIMEOUT_S = 600.0
@@ -99,7 +98,7 @@ def join_groups(
     if tp > 1:
         url = urls.of(f"stage-{stage}", is_leader=tp_rank == 0)
         spec = CommunicatorSpec(tp_rank, tp, device, url, _TIMEOUT_S, spans_hosts=placement.spans_hosts(tp))
-        tensor = _join(within, registry, spec)
+        tensor = registry.load_supported("communicator", within, spec)(spec)
     on_joined(tensor)
     if pp == 1:
         return RankGroups(tensor)
@@ -107,7 +106,7 @@ def join_groups(
         url = urls.of(f"pipeline-{tp_rank}", is_leader=stage == 0)
         spans_hosts = placement.spans_hosts(placement.size)
         spec = CommunicatorSpec(stage, pp, device, url, _TIMEOUT_S, is_p2p_only=True, spans_hosts=spans_hosts)
-        pipeline = _join(between, registry, spec)
+        pipeline: Communicator = registry.load_supported("communicator", between, spec)(spec)
     except BaseException:
         for leave in (tensor.abort, tensor.close):
             with suppress(Exception):  # the first error is the one to report
@@ -115,13 +114,6 @@ def join_groups(
         raise
     on_joined(pipeline)
     return RankGroups(tensor, pipeline, urls.store)
-
-
-def _join(name: str, registry: Registry, spec: CommunicatorSpec) -> Communicator:
-    provider: type[Communicator] = registry.load("communicator", name)
-    if reasons := registry.unsupported("communicator", name, spec):
-        raise ProviderUnsupportedError("communicator", name, reasons)
-    return provider(spec)
 
 
 class _GroupUrls:

@@ -29,9 +29,7 @@ def pick_platform(
         PluginError: it is not installed or cannot be loaded.
     """
     if wanted != AUTO:
-        platform = registry.load("platform", wanted)
-        if reasons := registry.unsupported("platform", wanted):
-            raise ProviderUnsupportedError("platform", wanted, reasons)
+        platform = registry.load_supported("platform", wanted)
         return platform, _hardware_of(platform)
     for name in _auto_order(registry):
         if (found := _load_if_supported(registry, name)) is not None:

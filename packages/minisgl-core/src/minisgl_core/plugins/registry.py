@@ -16,7 +16,13 @@ from typing import Any
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
 
-from minisgl_core.errors import DuplicateProviderError, InvalidValueError, ProviderLoadError, ProviderNotFoundError
+from minisgl_core.errors import (
+    DuplicateProviderError,
+    InvalidValueError,
+    ProviderLoadError,
+    ProviderNotFoundError,
+    ProviderUnsupportedError,
+)
 from minisgl_core.plugins import plugin_api, remedies
 from minisgl_core.plugins.kinds import KINDS
 from minisgl_core.plugins.selection import BLOCK_VARIABLE, SHIPPED, Selection
@@ -150,6 +156,17 @@ class Registry:
     def unsupported(self, kind: str, name: str, *spec: Any) -> list[str]:
         """Load a provider and return the reasons why it cannot be used. Raises the errors of `load` and `reasons_of`."""
         return reasons_of(self.entry(kind, name), self.load(kind, name), *spec)
+
+    def load_supported(self, kind: str, name: str, *spec: Any) -> Any:
+        """Load a provider that the user named.
+
+        Raises:
+            ProviderUnsupportedError: it does not support the spec.
+            PluginError: see `load` and `reasons_of`.
+        """
+        if reasons := self.unsupported(kind, name, *spec):
+            raise ProviderUnsupportedError(kind, name, reasons)
+        return self.load(kind, name)
 
     def digest(self, chosen: Mapping[str, str]) -> str:
         """Return a hash of the selected providers, which ranks compare before they join.

@@ -2,7 +2,6 @@
 
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.contracts.executor import Executor, ExecutorSpec
-from minisgl_core.errors import ProviderUnsupportedError
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.runtime.supervisor import Supervisor
 
@@ -16,8 +15,5 @@ def make_executor(config: EngineConfig, registry: Registry, supervisor: Supervis
     parallel, platform = config.parallel, config.backends.platform
     logs = supervisor.log_level, supervisor.log_format
     spec = ExecutorSpec(parallel.tp, parallel.pp, parallel.placement, platform, replicas, *logs)
-    name = parallel.executor
-    if reasons := registry.unsupported("executor", name, spec):
-        raise ProviderUnsupportedError("executor", name, reasons)
-    executor: Executor = registry.load("executor", name)(supervisor.start, spec)
+    executor: Executor = registry.load_supported("executor", parallel.executor, spec)(supervisor.start, spec)
     return executor
