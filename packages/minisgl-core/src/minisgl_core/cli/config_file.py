@@ -39,24 +39,17 @@ def load_config_file(path: str, options: Mapping[str, dataclasses.Field[Any] | N
 
 
 def _parse(path: str) -> Mapping[Any, Any]:
+    import yaml
+
     suffix = Path(path).suffix.lower()
     if suffix not in (".toml", ".yaml", ".yml"):
         raise InvalidValueError("--config", path, "a file that ends in .toml, .yaml or .yml")
     try:
         text = Path(path).read_text(encoding="utf-8")
-        data = tomllib.loads(text) if suffix == ".toml" else _parse_yaml(text)
-    except (OSError, ValueError) as error:
+        data = tomllib.loads(text) if suffix == ".toml" else yaml.safe_load(text) or {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
         what = f"a readable {'TOML' if suffix == '.toml' else 'YAML'} file"
         raise InvalidValueError("--config", path, what, " ".join(str(error).split())) from error
     if not isinstance(data, dict):
         raise InvalidValueError("--config", path, "a mapping of option names to values")
     return data
-
-
-def _parse_yaml(text: str) -> Any:
-    import yaml
-
-    try:
-        return yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from error

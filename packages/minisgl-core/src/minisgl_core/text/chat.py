@@ -126,25 +126,17 @@ def render_chat(
             raise InvalidValueError("documents", "given", "left out: the model's chat template does not show documents")
         options["documents"] = [dict(each) for each in documents]
     try:
-        text = (apply or _apply)(tokenizer, plain, options)
+        return (apply or _apply)(tokenizer, plain, options)
     except Exception as error:  # a template is a program and may raise anything
-        raise InvalidValueError(
-            "messages",
-            [message["role"] for message in plain],
-            "a conversation that the model's chat template accepts",
-            f"It says: {_shortened(str(error) or type(error).__name__)}",
-        ) from error
-    return text
+        allowed, why = "a conversation that the model's chat template accepts", str(error) or type(error).__name__
+        remedy = f"It says: {why if len(why) <= 500 else why[:497] + '...'}"
+        raise InvalidValueError("messages", [message["role"] for message in plain], allowed, remedy) from error
 
 
 def _apply(tokenizer: Any, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
     check_numbers(_JINJA, options.get("chat_template", tokenizer.chat_template))
     text: str = run_limited(lambda: tokenizer.apply_chat_template(messages, tokenize=False, **options))
     return text
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= 500 else text[:497] + "..."
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]], knows_developer: bool = True) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,18 +48,15 @@ class SafetensorsWeights(FolderSource):
             weight_map = read_json(self._path / _INDEX).get("weight_map")
             if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
                 raise ModelFormatError(f"{self._path / _INDEX}: weight_map must map names of tensors to files")
-            files: dict[Path, set[str] | None] = {}
+            for file in set(weight_map.values()):
+                # Links are followed, because the cache of the hub consists of links.
+                if Path(file).is_absolute() or ".." in Path(file).parts:
+                    raise ModelFormatError(
+                        f"{self._path / _INDEX}: weight_map has {file!r}, which is not a file in the folder"
+                    )
+            files = defaultdict[Path, set[str]](set)
             for name, file in weight_map.items():
-                if (path := self._path / file) not in files:
-                    # Links are followed, because the cache of the hub consists of links.
-                    if Path(file).is_absolute() or ".." in Path(file).parts:
-                        raise ModelFormatError(
-                            f"{self._path / _INDEX}: weight_map has {file!r}, which is not a file in the folder"
-                        )
-                    files[path] = set()
-                names = files[path]
-                assert names is not None
-                names.add(name)
+                files[self._path / file].add(name)
             return dict(sorted(files.items()))
         single = self._path / _SINGLE
         return dict.fromkeys([single] if single.is_file() else sorted(self._path.glob("*.safetensors")))
