@@ -184,7 +184,7 @@ def test_a_grammar_that_no_request_waits_for_is_not_compiled() -> None:
         each.compiled.result()
         grammars.stop(each)
     wait_for_none_pending(grammars)
-    assert not grammars._num_waiting
+    assert not any(each.num_waiting for each in grammars._cached.values())
     assert grammars.num_grammars == 4
     grammars.close()
 

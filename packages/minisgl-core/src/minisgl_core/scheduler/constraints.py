@@ -9,7 +9,7 @@ a thread of their own, so that expensive grammars delay others by little.
 import hashlib
 import logging
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -49,6 +49,20 @@ class CompiledGrammar:
     num_bytes: int
 
 
+class Compilation(Future[CompiledGrammar]):
+    """Compilation of one grammar.
+
+    Attributes:
+        source: text of the grammar; None once the compilation has ended.
+        num_waiting: number of requests that wait for it.
+    """
+
+    def __init__(self, source: GrammarSource) -> None:
+        super().__init__()
+        self.source: GrammarSource | None = source
+        self.num_waiting = 0
+
+
 class Constraint:
     """Grammar state of one request.
 
@@ -61,7 +75,7 @@ class Constraint:
 
     __slots__ = ("_reasoning_end_token", "_state", "compiled", "error", "param", "reasoning_begin_token")
 
-    def __init__(self, source: GrammarSource, compiled: Future[CompiledGrammar]) -> None:
+    def __init__(self, source: GrammarSource, compiled: Compilation) -> None:
         self.compiled, self.reasoning_begin_token = compiled, source.reasoning_begin_token
         self._reasoning_end_token = source.reasoning_end_token
         self._state: GrammarState | None = None
@@ -134,15 +148,11 @@ class GrammarManager:
         self._slow_pool = ThreadPoolExecutor(1, "slow grammar")
         self._lock = RLock()
         """Lock of the cached and the pending grammars, which the threads change, too."""
-        self._cached: OrderedDict[bytes, Future[CompiledGrammar]] = OrderedDict()
+        self._cached: OrderedDict[bytes, Compilation] = OrderedDict()
         """Compiled grammars, least recently used first."""
         self._cached_bytes = 0
-        self._compiling: dict[bytes, Future[CompiledGrammar]] = {}
-        self._pending: dict[Future[CompiledGrammar], GrammarSource] = {}
-        """Texts of the grammars in `_compiling`."""
+        self._pending: dict[bytes, Compilation] = {}
         self._pending_bytes = 0
-        self._num_waiting = Counter[Future[CompiledGrammar]]()
-        """Number of requests that wait for each grammar."""
 
     def warm_up(self) -> None:
         """Load the grammar backend in a thread. It reads the tokenizer for about a second, which no request then waits for."""
@@ -158,7 +168,7 @@ class GrammarManager:
     @property
     def num_grammars(self) -> int:
         """Number of grammars that are cached or being compiled."""
-        return len(self._cached) + len(self._compiling)
+        return len(self._cached) + len(self._pending)
 
     def start(self, source: GrammarSource) -> Constraint:
         """Start to compile a grammar unless it is cached. A grammar that does not compile is not cached.
@@ -170,24 +180,21 @@ class GrammarManager:
         with self._lock:
             if (compiled := self._cached.get(key)) is not None:
                 self._cached.move_to_end(key)
-            elif (compiled := self._compiling.get(key)) is None:
+            elif (compiled := self._pending.get(key)) is None:
                 if self._pending and self._pending_bytes + size > MAX_PENDING_BYTES:
                     raise QueueFullError(f"{len(self._pending)} grammars wait to be compiled already; try again later")
-                compiled = self._compiling[key] = Future()
-                self._pending[compiled] = source
+                compiled = self._pending[key] = Compilation(source)
                 self._pending_bytes += size
-                compiled.add_done_callback(lambda done: self._finish(key, done))
+                compiled.add_done_callback(lambda _: self._finish(key, size))
                 self._pool.submit(self._run, compiled, is_quick=self._checker is not None)
-            self._num_waiting[compiled] += 1
+            compiled.num_waiting += 1
         return Constraint(source, compiled)
 
     def stop(self, constraint: Constraint) -> None:
         """End a request's wait for its grammar. A grammar that no request waits for any more is not compiled."""
-        compiled = constraint.compiled
-        self._num_waiting[compiled] -= 1
-        if self._num_waiting[compiled] <= 0:
-            del self._num_waiting[compiled]
-            compiled.cancel()
+        constraint.compiled.num_waiting -= 1
+        if constraint.compiled.num_waiting <= 0:
+            constraint.compiled.cancel()
 
     def discard(self, constraint: Constraint) -> None:
         """Remove a grammar from the cache after an error of its state.
@@ -200,11 +207,12 @@ class GrammarManager:
             if key is not None:
                 self._cached_bytes -= self._cached.pop(key).result().num_bytes
 
-    def _finish(self, key: bytes, compiled: Future[CompiledGrammar]) -> None:
+    def _finish(self, key: bytes, size: int) -> None:
         """Cache a grammar unless its compilation failed or was cancelled, and evict others beyond the cache's limits."""
         with self._lock:
-            del self._compiling[key]
-            self._pending_bytes -= _size(self._pending.pop(compiled))
+            compiled = self._pending.pop(key)
+            compiled.source = None
+            self._pending_bytes -= size
             if compiled.cancelled() or compiled.exception() is not None:
                 return
             self._cached[key] = compiled
@@ -266,11 +274,9 @@ class GrammarManager:
                 self._backend = self._make_backend()
             return self._backend
 
-    def _run(self, compiled: Future[CompiledGrammar], is_quick: bool) -> None:
+    def _run(self, compiled: Compilation, is_quick: bool) -> None:
         """Compile a grammar that a request still waits for. If it fails a quick trial, leave it to the slow thread."""
-        with self._lock:
-            source = self._pending.get(compiled)
-        if source is None:
+        if (source := compiled.source) is None:
             return
         try:
             result = self._compile(source, is_quick)

@@ -14,10 +14,7 @@ The file is long because admission, preemption and the end of requests change on
 import logging
 import random
 import time
-from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence, Set
-from contextlib import suppress
-from queue import Empty, SimpleQueue
 from typing import Any, cast
 
 import numpy as np
@@ -31,13 +28,14 @@ from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.protocol.batch_plan import BatchPlan, StepResult, TokenMasks
 from minisgl_core.protocol.messages import Rejected, Submit, TokenBatch, TokenLogprobs, TokenOut
 from minisgl_core.protocol.scheduler_stats import SchedulerStats
-from minisgl_core.scheduler.constraints import Constraint, GrammarManager
+from minisgl_core.scheduler.constraints import GrammarManager
 from minisgl_core.scheduler.limits import SchedulerLimits
 from minisgl_core.scheduler.page_manager import PageManager
 from minisgl_core.scheduler.planner import Chunk, Planner
 from minisgl_core.scheduler.request import Request
 from minisgl_core.scheduler.running_requests import RunningRequests
 from minisgl_core.scheduler.step_times import StepTimes
+from minisgl_core.scheduler.waiting_queue import WaitingQueue, queue_key
 
 logger = logging.getLogger(__name__)
 
@@ -47,11 +45,6 @@ _COMPILE_WAIT_S = 0.02
 """Longest wait for a grammar to be compiled while no other request can run."""
 _FEW_WAITING = 3
 """Number of waiting requests up to which further prompts join a step only as a whole; see `_schedule_prefills`."""
-
-
-def _queue_key(request: Request) -> tuple[int, int]:
-    """Return the sort key of the queue: priority, lowest value first, then arrival. The last request is preempted first."""
-    return request.priority, request.arrival
 
 
 class Scheduler:
@@ -93,11 +86,7 @@ class Scheduler:
         self.policy = policy
         self.stats = SchedulerStats()
         self.step_times = StepTimes(limits.max_step_s)
-        self._waiting: list[Request] = []
-        self._compiling: dict[Constraint, Request] = {}
-        """Requests that wait until their grammars are compiled; `_waiting` has the others."""
-        self._compiled = SimpleQueue[Constraint]()
-        """Constraints whose grammars are compiled, or whose compilation failed or was cancelled. Other threads add them."""
+        self._waiting = WaitingQueue(grammars)
         self._by_id: dict[str, Request] = {}
         self._num_arrived = 0
         self._aborted: list[tuple[int, TokenOut]] = []
@@ -141,10 +130,9 @@ class Scheduler:
         )
         self._by_id[request.request_id] = request
         if constraint is None:
-            insort(self._waiting, request, key=_queue_key)
+            self._waiting.add(request)
         else:
-            self._compiling[constraint] = request
-            constraint.compiled.add_done_callback(lambda _: self._compiled.put(constraint))
+            self._waiting.add_compiling(request, constraint)
 
     def abort(self, request_id: str, reason: str = "abort") -> None:
         """Abort a waiting or running request; `reason` as in `Abort`. Unknown ids are ignored, as it may have just finished."""
@@ -161,7 +149,7 @@ class Scheduler:
     @property
     def waiting(self) -> Sequence[Request]:
         """Requests without a page-table row, in queue order; not to be changed."""
-        return sorted((*self._waiting, *self._compiling.values()), key=_queue_key) if self._compiling else self._waiting
+        return self._waiting.all()
 
     @property
     def running(self) -> Sequence[Request]:
@@ -175,7 +163,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Number of waiting requests, which hold no pages."""
-        return len(self._waiting) + len(self._compiling)
+        return len(self._waiting)
 
     @property
     def num_running(self) -> int:
@@ -201,17 +189,15 @@ class Scheduler:
 
     def schedule(self) -> BatchPlan | None:
         """Plan the next step. Return None if nothing can run before `process` has handled the steps in flight."""
-        while not self._compiled.empty():
-            self._end_compiling(self._compiled.get())
+        self._end_compiling()
         scheduled = self._schedule_decodes()
         if scheduled is None:
             return None
         decodes, prefill_rows = scheduled
         prefills = self._schedule_prefills(len(decodes), prefill_rows)
         if not len(decodes) and not prefills:
-            if self._compiling and not self._running and not self._aborted:
-                with suppress(Empty):
-                    self._end_compiling(self._compiled.get(timeout=_COMPILE_WAIT_S))
+            if self._waiting.is_compiling and not self._running and not self._aborted:
+                self._end_compiling(_COMPILE_WAIT_S)
                 return None
             return self._unblock()
         plan = self.planner.plan(decodes, prefills, self.pages.drain_table_writes())
@@ -290,7 +276,7 @@ class Scheduler:
         while len(without_page := pages.decodes_without_page(decodes)) > pages.num_available:
             if running.num_inflight.any():
                 return None
-            self._preempt(max(running.all(), key=_queue_key))
+            self._preempt(max(running.all(), key=queue_key))
             decodes, prefills = self._next_rows()
         pages.take_one_each(without_page)
         return decodes, prefills
@@ -309,7 +295,7 @@ class Scheduler:
         self.stats.num_preemptions += 1
         request.num_preemptions += 1
         self.pages.release(request)
-        insort(self._waiting, request, key=_queue_key)
+        self._waiting.add(request)
 
     def _unblock(self) -> BatchPlan | None:
         """Preempt a request when nothing could be planned and no step in flight can change that.
@@ -317,7 +303,7 @@ class Scheduler:
         Raises:
             PluginError: nothing runs, and still no waiting request can be admitted.
         """
-        if self._waiting and not self._running and not self._compiling and not self._aborted:
+        if self._waiting and not self._running and not self._aborted:
             raise PluginError(
                 f"no waiting request can be admitted, although no request runs: {self.num_pages_used} of "
                 f"{self.pages.allocator.capacity} pages are not free, and the prefix cache "
@@ -327,32 +313,16 @@ class Scheduler:
         if not any(map(len, schedulable)) or self._running.num_inflight.any():
             return None
         assert len(self._running) > 1, "a single running request must fit in the pool"
-        self._preempt(max(self._running.all(), key=_queue_key))
+        self._preempt(max(self._running.all(), key=queue_key))
         return self.schedule()
 
     # Prefills.
 
-    def _end_compiling(self, constraint: Constraint) -> None:
-        """Queue a request whose grammar is compiled, or end it if its grammar is invalid. It may have been aborted meanwhile."""
-        if constraint not in self._compiling:
-            return
-        request = self._stop_compiling(constraint)
-        insort(self._waiting, request, key=_queue_key)
-        constraint.begin()
-        if constraint.error:
+    def _end_compiling(self, timeout_s: float = 0.0) -> None:
+        """Make requests admissible whose grammars are compiled, and end those whose grammars are invalid."""
+        for request in self._waiting.end_compiling(timeout_s):
             self.stats.num_aborted += 1
             self._aborted.append((request.worker, self._finish(request, "abort", [])))
-
-    def _remove_waiting(self, request: Request) -> None:
-        index = bisect_left(self._waiting, _queue_key(request), key=_queue_key)
-        assert self._waiting[index] is request
-        del self._waiting[index]
-
-    def _stop_compiling(self, constraint: Constraint) -> Request:
-        """End the wait for a grammar, and return the request that waited for it."""
-        assert self.grammars is not None
-        self.grammars.stop(constraint)
-        return self._compiling.pop(constraint)
 
     def _schedule_prefills(self, num_decodes: int, rows: Int32) -> list[Chunk]:
         most = self.limits.max_prefill_tokens
@@ -367,7 +337,7 @@ class Scheduler:
                 request = self._running[row]
                 self.pages.attach_cached(request)
                 budget -= self._add_chunk(request, budget, chunks)
-        if self._waiting and budget > 0 and self._running.num_free_rows > 0:
+        if self._waiting.admissible and budget > 0 and self._running.num_free_rows > 0:
             self._admit(budget, reserve, chunks)
         return chunks
 
@@ -389,23 +359,23 @@ class Scheduler:
 
     def _admit(self, budget: int, reserve: int, chunks: list[Chunk]) -> None:
         """Admit waiting requests while the budget, rows and pages suffice; see `_schedule_prefills` for the reserve."""
-        few_wait = len(self._waiting) <= _FEW_WAITING
-        reserved = self.pages.num_reserved()
-        for request in self._in_order(self._waiting):
+        few_wait = len(self._waiting.admissible) <= _FEW_WAITING
+        num_reserved_pages = self.pages.num_reserved()
+        for request in self._in_order(self._waiting.admissible):
             if budget <= 0 or self._running.num_free_rows == 0:
                 return
             num_tokens = min(request.length + 1, self.limits.max_seq_len)
-            if self.pages.surely_lacks_pages(request, num_tokens, self.pages.num_available - reserved):
+            if self.pages.surely_lacks_pages(request, num_tokens, self.pages.num_available - num_reserved_pages):
                 return
             self._running.assign(request)
             self.pages.attach_cached(request)
             num_left = request.length - request.num_computed if few_wait else 1
             has_room = not (chunks and reserve) or num_left <= budget - reserve
             missing = self.pages.missing_pages(request, num_tokens)
-            if not has_room or missing > self.pages.num_available - reserved:
+            if not has_room or missing > self.pages.num_available - num_reserved_pages:
                 self.pages.detach(request)
                 return
-            self._remove_waiting(request)
+            self._waiting.remove(request)
             self._running.admit(request)
             self.planner.register(request)
             if request.num_cached < 0:
@@ -416,7 +386,7 @@ class Scheduler:
                 self.stats.num_prompt_tokens += request.num_prompt_tokens
                 self.stats.num_cached_tokens += request.num_computed
             budget -= self._add_chunk(request, budget, chunks)
-            reserved += self.pages.missing_pages(request, request.length + 1)
+            num_reserved_pages += self.pages.missing_pages(request, request.length + 1)
 
     def _add_chunk(self, request: Request, budget: int, chunks: list[Chunk]) -> int:
         """Plan the request's next chunk. Return how many tokens of the budget it uses."""
@@ -471,10 +441,7 @@ class Scheduler:
         self.stats.num_finished += 1
         del self._by_id[request.request_id]
         if request.row == 0:
-            if (constraint := request.constraint) is not None and constraint in self._compiling:
-                self._stop_compiling(constraint)
-            else:
-                self._remove_waiting(request)
+            self._waiting.remove(request)
             self._report(request)
         else:
             self._running.end(request)
