@@ -51,7 +51,7 @@ class GenerationOutput:
         prompt_token_ids: token ids of the prompt.
         text: text of the output without special tokens and stop string; empty if the model has no tokenizer.
         token_ids: token ids of the output, including a stop token.
-        finish_reason: ``stop``, ``length`` or ``abort``.
+        finish_reason: ``stop``, ``length`` or ``abort``; empty while tokens may follow.
         stop_reason: the stop string, or the id from ``stop_token_ids``, that ended the output; None otherwise.
         cached_tokens: prompt tokens whose KV was found in the prefix cache.
         logprobs: one entry per output token, if requested.
@@ -80,7 +80,6 @@ class _Running:
         decoder: turns its tokens into text.
         is_incremental: True to decode each new token at once, for streams and stop strings; False to decode at the end.
         fresh: text that a stream has not yielded yet.
-        done: True if the output is complete.
     """
 
     output: GenerationOutput
@@ -88,7 +87,6 @@ class _Running:
     decoder: OutputText
     is_incremental: bool
     fresh: str = ""
-    done: bool = False
 
     def add(self, new: TokenOut) -> bool:
         """Add new tokens. Return True if a stop string ended the output, so that the scheduler has to abort it."""
@@ -117,7 +115,7 @@ class _Running:
         output.text += piece.text
         self.fresh += piece.text
         if piece.finish_reason is not None:
-            output.finish_reason, output.stop_reason, self.done = piece.finish_reason, piece.stop_reason, True
+            output.finish_reason, output.stop_reason = piece.finish_reason, piece.stop_reason
             output.prompt_token_ids = self.prompt.tolist()
         return piece.needs_abort
 
@@ -293,7 +291,7 @@ class LLM:
     def _stream(self, submit: Submit, params: SamplingParams) -> Iterator[str]:
         with self._requests() as request_ids:
             running = self._submit(submit, request_ids, is_incremental=True)
-            while not running.done or running.fresh:
+            while not running.output.finish_reason or running.fresh:
                 if running.fresh:
                     text, running.fresh = running.fresh, ""
                     yield text
@@ -397,7 +395,7 @@ class LLM:
         """Return the id of a request if it has ended, and forget the request then."""
         if needs_abort:
             self._loop.scheduler.abort(request_id, "stop")
-        if not running.done:
+        if not running.output.finish_reason:
             return []
         del self._running[request_id]
         return [request_id]
@@ -422,7 +420,7 @@ class LLM:
 
     def _abandon(self) -> None:
         for running in self._running.values():
-            running.output.finish_reason, running.done = "abort", True
+            running.output.finish_reason = "abort"
         self._running.clear()
         self._to_abort.clear()
 

@@ -2,8 +2,9 @@
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 
 import click
@@ -121,12 +122,8 @@ def _report(registry: Registry, entry: Entry) -> None:
         click.echo(f"  {'':<14}- {reason}")
 
 
-def _duplicates(entries: Iterable[Entry]) -> list[str]:
-    owners: dict[tuple[str, str], list[Entry]] = {}
-    for entry in entries:
-        owners.setdefault((entry.kind, entry.name), []).append(entry)
-    return [
-        f"{KINDS[kind].label} {name!r} is registered by {' and '.join(map(str, found))}; using it is an error"
-        for (kind, name), found in owners.items()
-        if len(found) > 1 and kind != "hooks"
-    ]
+def _duplicates(entries: Iterable[Entry]) -> Iterator[str]:
+    for (kind, name), group in groupby(entries, lambda entry: (entry.kind, entry.name)):
+        owners = list(map(str, group))
+        if len(owners) > 1 and kind != "hooks":
+            yield f"{KINDS[kind].label} {name!r} is registered by {' and '.join(owners)}; using it is an error"

@@ -6,7 +6,7 @@ be tested without the hardware, and are printed with their reasons.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,8 +27,7 @@ from minisgl_core.layers.base import check_tp_size
 from minisgl_core.utils.fp8 import FP8
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """One resolved option.
 
     Attributes:

@@ -6,7 +6,6 @@ options --locate, open--> checkpoint --normalise--> ModelConfig --resolve--> opt
 
 import logging
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -127,10 +126,7 @@ def build_model_runner(
         except BaseException:
             if model_runner is not None:
                 model_runner.free_graphs()
-            # Without the abort, kernels that wait for other ranks would occupy the device forever.
-            for leave in (groups.abort, groups.close):
-                with suppress(Exception):  # the original error is the one to report
-                    leave()
+            groups.abandon()  # otherwise, kernels that wait for other ranks would occupy the device forever
             raise
     info = _info(checkpoint, resolved, sampling, pool.num_pages, max_seq_len, hardware, phases)
     return BuiltModelRunner(model_runner, config, checkpoint, pool.num_pages, max_seq_len, info)
@@ -273,7 +269,7 @@ def _info(
         grammar=resolved.config.backends.grammar,
         bos_token_id=model.bos_token_id,
         default_sampling=sampling,
-        choices=[(choice.name, choice.value, choice.reason) for choice in (*impl, *resolved.choices, pool)],
+        choices=[*impl, *resolved.choices, pool],
         start_s=phases.seconds,
         uncompiled=list(resolved.uncompiled),
     )

@@ -103,8 +103,7 @@ class DecodeGraphs:
 
     def _capture_all(self, sizes: Sequence[int], progress: bool) -> None:
         remedy = "--cuda-graph-max-bs 0 captures none"
-        first = next(iter(self._captured.values()), None)
-        pool = None if first is None else first.graphs[0].pool()
+        pool = next((each.graphs[0].pool() for each in self._captured.values()), None)
         self._captured |= capture_sizes(
             sizes, self._capture, what="CUDA graphs", remedy=remedy, progress=progress, pool=pool
         )

@@ -76,6 +76,12 @@ class RankGroups:
         for group in self.all:
             group.close()
 
+    def abandon(self) -> None:
+        """Abort and leave all groups after an error. That error is the one to report, so others are ignored."""
+        for leave in (self.abort, self.close):
+            with suppress(Exception):
+                leave()
+
 
 def join_groups(
     config: EngineConfig,
@@ -108,9 +114,7 @@ def join_groups(
         spec = CommunicatorSpec(stage, pp, device, url, _TIMEOUT_S, is_p2p_only=True, spans_hosts=spans_hosts)
         pipeline: Communicator = registry.load_supported("communicator", between, spec)(spec)
     except BaseException:
-        for leave in (tensor.abort, tensor.close):
-            with suppress(Exception):  # the first error is the one to report
-                leave()
+        RankGroups(tensor).abandon()
         raise
     on_joined(pipeline)
     return RankGroups(tensor, pipeline, urls.store)

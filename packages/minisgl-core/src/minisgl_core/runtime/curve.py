@@ -4,6 +4,7 @@ The ranks of an engine share one secret key, which is part of their addresses: `
 A receiver refuses peers that have another key or none.
 """
 
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -53,19 +54,10 @@ def secure(socket: Any, address: str, accepts: bool) -> tuple[str, ThreadAuthent
     if accepts:
         authenticator = ThreadAuthenticator(socket.context)
         authenticator.start()
-        authenticator.configure_curve_callback("*", _Allowed(public))
+        # A peer has proven that it has the secret key of `key`.
+        allowed = SimpleNamespace(callback=lambda domain, key: key == public)
+        authenticator.configure_curve_callback("*", allowed)
         socket.curve_server = True
     else:
         socket.curve_serverkey = public
     return f"tcp://{parts.netloc.rpartition('@')[2]}", authenticator
-
-
-class _Allowed:
-    """Credentials provider that accepts one public key, whose secret key the peer has proven to have."""
-
-    def __init__(self, public: bytes) -> None:
-        self._public = public
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        """Return True for the key of the launch; called by pyzmq's authenticator."""
-        return key == self._public

@@ -58,12 +58,8 @@ class Request:
         """Create a waiting request. `running` has the state of running requests. `seed` is used if the request has none."""
         sampling = submit.sampling
         self._running, self.row = running, 0
-        self.request_id, self.worker, self.priority, self.sampling = (
-            submit.request_id,
-            submit.worker,
-            submit.priority,
-            sampling,
-        )
+        self.request_id, self.worker = submit.request_id, submit.worker
+        self.priority, self.sampling = submit.priority, sampling
         self.user, self.namespace = submit.user, CacheNamespace(submit.cache_salt, submit.adapter_id)
         self.arrival = arrival
         self.arrival_s = time.monotonic()

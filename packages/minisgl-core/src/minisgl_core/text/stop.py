@@ -6,7 +6,6 @@ from array import array
 from bisect import bisect_left
 from collections import deque
 from functools import lru_cache
-from itertools import count
 from typing import NamedTuple
 
 
@@ -91,10 +90,8 @@ def _automaton(stop: tuple[str, ...]) -> _Automaton:
     chars, first_children, failures, depths, found = automaton
     ranges = deque([(0, len(texts))])
     """Range of the texts that begin with each node, for nodes whose children are not there yet."""
-    for node in count():
-        if not ranges:
-            first_children.append(len(chars))
-            return automaton
+    node = 0
+    while ranges:
         (low, high), depth = ranges.popleft(), depths[node]
         first_children.append(len(chars))
         if low < high and len(texts[low]) == depth:
@@ -112,4 +109,6 @@ def _automaton(stop: tuple[str, ...]) -> _Automaton:
             found.append(numbers[texts[low]] if len(texts[low]) == depth + 1 else found[failure])
             ranges.append((low, end))
             low = end
-    raise AssertionError
+        node += 1
+    first_children.append(len(chars))
+    return automaton

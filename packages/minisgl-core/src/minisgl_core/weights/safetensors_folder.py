@@ -65,12 +65,9 @@ class SafetensorsWeights(FolderSource):
         """Yield the tensors in the order of the files; an FP8 matrix follows once its scales have been read, too.
 
         Raises:
-            ModelFormatError: a file of the index is missing or damaged, an FP8 matrix has no scales, or the weights are
-                quantized in another way.
+            ModelFormatError: see `stored_tensors`.
         """
-        if reasons := reasons_against_dequantization(self.config):
-            raise self._not_dequantizable(reasons)
-        return join_scales(self._stored(), self.config)
+        return self.stored_tensors(config, ())
 
     def stored_tensors(self, config: ModelConfig, wanted: Container[str]) -> Iterator[tuple[str, LazyTensor]]:
         """Yield `tensors`, but leave weights in float8 whose ``weight_scale`` is wanted as they are stored.
@@ -78,19 +75,18 @@ class SafetensorsWeights(FolderSource):
         Weights with another quantization are always yielded as they are stored.
 
         Raises:
-            ModelFormatError: there are such weights, and the layers do not accept packed tensors.
+            ModelFormatError: a file of the index is missing or damaged, or an FP8 matrix has no scales. Or the weights have
+                another quantization, and the layers do not accept packed tensors.
         """
-        if reasons := reasons_against_dequantization(self.config):
-            if not any(name in wanted and not name.endswith(_PLAIN) for name, _ in self._stored()):
-                raise self._not_dequantizable(reasons)
+        reasons = reasons_against_dequantization(self.config)
+        if not reasons:
+            return join_scales(self._stored(), self.config, wanted)
+        if any(name in wanted and not name.endswith(_PLAIN) for name, _ in self._stored()):
             return self._stored()
-        return join_scales(self._stored(), self.config, wanted)
-
-    def _not_dequantizable(self, reasons: list[str]) -> ModelFormatError:
         remedy = (
             "name a provider that multiplies by its packed weights (--quantization NAME), or use another checkpoint"
         )
-        return ModelFormatError(f"{self._path} cannot be dequantized: {'; '.join(reasons)}; {remedy}")
+        raise ModelFormatError(f"{self._path} cannot be dequantized: {'; '.join(reasons)}; {remedy}")
 
     def _stored(self) -> Iterator[tuple[str, _Slice]]:
         found: dict[str, Path] = {}
