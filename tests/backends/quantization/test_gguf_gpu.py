@@ -142,10 +142,14 @@ def unit_inputs(modules: dict[str, PackedModule], num_tokens: int) -> torch.Tens
         (("Q4_K", "Q4_K", "Q6_K"), 256, 256, 1),
         (("Q4_0", "Q4_0", "Q8_0"), 96, 160, 40),
         (("Q5_K", "Q8_0", "Q5_0"), 256, 96, 3),
+        (("Q4_K", "Q4_K", "Q4_K"), 256, 256, 120),
     ],
 )
 def test_experts_stay_packed(kinds: tuple[str, str, str], hidden: int, inner: int, num_tokens: int) -> None:
-    """Each type, the types of Q4_K_M, rows that fill no tile, and gate and up of two types. One expert has no tokens."""
+    """Each type, the types of Q4_K_M, rows that fill no tile, gate and up of two types, and blocks of 128 rows.
+
+    One expert has no tokens.
+    """
     method, modules = experts(kinds, hidden, Shard.whole(inner))
     assert {name.rpartition(".")[2] for name, _ in method.targets()} == {"qweight"}
     x, (weights, ids) = unit_inputs(modules, num_tokens), route(num_tokens)

@@ -32,13 +32,18 @@ class PackedTiling:
 
 def choose_tiling(num_rows: int, num_outputs: int, weight: PackedMatrix) -> PackedTiling:
     """Return a tiling for up to 64 rows, whose loads in flight fit into shared memory; gate and up outputs count once."""
-    packing, gated = weight.packing, weight.gated
     blocks = triton.cdiv(num_outputs, 64)
     cols, rows = 64, max(16, triton.next_power_of_2(num_rows))
     most_programs, most_splits, fewest_inputs = _SPLIT_K_LIMITS[rows]
     splits = min(most_splits, max(1, round(most_programs / blocks)), max(1, weight.num_inputs // fewest_inputs))
+    return PackedTiling(cols, rows, splits, stages=choose_stages(cols, rows, weight))
+
+
+def choose_stages(cols: int, rows: int, weight: PackedMatrix) -> int:
+    """Return how many loads of a program fit into shared memory, two or three; gate and up outputs count once."""
+    packing = weight.packing
     shared = 220_000 if has_large_shared_memory(weight.codes.device) else 98_000
     bits = packing.low * packing.chunk + 16 * packing.sub * (packing.high > 0)
     scales = 4 * max(1, packing.chunk // packing.word) + 4 * packing.has_superblocks
-    stage = 2 * packing.chunk * rows + cols * (1 + gated) * (bits // 8 + scales)
-    return PackedTiling(cols, rows, splits, stages=max(2, min(3, shared // stage)))
+    stage = 2 * packing.chunk * rows + cols * (1 + weight.gated) * (bits // 8 + scales)
+    return max(2, min(3, shared // stage))

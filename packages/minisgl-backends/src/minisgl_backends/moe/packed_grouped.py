@@ -10,9 +10,12 @@ import triton.language as tl
 
 from minisgl_backends.kernels.packed_gemm import constants, packed_dot
 from minisgl_backends.kernels.packed_matrix import TILE, PackedMatrix
-from minisgl_backends.kernels.packed_tiling import choose_tiling
+from minisgl_backends.kernels.packed_tiling import choose_stages
 from minisgl_backends.moe.sorted_blocks import SortedBlocks
 from minisgl_backends.moe.triton_grouped import activated
+
+_COLS = 64
+"""Outputs per program."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
@@ -65,14 +68,14 @@ def packed_grouped_gemm(
     """
     packing, num_outputs = weight.packing, out.shape[1]
     tiles = triton.cdiv(num_outputs, TILE)
-    tiling = choose_tiling(blocks.block_size, num_outputs, weight)
-    grid = len(blocks.experts), triton.cdiv(num_outputs, tiling.cols)
+    grid = len(blocks.experts), triton.cdiv(num_outputs, _COLS)
     _packed_grouped_gemm[grid](
         x, weight.codes, weight.codes if weight.high is None else weight.high, weight.words,
         weight.words if weight.superblocks is None else weight.superblocks, out if row_weights is None else row_weights, out,
         blocks.rows, blocks.experts, len(out), len(weight.codes) // (tiles * (1 + weight.gated)), num_outputs, weight.num_inputs,
-        tiles * TILE, weight.chunks, weight.words.stride(0), out.stride(0), TOP_K=top_k, COLS=tiling.cols,
+        tiles * TILE, weight.chunks, weight.words.stride(0), out.stride(0), TOP_K=top_k, COLS=_COLS,
         ROWS=blocks.block_size, GATED=weight.gated, HAS_WEIGHTS=row_weights is not None,
         EVEN=weight.num_inputs == weight.chunks * packing.chunk, WIDEN=not x.is_cuda,
-        num_warps=8 if blocks.block_size == 128 else tiling.warps, num_stages=tiling.stages, **constants(packing),
+        num_warps=8 if blocks.block_size == 128 else 4, num_stages=choose_stages(_COLS, blocks.block_size, weight),
+        **constants(packing),
     )  # fmt: skip
