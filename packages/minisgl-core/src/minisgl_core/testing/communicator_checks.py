@@ -1,15 +1,10 @@
-"""Checks of the communicator kit, which each rank's process runs in order.
-
-This module is the program of one rank; see `main` for its arguments.
-"""
+"""Checks of the communicator kit, which the process of each rank runs in order."""
 
 import runpy
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -48,12 +43,10 @@ class Rank:
             CommunicatorSpec(self.rank, self.size, self.device, url, timeout_s or self.default_timeout_s)
         )
 
-    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, rank: int | None = None) -> torch.Tensor:
-        """Return a rank's input, by default this rank's: small integers, which all dtypes add exactly."""
-        part = torch.arange(torch.Size(shape).numel(), device=self.device) % 7 + 3 * (
-            self.rank if rank is None else rank
-        )
-        return part.reshape(shape).to(dtype)
+    def tensors(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
+        """Return the inputs of all ranks in rank order: small integers, which all dtypes add exactly."""
+        base = torch.arange(torch.Size(shape).numel(), device=self.device).reshape(shape) % 7
+        return [(base + 3 * rank).to(dtype) for rank in range(self.size)]
 
     def wait_for_all(self, name: str) -> None:
         """Wait for all ranks by means of files, because the group may be broken."""
@@ -70,56 +63,46 @@ def assert_equal(result: torch.Tensor, expected: torch.Tensor) -> None:
     assert torch.equal(result, expected), f"{result.tolist()} should be {expected.tolist()}"
 
 
-def check_rank_and_size(me: Rank) -> None:
+def check_rank_and_size(me: Rank, group: Communicator) -> None:
     """The communicator has the right rank and size."""
-    group = me.join("rank_and_size")
     assert (group.rank, group.size) == (me.rank, me.size)
-    group.close()
 
 
-def check_all_reduce(me: Rank) -> None:
+def check_all_reduce(me: Rank, group: Communicator) -> None:
     """All-reduce sums tensors of any shape, contiguous or not."""
-    group = me.join("sums")
     for dtype in DTYPES:
         for shape in ((1,), (3, 5), (2, 1, 64), (0, 8)):
-            expected = torch.stack([me.tensor(shape, dtype, rank) for rank in range(me.size)]).sum(0)
-            assert_equal(group.all_reduce(me.tensor(shape, dtype)), expected)
+            parts, again = (me.tensors(shape, dtype) for _ in range(2))
+            expected = torch.stack(parts).sum(0)
+            assert_equal(group.all_reduce(parts[me.rank]), expected)
             if len(shape) == 2:
-                assert_equal(group.all_reduce(me.tensor(shape, dtype).t()), expected.t())
-    group.close()
+                assert_equal(group.all_reduce(again[me.rank].t()), expected.t())
 
 
-def check_all_gather(me: Rank) -> None:
+def check_all_gather(me: Rank, group: Communicator) -> None:
     """All-gather concatenates in rank order along any dimension, contiguous or not, and leaves its input unchanged."""
-    group = me.join("gathers")
     for dtype in DTYPES:
         for shape, dims in (((4,), (0, -1)), ((3, 5), (0, 1, -1, -2)), ((2, 3, 4), (0, 1, 2, -1))):
             for dim in dims:
-                x = me.tensor(shape, dtype)
-                parts = [me.tensor(shape, dtype, rank) for rank in range(me.size)]
+                x, parts = me.tensors(shape, dtype)[me.rank], me.tensors(shape, dtype)
                 assert_equal(group.all_gather(x, dim), torch.cat(parts, dim))
                 assert_equal(x, parts[me.rank])
-        x = me.tensor((3, 5), dtype).t()
-        parts = [me.tensor((3, 5), dtype, rank).t() for rank in range(me.size)]
-        assert_equal(group.all_gather(x), torch.cat(parts, -1))
-    group.close()
+        parts = [each.t() for each in me.tensors((3, 5), dtype)]
+        assert_equal(group.all_gather(parts[me.rank]), torch.cat(parts, -1))
 
 
-def check_all_reduce_is_bitwise_equal(me: Rank) -> None:
+def check_all_reduce_is_bitwise_equal(me: Rank, group: Communicator) -> None:
     """All-reduced sums are bitwise equal on all ranks; otherwise ranks would sample different tokens."""
-    group = me.join("same_bits")
     for dtype in DTYPES:
         noise = torch.randn(4, 257, generator=torch.Generator().manual_seed(me.rank)).to(me.device, dtype)
         results = group.all_gather(group.all_reduce(noise)[None], 0)
         assert all(torch.equal(result, results[0]) for result in results), f"ranks have different sums in {dtype}"
-    group.close()
 
 
-def check_all_reduce_add_norm(me: Rank) -> None:
+def check_all_reduce_add_norm(me: Rank, group: Communicator) -> None:
     """Fused all-reduce and RMSNorm, with one residual stream over three layers; norms are bitwise equal on all ranks."""
-    group = me.join("sums_with_norms")
     ops = NormOps(me.device, torch.bfloat16)
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in DTYPES:
         for num_rows, size in ((1, 256), (2, 5120), (3, 64), (4, 256), (8, 5120), (40, 256), (128, 5120)):
             shape = (num_rows, size)
             generator = torch.Generator().manual_seed(num_rows)
@@ -138,59 +121,47 @@ def check_all_reduce_add_norm(me: Rank) -> None:
                 assert error < limit, f"{num_rows} rows of {dtype}: error {error:.1e} after {layer + 1} layers"
                 norms = group.all_gather(norm[None], 0)
                 assert all(torch.equal(each, norm) for each in norms), f"ranks have different norms in {dtype}"
-    group.close()
 
 
-def check_consecutive_collectives(me: Rank) -> None:
+def check_consecutive_collectives(me: Rank, group: Communicator) -> None:
     """Many all-reduces and all-gathers run one after another without synchronization between them."""
-    group = me.join("order")
     for step in range(40):
         total = group.all_reduce(torch.full((step % 5 + 1,), float(me.rank + step), device=me.device))
         assert total.tolist() == [float(me.size * step + me.size * (me.size - 1) // 2)] * (step % 5 + 1)
         row = group.all_gather(torch.tensor([me.rank * 100 + step], device=me.device))
         assert row.tolist() == [rank * 100 + step for rank in range(me.size)]
-    group.close()
 
 
-def check_send_and_recv(me: Rank) -> None:
+def check_send_and_recv(me: Rank, group: Communicator) -> None:
     """Tensors of any shape and dtype arrive in order, along the ring in both directions; inputs are unchanged."""
-    group = me.join("messages")
     after, before = (me.rank + 1) % me.size, (me.rank - 1) % me.size
     for dst, src in ((after, before), (before, after)):
         for dtype in (*DTYPES, torch.int64):
-            sent = [me.tensor(shape, dtype) for shape in ((1,), (3, 5), (2, 1, 64))]
-            sent.append(me.tensor((4, 3), dtype).t())
-            given = [torch.empty(each.shape, dtype=dtype, device=me.device) for each in sent]
-            # Rank 1 sends first, so that no two ranks wait for each other.
-            steps = [partial(_send_all, group, sent, dst), partial(_receive_all, group, given, src)]
-            for step in steps if me.rank % 2 == 0 else steps[::-1]:
-                step()
-            for x, received in zip(sent, given, strict=True):
-                shape = tuple(received.shape) if x.is_contiguous() else tuple(received.t().shape)
-                expected = me.tensor(shape, dtype, src)
-                assert_equal(received, expected if x.is_contiguous() else expected.t())
-                unchanged = me.tensor(shape, dtype)
-                assert_equal(x, unchanged if x.is_contiguous() else unchanged.t())
-    group.close()
+            sent, expected, unchanged = (_messages(me, dtype, rank) for rank in (me.rank, src, me.rank))
+            received = [torch.empty(each.shape, dtype=dtype, device=me.device) for each in expected]
+            # Odd ranks send first, so that no two ranks wait for each other.
+            for sends in (True, False) if me.rank % 2 else (False, True):
+                if sends:
+                    for x in sent:
+                        group.send(x, dst)
+                else:
+                    for x in received:
+                        assert group.recv(x, src) is x, "recv must return the tensor that it fills"
+            for x, wanted in zip(sent + received, unchanged + expected, strict=True):
+                assert_equal(x, wanted)
 
 
-def _send_all(group: Communicator, tensors: list[torch.Tensor], dst: int) -> None:
-    for tensor in tensors:
-        group.send(tensor, dst)
+def _messages(me: Rank, dtype: torch.dtype, rank: int) -> list[torch.Tensor]:
+    """Return the tensors that a rank sends; the last one is not contiguous."""
+    contiguous = [me.tensors(shape, dtype)[rank] for shape in ((1,), (3, 5), (2, 1, 64), (4, 3))]
+    return [*contiguous[:-1], contiguous[-1].t()]
 
 
-def _receive_all(group: Communicator, tensors: list[torch.Tensor], src: int) -> None:
-    for tensor in tensors:
-        assert group.recv(tensor, src) is tensor, "recv must return the tensor that it fills"
-
-
-def check_objects(me: Rank) -> None:
+def check_objects(me: Rank, group: Communicator) -> None:
     """Each broadcast returns rank 0's object on all ranks."""
-    group = me.join("objects")
     values: list[object] = [{"digest": "é✓", "pages": [1, 2.5, None, True]}, [], "", 7]
     for value in values:
         assert group.broadcast_object(value if me.rank == 0 else "not used") == value
-    group.close()
 
 
 def check_two_groups(me: Rank) -> None:
@@ -259,7 +230,7 @@ def check_collective_after_a_rank_left(me: Rank) -> None:
     group.close()
 
 
-CHECKS = (
+COLLECTIVES = (
     check_rank_and_size,
     check_all_reduce,
     check_all_gather,
@@ -268,26 +239,28 @@ CHECKS = (
     check_consecutive_collectives,
     check_send_and_recv,
     check_objects,
-    check_two_groups,
-    check_abort,
 )
+"""Checks of one group, which they share."""
+GROUPS = (check_two_groups, check_abort)
+"""Checks that join groups themselves."""
 FAULTS = (check_group_without_a_rank, check_collective_without_a_rank, check_collective_after_a_rank_left)
 """Checks whose timeouts end the process on devices with asynchronous execution."""
 
 
-def main(file: str, name: str, device: str, rank: str, sizes: str, folder: str, with_faults: str) -> None:
-    """Run one rank in groups of each size that includes it. `FAULTS`, which wait for timeouts, run in the largest group only."""
+def run_checks(me: Rank, with_faults: bool) -> None:
+    """Run the checks of one rank. The name of the current one is written to a file, as a check may end the process."""
+    note = me.folder / f"check of rank {me.rank}"
+    with closing(me.join("collectives")) as group:
+        for collective in COLLECTIVES:
+            note.write_text(collective.__name__)
+            collective(me, group)
+    for check in GROUPS + FAULTS * with_faults:
+        note.write_text(check.__name__)
+        check(me)
+
+
+def run_rank(rank: int, file: str, name: str, device: str, size: int, folder: str, with_faults: bool) -> None:
+    """Run the process of one rank."""
     torch.set_num_threads(1)
     provider = runpy.run_path(file)[name]  # the file need not be importable by name, such as a test
-    all_sizes = [int(size) for size in sizes.split(",")]
-    for size in all_sizes:
-        if int(rank) < size:
-            me = Rank(provider, torch.device(device), int(rank), size, Path(folder, str(size)))
-            me.folder.mkdir(exist_ok=True)
-            for check in CHECKS + (FAULTS if with_faults == "1" and size == max(all_sizes) else ()):
-                Path(folder, f"check of rank {rank}").write_text(f"{check.__name__}, {size} ranks")
-                check(me)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_checks(Rank(provider, torch.device(device.format(rank=rank)), rank, size, Path(folder)), with_faults)
