@@ -1,6 +1,6 @@
 """Conformance kit of attention backends. The file is long because it has all requirements in one class."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -26,6 +26,29 @@ _FEATURES: dict[str, dict[str, Any]] = {
     "fp8_kv": {"kv_dtype": FP8},
 }
 """Changes of a spec, by the capability that each requires."""
+
+_Step = tuple[list[int], list[tuple[int, int]]]
+_STEPS: dict[str, Callable[[int], _Step]] = {
+    "chunked prefills after decodes": lambda size: (
+        [1, size + 1, 50],
+        [(0, 1), (0, 2 * size + 3), (size, 20), (37, 1)],
+    ),
+    "decodes with lengths around the bounds of pages and kernel tiles": lambda size: (
+        sorted({1, 2, size - 1, size, size + 1, 3 * size, 15, 16, 17, 63, 64, 65, 127, 128, 129, 200} - {0}),
+        [],
+    ),
+    "whole prompts": lambda size: ([], [(0, length) for length in (1, size, 16, 65, 2, 3 * size + 1, 130)]),
+    "chunks of prompts whose beginnings are in the pool": lambda size: (
+        [],
+        [(size, size), (7, 9), (size - 1, 2), (129, 17), (1, 128), (100, 1), (0, 33)],
+    ),
+    "the longest and the shortest sequences": lambda size: ([1, 700, 2, 1], [(0, 1), (500, 3), (0, 150), (1, 1)]),
+    "more requests than one kernel tile has, most of them equally long": lambda size: (
+        [1 + i % 5 for i in range(70)],
+        [(i % 3, 1 + i % 2) for i in range(40)],
+    ),
+}
+"""Decodes and prefills of a step, as in `AttentionBackendTests.run`, for a page size; by name."""
 
 
 class AttentionBackendTests:
@@ -88,17 +111,15 @@ class AttentionBackendTests:
                 self.run(replace(spec, **change), decodes=[1, 20], prefills=[(5, 18)])
 
     def test_every_shape(self) -> None:
-        """Chunked prefills after decodes, for all head shapes, page sizes and dtypes."""
+        """All head shapes, page sizes and dtypes."""
         for spec in self.specs(every_shape=True):
-            size = spec.page_size
-            self.run(spec, decodes=[1, size + 1, 50], prefills=[(0, 1), (0, 2 * size + 3), (size, 20), (37, 1)])
+            self.run(spec, *_STEPS["chunked prefills after decodes"](spec.page_size))
 
-    def test_decode(self) -> None:
-        """Decodes with lengths around the bounds of pages and kernel tiles."""
+    @pytest.mark.parametrize("step", list(_STEPS)[1:])
+    def test_lengths(self, step: str) -> None:
+        """Decodes and prefills of different lengths, alone and in one batch."""
         for spec in self.specs():
-            size = spec.page_size
-            lengths = {1, 2, size - 1, size, size + 1, 3 * size, 15, 16, 17, 63, 64, 65, 127, 128, 129, 200} - {0}
-            self.run(spec, decodes=sorted(lengths))
+            self.run(spec, *_STEPS[step](spec.page_size))
 
     @pytest.mark.parametrize("has_norms", [False, True])
     @pytest.mark.parametrize("rotary_fraction", [1.0, 0.5])
@@ -114,28 +135,6 @@ class AttentionBackendTests:
             for _ in range(2):
                 rig.fused_rope([(request, 1) for request in requests], has_norms, rotary_fraction)
 
-    def test_prefill(self) -> None:
-        """Several whole prompts in one batch."""
-        for spec in self.specs():
-            lengths = (1, spec.page_size, 16, 65, 2, 3 * spec.page_size + 1, 130)
-            self.run(spec, prefills=[(0, length) for length in lengths])
-
-    def test_chunked_prefill(self) -> None:
-        """Chunks of prompts whose beginnings are in the pool."""
-        for spec in self.specs():
-            size = spec.page_size
-            self.run(spec, prefills=[(size, size), (7, 9), (size - 1, 2), (129, 17), (1, 128), (100, 1), (0, 33)])
-
-    def test_very_mixed_lengths(self) -> None:
-        """The longest and the shortest sequences in one batch, as decodes and prefills."""
-        for spec in self.specs():
-            self.run(spec, decodes=[1, 700, 2, 1], prefills=[(0, 1), (500, 3), (0, 150), (1, 1)])
-
-    def test_many_requests(self) -> None:
-        """More requests than one kernel tile has, most of them equally long."""
-        for spec in self.specs():
-            self.run(spec, decodes=[1 + i % 5 for i in range(70)], prefills=[(i % 3, 1 + i % 2) for i in range(40)])
-
     def test_sliding_windows(self) -> None:
         """Layers with different sliding windows, or without one, share a plan."""
         for spec in self.specs(sliding_windows=(1, 5, 64)):
@@ -143,7 +142,7 @@ class AttentionBackendTests:
                 spec,
                 decodes=[1, 4, 5, 6, 70, 200],
                 prefills=[(0, 4), (0, 90), (3, 5), (70, 70), (150, 1)],
-                windows=(5, None, 64, 1),
+                layers=[{"sliding_window": window} for window in (5, None, 64, 1)],
             )
 
     def test_fp8_pool(self) -> None:
@@ -160,10 +159,7 @@ class AttentionBackendTests:
     def test_fp8_pool_of_too_small_scales(self) -> None:
         """Values that are too large for FP8 after division by their scale saturate."""
         for spec in self.specs(kv_dtype=FP8):
-            layer = AttentionLayer(0, spec.head_dim**-0.5, kv_scales=(2**-9, 2**-8))
-            rig = self.rig(spec, num_requests=2, max_seq_len=60, layers=[layer])
-            a, b = rig.request(0, 60), rig.request(40, 60)
-            rig.step([(b, 1), (a, 50)], num_decodes=1)
+            self.run(spec, [41], [(0, 50)], [{"kv_scales": (2**-9, 2**-8)}])
 
     @pytest.mark.parametrize("feature", list(_FEATURES))
     def test_undeclared_features_are_refused(self, feature: str) -> None:
@@ -182,29 +178,18 @@ class AttentionBackendTests:
         """Layers with different soft caps, or without one, with scores far above the caps; one has a window, too."""
         window = 9 if self.provider.capabilities.sliding_windows else None
         for spec in self.specs(soft_caps=(2.0, 12.0), sliding_windows=(window,) if window else ()):
-            scale = spec.head_dim**-0.5
-            fields = ((2.0, None), (None, None), (12.0, None), (12.0, window))
-            layers = [AttentionLayer(index, scale, wide, soft_cap=cap) for index, (cap, wide) in enumerate(fields)]
-            rig = self.rig(spec, num_requests=4, max_seq_len=200, layers=layers)
-            rig.step([(rig.request(0, 1), 1)])
-            work = [(rig.request(69, 70), 1), (rig.request(0, 40), 40), (rig.request(130, 150), 20)]
-            rig.step(work, num_decodes=1)
+            layers = [{"soft_cap": 2.0}, {}, {"soft_cap": 12.0}, {"soft_cap": 12.0, "sliding_window": window}]
+            self.run(spec, [1], layers=layers)
+            self.run(spec, [70], [(0, 40), (130, 20)], layers)
 
     def test_sinks(self) -> None:
         """Two of three layers have attention sinks; one of them has a sliding window if the backend supports both."""
         window = 9 if self.provider.capabilities.sliding_windows else None
         for spec in self.specs(has_sinks=True, sliding_windows=(window,) if window else ()):
-            scale = spec.head_dim**-0.5
             sinks = torch.linspace(-2, 3, spec.num_q_heads, dtype=spec.dtype, device=spec.device)
-            layers = [
-                AttentionLayer(0, scale, sinks=sinks),
-                AttentionLayer(1, scale),
-                AttentionLayer(2, scale, window, sinks=sinks.flip(0)),
-            ]
-            rig = self.rig(spec, num_requests=4, max_seq_len=200, layers=layers)
-            rig.step([(rig.request(8, 9), 1)])
-            work = [(rig.request(0, 1), 1), (rig.request(90, 91), 1), (rig.request(130, 150), 20)]
-            rig.step([*work, (rig.request(3, 160), 157)], num_decodes=2)
+            layers = [{"sinks": sinks}, {}, {"sliding_window": window, "sinks": sinks.flip(0)}]
+            self.run(spec, [9], layers=layers)
+            self.run(spec, [1, 91], [(130, 20), (3, 157)], layers)
 
     def test_several_tokens_per_decode(self) -> None:
         """Decodes of two tokens each, as for the verification of draft tokens, in a batch with a prompt."""
@@ -229,9 +214,8 @@ class AttentionBackendTests:
     def test_scales(self) -> None:
         """Each layer has its own scale; scores reach 100."""
         for spec in self.specs():
-            layers = [AttentionLayer(index, scale * spec.head_dim**-0.5) for index, scale in enumerate((0.1, 2, 10))]
-            rig = self.rig(spec, num_requests=2, max_seq_len=40, layers=layers)
-            rig.step([(rig.request(30, 31), 1), (rig.request(4, 40), 36)], num_decodes=1)
+            layers = [{"scale": scale * spec.head_dim**-0.5} for scale in (0.1, 2, 10)]
+            self.run(spec, [31], [(4, 36)], layers)
 
     def test_shared_pages(self) -> None:
         """Requests share their first pages, in neither page nor row order."""
@@ -342,12 +326,16 @@ class AttentionBackendTests:
         spec: AttentionSpec,
         decodes: Sequence[int] = (),
         prefills: Sequence[tuple[int, int]] = (),
-        windows: Sequence[int | None] = (None,),
+        layers: Sequence[Mapping[str, Any]] = ({},),
     ) -> None:
-        """Run one step: decodes of these lengths, then prefills of (tokens in the pool, new tokens)."""
-        layers = [AttentionLayer(index, spec.head_dim**-0.5, window) for index, window in enumerate(windows)]
+        """Run one step: decodes of these lengths, then prefills of (tokens in the pool, new tokens).
+
+        `layers` has the fields of each `AttentionLayer`; the default of `scale` is the usual one.
+        """
         longest = max([*decodes, *(cached + new for cached, new in prefills)])
-        rig = self.rig(spec, len(decodes) + len(prefills), longest, layers)
+        usual = {"scale": spec.head_dim**-0.5}
+        attention = [AttentionLayer(index, **usual | dict(fields)) for index, fields in enumerate(layers)]
+        rig = self.rig(spec, len(decodes) + len(prefills), longest, attention)
         work = [(rig.request(length - 1, length), 1) for length in decodes]
         work += [(rig.request(cached, cached + new), new) for cached, new in prefills]
         rig.step(work, len(decodes))

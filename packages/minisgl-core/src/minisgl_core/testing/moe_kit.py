@@ -45,6 +45,15 @@ _FEATURES: dict[str, dict[str, Any]] = {
 }
 """Changes of a spec that each require a capability, by name."""
 
+_QUANTIZED: list[tuple[torch.dtype, Shape, str]] = [
+    *itertools.product((FP8,), SHAPES, ROUTINGS),
+    *itertools.product((UINT4, MXFP4), [(2, 3, 3, 17, 5), (17, 4, 2, 50, 96), (3, 3, 2, 192, 160)], ["uniform"]),
+]
+_VARIANTS: list[tuple[torch.dtype | None, Shape]] = [
+    *itertools.product((None, FP8), [(1, 16, 4, 64, 32), (19, 4, 2, 33, 21)]),
+    *itertools.product((UINT4, MXFP4), [(9, 4, 2, 64, 32)]),
+]
+
 
 @dataclass(frozen=True, slots=True)
 class _SpecWithUnknownField(MoeSpec):
@@ -104,37 +113,22 @@ class MoeKernelTests:
         for spec in unknown:
             assert self.reasons(spec), f"{spec} must be refused"
 
-    @pytest.mark.parametrize("shape", [(1, 16, 4, 64, 32), (19, 4, 2, 33, 21)])
-    @pytest.mark.parametrize("weight_dtype", [None, FP8])
-    def test_activations_biases_and_clamps(self, weight_dtype: torch.dtype | None, shape: Shape) -> None:
-        """All combinations that the kernel supports, in each dtype."""
-        for spec in self.variants(shape, weight_dtype=weight_dtype):
-            self.run(spec, shape)
+    @pytest.mark.parametrize(("weight_dtype", "shape", "routing"), _QUANTIZED)
+    def test_quantized_experts(self, weight_dtype: torch.dtype, shape: Shape, routing: str) -> None:
+        """Weights are dequantized by the scales and zero points of their rows or blocks, which differ widely.
 
-    @pytest.mark.parametrize("routing", list(ROUTINGS))
-    @pytest.mark.parametrize("shape", SHAPES)
-    def test_experts_in_float8(self, shape: Shape, routing: str) -> None:
-        """FP8 weights are multiplied by the scales of their rows, which differ widely. The kernel may quantize tokens, too."""
-        for dtype in self.dtypes:
-            spec = self.spec(shape, dtype, weight_dtype=FP8)
-            if not self.reasons(spec):  # see test_undeclared_features_are_refused
-                self.run(spec, shape, routing)
-
-    @pytest.mark.parametrize("weight_dtype", [UINT4, MXFP4])
-    @pytest.mark.parametrize("shape", [(2, 3, 3, 17, 5), (17, 4, 2, 50, 96), (3, 3, 2, 192, 160)])
-    def test_experts_in_4_bits(self, shape: Shape, weight_dtype: torch.dtype) -> None:
-        """Packed weights are dequantized by the scales and zero points of their blocks, which differ."""
+        With FP8 weights, the kernel may quantize tokens, too.
+        """
         for dtype in self.dtypes:
             spec = self.spec(shape, dtype, weight_dtype=weight_dtype)
             if not self.reasons(spec):  # see test_undeclared_features_are_refused
-                self.run(spec, shape)
+                self.run(spec, shape, routing)
 
-    @pytest.mark.parametrize("weight_dtype", [UINT4, MXFP4])
-    def test_4_bits_with_activations_biases_and_clamps(self, weight_dtype: torch.dtype) -> None:
-        """All combinations that the kernel supports with packed weights, in one dtype."""
-        shape = (9, 4, 2, 64, 32)
+    @pytest.mark.parametrize(("weight_dtype", "shape"), _VARIANTS)
+    def test_activations_biases_and_clamps(self, weight_dtype: torch.dtype | None, shape: Shape) -> None:
+        """All combinations that the kernel supports, with 4-bit weights in one dtype."""
         for spec in self.variants(shape, weight_dtype=weight_dtype):
-            if spec.dtype == self.dtypes[0]:
+            if weight_dtype in (None, FP8) or spec.dtype == self.dtypes[0]:
                 self.run(spec, shape)
 
     def test_matmuls_accumulate_in_float32(self) -> None:

@@ -27,21 +27,18 @@ class LinearChecks(OpsChecks):
     @pytest.mark.parametrize("in_fp8", [False, True])
     @pytest.mark.parametrize("has_bias", [False, True])
     def test_gemms(self, has_bias: bool, in_fp8: bool) -> None:
-        """Plain and gated GEMMs of all shapes and numbers of tokens, each twice, with weights in the model's dtype or FP8."""
+        """Plain and gated GEMMs of all shapes and numbers of tokens, with weights in the model's dtype or FP8.
+
+        The simplest ones run with each number up to 18, since a kernel that computes several tokens at once may lose the last.
+        Others run twice with each number.
+        """
+        more = self.num_rows if has_bias or in_fp8 else range(19)
         for ops, shape in self.weights(in_fp8):
             for op, expected in self.gemms(ops, shape, has_bias, in_fp8):
-                for num_rows in sorted(self.num_rows * 2):
+                for num_rows in sorted([*self.num_rows, *more]):
                     x = self.random(num_rows, shape[1], dtype=ops.dtype)
                     label = f"{num_rows} tokens, weight {shape}{' in FP8' * in_fp8}"
                     self.check(op, expected, x, label, roundings=2)
-
-    def test_gemms_of_each_number_of_tokens(self) -> None:
-        """GEMMs of 0 to 18 tokens, since a kernel that computes several tokens at once may lose the last ones."""
-        for ops, shape in self.weights(in_fp8=False):
-            for op, expected in self.gemms(ops, shape, False):
-                for num_rows in range(19):
-                    x = self.random(num_rows, shape[1], dtype=ops.dtype)
-                    self.check(op, expected, x, f"{num_rows} tokens, weight {shape}", roundings=2)
 
     @pytest.mark.parametrize("in_fp8", [False, True])
     def test_gemms_of_strided_inputs(self, in_fp8: bool) -> None:
@@ -119,15 +116,21 @@ class NormChecks(OpsChecks):
     """Tests of `NormOps`."""
 
     def test_rms_norm(self) -> None:
-        """RMSNorm of inputs with any number of dimensions, also of values so small that eps matters."""
+        """Norms of inputs with any number of dimensions, also of values so small that eps matters."""
         for ops in self.providers(NormOps):
             for size in self.sizes:
-                weight = self.random(size, dtype=ops.dtype)
-                for whole in views(size, ops.dtype, self.device):
-                    for x in (whole, whole * 1e-3):
-                        before = x.clone()
-                        self.compare(ops.rms_norm(x, weight, EPS), normed(x, weight), ops.dtype, f"of {list(x.shape)}")
-                        assert torch.equal(x, before), "x was changed"
+                weight, inputs = self.random(size, dtype=ops.dtype), views(size, ops.dtype, self.device)
+                for x in (*inputs, *(each * 1e-3 for each in inputs)):
+                    self.check_norms(ops, x, weight)
+
+    @pytest.mark.parametrize("in_float32", [False, True])
+    def test_norms_of_other_dtypes(self, in_float32: bool) -> None:
+        """Tensors may have another dtype than the model's. The weight may be in float32 if x is not."""
+        for ops in self.providers(NormOps):
+            dtype = ops.dtype if in_float32 else other_dtype(ops.dtype)
+            weight = 1 + self.random(64, dtype=torch.float32 if in_float32 else dtype) / 256
+            self.check_norms(ops, self.random(5, 64, dtype=dtype), weight)
+            self.check_activations(ops, self.random(5, 64, dtype=dtype))
 
     def test_norms_accumulate_in_float32(self) -> None:
         """The mean of 4096 squares is exact; an accumulator in half precision would stop growing."""
@@ -136,25 +139,13 @@ class NormChecks(OpsChecks):
             weight = self.random(4096, dtype=ops.dtype)
             self.compare(ops.rms_norm(x, weight, 0.0), weight.double().expand(2, -1), ops.dtype, "the norm of equals")
 
-    def test_add_rms_norm(self) -> None:
-        """`add_rms_norm` returns the norm of the sum, and the sum. It may overwrite both inputs."""
-        for ops in self.providers(NormOps):
-            for size in self.sizes:
-                weight, both = self.random(size, dtype=ops.dtype), views(size, ops.dtype, self.device)
-                for x, residual in zip(both, views(size, ops.dtype, self.device), strict=True):
-                    total = x.double() + residual.double().flip(0)
-                    norm, added = ops.add_rms_norm(x, residual.flip(0), weight, EPS)
-                    self.compare(added, total, ops.dtype, f"sums of {list(x.shape)}")
-                    self.compare(norm, normed(total, weight), ops.dtype, f"norms of {list(x.shape)}", roundings=2)
-
     def test_activations(self) -> None:
         """Inputs may have any number of dimensions, and values for which the exponential would overflow."""
         for ops in self.providers(NormOps):
             for size in self.sizes:
                 inputs = views(2 * size, ops.dtype, self.device)
                 for x in (*inputs, 50 * inputs[-1]):
-                    self.check(ops.silu_and_mul, silu_and_mul, x, f"SiLU of {list(x.shape)}", roundings=2)
-                    self.check(ops.gelu_tanh_and_mul, gelu_tanh_and_mul, x, f"GELU of {list(x.shape)}", roundings=2)
+                    self.check_activations(ops, x)
 
     def test_norms_keep_nan(self) -> None:
         """NaN inputs give NaN outputs, so that an error does not stay hidden."""
@@ -164,27 +155,20 @@ class NormChecks(OpsChecks):
             for output in (norm, ops.silu_and_mul(x), ops.gelu_tanh_and_mul(x)):
                 assert output.isnan().all()
 
-    def test_norms_with_weights_in_float32(self) -> None:
-        """The norm is rounded once, to the dtype of x."""
-        for ops in self.providers(NormOps):
-            weight = 1 + self.random(64, dtype=torch.float32) / 256
-            x, residual = (self.random(5, 64, dtype=ops.dtype) for _ in range(2))
-            self.compare(ops.rms_norm(x, weight, EPS), normed(x, weight), ops.dtype, "the norm")
-            norm, found = ops.add_rms_norm(x.clone(), residual.clone(), weight, EPS)
-            self.compare(norm, normed(found, weight), ops.dtype, "the norm of the sum")
+    def check_norms(self, ops: NormOps, x: torch.Tensor, weight: torch.Tensor) -> None:
+        """Check the norm of `x`, and then that of its sum with other values, which may overwrite `x`."""
+        of = f"of {list(x.shape)}, weight in {weight.dtype}"
+        self.check(lambda x: ops.rms_norm(x, weight, EPS), lambda x: normed(x, weight), x, f"norms {of}")
+        residual = x.flip(0) / 2
+        total = x.double() + residual.double()
+        norm, added = ops.add_rms_norm(x, residual, weight, EPS)
+        self.compare(added, total, x.dtype, f"sums {of}")
+        self.compare(norm, normed(total, weight), x.dtype, f"norms of sums {of}", roundings=2)
 
-    def test_norms_of_other_dtypes(self) -> None:
-        """Tensors may have another dtype than the model's."""
-        for ops in self.providers(NormOps):
-            dtype = other_dtype(ops.dtype)
-            weight, x, residual = (self.random(*size, dtype=dtype) for size in ((64,), (5, 64), (5, 64)))
-            self.compare(ops.rms_norm(x, weight, EPS), normed(x, weight), dtype, "the norm")
-            total = x.double() + residual.double()
-            norm, added = ops.add_rms_norm(x.clone(), residual.clone(), weight, EPS)
-            self.compare(added, total, dtype, "the sum")
-            self.compare(norm, normed(total, weight), dtype, "the norm of the sum", roundings=2)
-            self.compare(ops.silu_and_mul(x), silu_and_mul(x), dtype, "SiLU", roundings=2)
-            self.compare(ops.gelu_tanh_and_mul(x), gelu_tanh_and_mul(x), dtype, "GELU", roundings=2)
+    def check_activations(self, ops: NormOps, gate_up: torch.Tensor) -> None:
+        """Check both activations."""
+        self.check(ops.silu_and_mul, silu_and_mul, gate_up, f"SiLU of {list(gate_up.shape)}", roundings=2)
+        self.check(ops.gelu_tanh_and_mul, gelu_tanh_and_mul, gate_up, f"GELU of {list(gate_up.shape)}", roundings=2)
 
 
 class RotaryChecks(OpsChecks):

@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from minisgl_core.contracts.prefix_cache import CacheNamespace, PrefixCache
-from minisgl_core.errors import CacheFullError
 from minisgl_core.testing.prefix_cache_machine import PrefixCacheMachine, pages_array, tokens_of
 from minisgl_core.testing.similar_pages import similar_pages
 
@@ -22,8 +21,8 @@ class PrefixCacheTests:
 
     Attributes:
         provider: the class.
-        takes_all: True if `insert` takes all whole pages that are not cached yet. If False, the tests are those of an empty cache
-            and of random sequences of calls.
+        takes_all: True if `insert` takes all whole pages that are not cached yet. If False, the only test is that
+            of random sequences of calls.
         evicts_least_recent: True if the least recently used pages are evicted first. Set it to False for a cache that evicts in
             larger units, or by another rule.
         profile: settings of hypothesis, which searches for failing sequences of calls.
@@ -57,93 +56,6 @@ class PrefixCacheTests:
         """The cache agrees with a dictionary model in random sequences of calls; see `PrefixCacheMachine`."""
         machine: Any = partial(PrefixCacheMachine, self.make_cache, page_size, self.takes_all, self.evicts_least_recent)
         run_state_machine_as_test(machine, settings=self.profile)
-
-    @each_page_size
-    def test_empty_cache(self, page_size: int) -> None:
-        """An empty cache matches nothing, and locking an empty match has no effect."""
-        cache = self.make_cache(page_size)
-        for num_tokens in (0, 1, 3 * page_size):
-            match = cache.match(tokens_of((0, 0, 0), page_size)[:num_tokens])
-            assert match.pages.tolist() == []
-            cache.lock(match.handle)
-            assert (cache.num_evictable, cache.num_locked, cache.num_pages) == (0, 0, 0)
-            cache.unlock(match.handle)
-        assert cache.evict(0).tolist() == []
-        with pytest.raises(CacheFullError):
-            cache.evict(1)
-        assert list(cache.reset()) == []
-        cache.check()
-
-    @each_page_size
-    def test_match_is_the_longest_in_whole_pages(self, page_size: int) -> None:
-        """Partly equal pages, and tokens after the last whole page, do not match."""
-        cache = self.filled(page_size, (0, 0, 0, 0), (0, 0, 1))
-        for prefix, pages in (
-            ((0, 0, 0, 0), [10, 11, 12, 13]),
-            ((0, 0, 0, 1), [10, 11, 12]),
-            ((0, 0, 1, 0), [10, 11, 22]),
-            ((0, 0, 2), [10, 11]),
-            ((1, 0, 0), []),
-        ):
-            assert cache.match(tokens_of(prefix, page_size)).pages.tolist() == pages
-            assert cache.match(tokens_of(prefix, page_size, page_size - 1)).pages.tolist() == pages
-        assert cache.match(tokens_of((0, 0), page_size)[:-1]).pages.tolist() == [10]
-
-    @each_page_size
-    def test_insert_reports_duplicates(self, page_size: int) -> None:
-        """Cached pages stay, new pages are taken, and surplus pages are ignored."""
-        cache = self.filled(page_size, (0, 0, 0))
-        result = cache.insert(tokens_of((0, 0, 1, 1), page_size), pages_array([10, 51, 52, 53, 54, 55]))
-        assert result.num_present == 2
-        assert result.pages.tolist() == [10, 11, 52, 53]
-        assert cache.num_pages == 5
-        again = cache.insert(tokens_of((0, 0, 1, 1), page_size), pages_array([10, 11, 52, 53]))
-        assert again.num_present == 4
-        assert again.pages.tolist() == [10, 11, 52, 53]
-        assert cache.num_pages == 5
-        cache.check()
-
-    @each_page_size
-    def test_a_lock_covers_exactly_its_prefix(self, page_size: int) -> None:
-        """A lock covers exactly its prefix, even within one insertion, and with later branches."""
-        cache = self.filled(page_size, (0, 0, 0, 0))
-        handle = cache.match(tokens_of((0, 0), page_size)).handle
-        cache.lock(handle)
-        cache.lock(handle)
-        assert (cache.num_locked, cache.num_evictable) == (2, 2)
-        cache.insert(tokens_of((0, 1, 1), page_size), pages_array([40, 41, 42]))
-        assert (cache.num_locked, cache.num_evictable) == (2, 4)
-        assert sorted(cache.evict(4).tolist()) == [12, 13, 41, 42]
-        cache.unlock(handle)
-        with pytest.raises(CacheFullError):
-            cache.evict(1)
-        assert (cache.num_locked, cache.num_evictable) == (2, 0)
-        cache.unlock(handle)
-        assert sorted(cache.evict(2).tolist()) == [10, 11]
-        cache.check()
-
-    @each_page_size
-    def test_evicting_too_much_changes_nothing(self, page_size: int) -> None:
-        """Evicting too many pages raises CacheFullError, and all pages are still cached."""
-        cache = self.filled(page_size, (0, 0, 0), (1, 1))
-        cache.lock(cache.match(tokens_of((1, 1), page_size)).handle)
-        with pytest.raises(CacheFullError):
-            cache.evict(4)
-        assert (cache.num_locked, cache.num_evictable) == (2, 3)
-        assert cache.match(tokens_of((0, 0, 0), page_size)).pages.tolist() == [10, 11, 12]
-        cache.check()
-
-    @each_page_size
-    def test_evicts_the_least_recently_used_first(self, page_size: int) -> None:
-        """Least recently used pages are evicted first; insert and unlock count as use."""
-        if not self.evicts_least_recent:
-            pytest.skip("the cache evicts by another rule")
-        cache = self.filled(page_size, (0, 0), (1, 1), (2, 2))
-        handle = cache.match(tokens_of((0, 0), page_size)).handle
-        cache.lock(handle)
-        cache.insert(tokens_of((1, 1), page_size), pages_array([20, 21]))
-        cache.unlock(handle)
-        assert [sorted(cache.evict(2).tolist()) for _ in range(3)] == [[30, 31], [20, 21], [10, 11]]
 
     @pytest.mark.parametrize("page_size", [1, 2, 16])
     def test_similar_pages_are_distinguished(self, page_size: int) -> None:
@@ -187,15 +99,6 @@ class PrefixCacheTests:
         assert len(cache.match(tokens, namespaces[3]).pages) == 0
         cache.insert(tokens, pages_array([60, 61]), namespaces[3])
         assert cache.match(tokens, namespaces[3]).pages.tolist() == [60, 61]
-        cache.check()
-
-    @each_page_size
-    def test_reset_returns_all_pages(self, page_size: int) -> None:
-        """`reset` returns all pages, and the cache is usable afterwards."""
-        cache = self.filled(page_size, (0, 0), (0, 1))
-        assert sorted(cache.reset()) == [10, 11, 21]
-        assert cache.num_pages == 0
-        assert cache.insert(tokens_of((0, 0), page_size), pages_array([10, 11])).num_present == 0
         cache.check()
 
     @each_page_size

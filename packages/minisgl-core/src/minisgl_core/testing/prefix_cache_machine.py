@@ -234,3 +234,4 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.check_evicted(self.cache.evict(self.cache.num_evictable), len(self.cached))
         self.sizes_and_structure_are_right()
         assert not self.cached, "pages are left after evicting all"
+        assert not list(self.cache.reset()), "an empty cache returned pages"
