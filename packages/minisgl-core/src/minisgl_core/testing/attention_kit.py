@@ -178,7 +178,12 @@ class AttentionBackendTests:
         """Layers with different soft caps, or without one, with scores far above the caps; one has a window, too."""
         window = 9 if self.provider.capabilities.sliding_windows else None
         for spec in self.specs(soft_caps=(2.0, 12.0), sliding_windows=(window,) if window else ()):
-            layers = [{"soft_cap": 2.0}, {}, {"soft_cap": 12.0}, {"soft_cap": 12.0, "sliding_window": window}]
+            layers: list[dict[str, Any]] = [
+                {"soft_cap": 2.0},
+                {},
+                {"soft_cap": 12.0},
+                {"soft_cap": 12.0, "sliding_window": window},
+            ]
             self.run(spec, [1], layers=layers)
             self.run(spec, [70], [(0, 40), (130, 20)], layers)
 
@@ -187,7 +192,7 @@ class AttentionBackendTests:
         window = 9 if self.provider.capabilities.sliding_windows else None
         for spec in self.specs(has_sinks=True, sliding_windows=(window,) if window else ()):
             sinks = torch.linspace(-2, 3, spec.num_q_heads, dtype=spec.dtype, device=spec.device)
-            layers = [{"sinks": sinks}, {}, {"sliding_window": window, "sinks": sinks.flip(0)}]
+            layers: list[dict[str, Any]] = [{"sinks": sinks}, {}, {"sliding_window": window, "sinks": sinks.flip(0)}]
             self.run(spec, [9], layers=layers)
             self.run(spec, [1, 91], [(130, 20), (3, 157)], layers)
 

@@ -3,7 +3,7 @@
 import runpy
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -250,10 +250,11 @@ FAULTS = (check_group_without_a_rank, check_collective_without_a_rank, check_col
 def run_checks(me: Rank, with_faults: bool) -> None:
     """Run the checks of one rank. The name of the current one is written to a file, as a check may end the process."""
     note = me.folder / f"check of rank {me.rank}"
-    with closing(me.join("collectives")) as group:
-        for collective in COLLECTIVES:
-            note.write_text(collective.__name__)
-            collective(me, group)
+    group = me.join("collectives")
+    for collective in COLLECTIVES:
+        note.write_text(collective.__name__)
+        collective(me, group)
+    group.close()  # not after a failure, as it may wait for the other ranks
     for check in GROUPS + FAULTS * with_faults:
         note.write_text(check.__name__)
         check(me)

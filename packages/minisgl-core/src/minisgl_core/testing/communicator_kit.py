@@ -47,13 +47,17 @@ class CommunicatorTests:
         provider = inspect.getfile(self.provider), self.provider.__qualname__
         with tempfile.TemporaryDirectory() as folder:
             arguments = (*provider, self.device, size, folder, with_faults)
-            ranks = start_processes(
+            ranks = start_processes(  # type: ignore[no-untyped-call]
                 communicator_checks.run_rank, arguments, size, join=False, daemon=True, start_method="forkserver"
             )
             deadline = time.monotonic() + self.limit_s
             try:
                 while not ranks.join(max(0.0, deadline - time.monotonic())):
-                    assert time.monotonic() < deadline, f"the checks of {size} ranks take longer than {self.limit_s} s"
+                    if time.monotonic() >= deadline:
+                        checks = ", ".join(file.read_text() for file in Path(folder).glob("check of *"))
+                        pytest.fail(
+                            f"{size} ranks did not end in {self.limit_s} s; their checks: {checks or 'none began'}"
+                        )
             except ProcessException as error:
                 note = Path(folder, f"check of rank {error.error_index}")
                 check = note.read_text() if note.exists() else "its start"
