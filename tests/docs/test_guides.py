@@ -27,7 +27,7 @@ DOCS = ROOT / "docs"
 BLOCK = re.compile(r"(?:^<!-- test: (?P<mark>[^\n]*) -->\n)?^```\w*\n(?P<code>.*?)^```$", re.M | re.S)
 NUM_TESTS = {
     "attention": 20,
-    "prefix_cache": 25,
+    "prefix_cache": 10,
     "model": 12,
     "moe": 50,
     "ops": 8,
