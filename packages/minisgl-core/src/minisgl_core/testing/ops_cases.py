@@ -77,7 +77,7 @@ class RopeCase(NamedTuple):
 def rotation_case(
     shape: RotaryShape, has_norms: bool, dtype: torch.dtype, table_dtype: torch.dtype, device: str, step: int = 0
 ) -> RopeCase:
-    """Return a case of six tokens.
+    """Return a case of three tokens.
 
     Args:
         shape: heads and dimensions.
@@ -88,10 +88,10 @@ def rotation_case(
         step: number of the step; each step has other angles.
     """
     num_q_heads, num_kv_heads, size, half = shape
-    q, k, v = random(6, num_q_heads + 2 * num_kv_heads, size, dtype=dtype, device=device).tensor_split(
+    q, k, v = random(3, num_q_heads + 2 * num_kv_heads, size, dtype=dtype, device=device).tensor_split(
         (num_q_heads, num_q_heads + num_kv_heads), dim=1
     )
-    angles = (2 + step) * random(6, half, dtype=torch.float32, device=device)
+    angles = (2 + step) * random(3, half, dtype=torch.float32, device=device)
     cos, sin = angles.cos().to(table_dtype), angles.sin().to(table_dtype)
     if not has_norms:
         return RopeCase(q, k, v, Rope(cos, sin), (rotated(q, cos, sin), rotated(k, cos, sin)))

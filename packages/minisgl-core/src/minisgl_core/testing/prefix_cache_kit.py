@@ -124,7 +124,7 @@ class PrefixCacheTests:
 
     def test_a_long_chain_of_prefixes(self) -> None:
         """A prefix with a cached prefix at each page is matched, locked and evicted, without recursion per page."""
-        num_pages = 1200
+        num_pages = 1002  # more than the recursion limit
         cache = self.filled(1)
         tokens, pages = tokens_of((0, 1, 2) * (num_pages // 3), 1), list(range(num_pages))
         for length in range(num_pages, 0, -1):
