@@ -141,7 +141,7 @@ class AttentionBackendTests:
             self.run(
                 spec,
                 decodes=[1, 4, 5, 6, 70, 200],
-                prefills=[(0, 4), (0, 90), (3, 5), (70, 20), (150, 1)],
+                prefills=[(0, 4), (0, 40), (3, 5), (70, 70), (150, 1)],
                 layers=[{"sliding_window": window} for window in (5, None, 64, 1)],
             )
 
