@@ -28,9 +28,10 @@ def new_llm(model: str, tp: int, **options: Any) -> LLM:
 
 
 def children() -> list[psutil.Process]:
-    """Processes that this one started, without Python's resource tracker, and servers that other tests share."""
+    """Processes that this one started, without those of Python's multiprocessing, and servers that other tests share."""
     found = [(child, " ".join(child.cmdline())) for child in psutil.Process().children() if child.is_running()]
-    return [child for child, line in found if "resource_tracker" not in line and "launch" not in line]
+    others = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "launch")
+    return [child for child, line in found if not any(other in line for other in others)]
 
 
 @pytest.fixture(autouse=True)
