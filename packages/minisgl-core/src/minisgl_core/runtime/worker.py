@@ -1,6 +1,7 @@
 """Main function of one rank's process: rank 0 schedules, and every rank runs the plans."""
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -38,6 +39,13 @@ FromRank0 = BatchPlan | TokenMasks | Stop
 FromLastStage = StepResult | Stop
 """Results in the order of the steps; `Stop` if there will be no more."""
 
+_SWITCH_INTERVAL_S = 1e-4
+"""Longest time for which another thread keeps the GIL while the engine loop waits for it; Python's default is 5 ms.
+
+Launching a step with prompts takes over 80 calls of CUDA, and each releases the GIL. While a thread loads the tokenizer for
+grammars, or compiles one, the loop may wait that long after each call.
+"""
+
 
 def run_worker(
     config: EngineConfig,
@@ -56,6 +64,7 @@ def run_worker(
         report: called once the model runner is ready.
     """
     phases = StartupTimer(process_age_s())
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     registry = Registry.from_environment()
     hooks = Hooks(registry if rank == 0 else None)
     phases.done("started the process")
