@@ -165,7 +165,7 @@ def test_preempted_requests_go_on_where_they_were() -> None:
 
 
 def test_prompts_wait_while_too_much_text_is_compiled(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constraints, "MAX_PENDING_BYTES", 1)
+    monkeypatch.setattr(constraints, "MAX_PENDING_CHARS", 1)
     monkeypatch.setattr(constraints, "MAX_CACHED", 1)
     texts = [str(number) for number in range(10, 22)]
     outputs = llm.generate(["x"] * len(texts), [params({"choice": [text]}) for text in texts])

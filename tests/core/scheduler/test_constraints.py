@@ -54,7 +54,7 @@ class Forgetful(LlguidanceGrammar):
 def test_a_provider_that_compiles_to_nothing_is_named() -> None:
     grammars = GrammarManager(lambda: Forgetful(byte_tokenizer(), VOCAB_SIZE, EOS), VOCAB_SIZE)
     constraint = grammars.start(GrammarSource("choice", '["a"]', "it"))
-    wait([constraint.compiled], 60)
+    wait([constraint.compilation], 60)
     constraint.begin()
     assert "Forgetful.compile()" in constraint.error
 

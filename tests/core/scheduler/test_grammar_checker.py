@@ -150,7 +150,7 @@ def test_grammars_are_forgotten_by_their_bytes(checker: GrammarChecker, monkeypa
 
 def test_too_much_text_that_waits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     grammars = new_grammars()
-    monkeypatch.setattr(constraints, "MAX_PENDING_BYTES", 1000)
+    monkeypatch.setattr(constraints, "MAX_PENDING_CHARS", 1000)
     with grammars._backend_lock:
         for number in range(5):
             grammars.start(GrammarSource("regex", f"{number}" * 200, "it"))
@@ -175,13 +175,13 @@ def test_a_grammar_that_no_request_waits_for_is_not_compiled() -> None:
         left = [grammars.start(GrammarSource("regex", "left" * 1000, "it")) for _ in range(2)]
         kept = grammars.start(GrammarSource("regex", "kept", "it"))
         grammars.stop(left[0])
-        assert not left[1].compiled.cancelled(), "another request waits for it"
+        assert not left[1].compilation.cancelled(), "another request waits for it"
         grammars.stop(left[1])
-        assert left[1].compiled.cancelled()
+        assert left[1].compilation.cancelled()
         assert len(grammars._pending) == grammars.num_grammars == 3
         again = grammars.start(GrammarSource("regex", "left" * 1000, "it"))
     for each in (*busy, kept, again):
-        each.compiled.result()
+        each.compilation.result()
         grammars.stop(each)
     wait_for_none_pending(grammars)
     assert not any(each.num_waiting for each in grammars._cached.values())
@@ -194,12 +194,12 @@ def test_expensive_grammars_delay_others_by_little(checker: GrammarChecker) -> N
     grammars = new_grammars(checker)
     expensive = [grammars.start(GrammarSource("grammar", f"{INTERSECTION}// {number}", "it")) for number in range(8)]
     harmless = grammars.start(regex("a|b"))
-    harmless.compiled.result()
-    assert sum(each.compiled.done() for each in expensive) < 6
+    harmless.compilation.result()
+    assert sum(each.compilation.done() for each in expensive) < 6
     for each in expensive[1:]:
         grammars.stop(each)
     with pytest.raises(InvalidValueError, match="must be compiled within"):
-        expensive[0].compiled.result()
+        expensive[0].compilation.result()
     grammars.check(regex("c"))
     wait_for_none_pending(grammars)
 
@@ -220,7 +220,7 @@ def test_errors_name_the_field_of_their_request() -> None:
     with grammars._backend_lock:
         constraints = [grammars.start(GrammarSource("regex", "(a", name)) for name in ("one", "two")]
     for each, name in zip(constraints, ("one", "two"), strict=True):
-        error = each.compiled.exception()
+        error = each.compilation.exception()
         assert isinstance(error, InvalidValueError)
         assert error.name == name
     good, bad = ((("tools[0]", text),) for text in ('{"type": "object"}', '{"type": "no"}'))
@@ -255,5 +255,5 @@ def test_a_grammar_may_fail_while_the_same_is_started() -> None:
     grammars = GrammarManager(lambda: provider, VOCAB_SIZE)
     grammars._compiled = Entries()
     first, second = grammars.start(regex("(a")), grammars.start(regex("(a"))
-    assert first.compiled is second.compiled
+    assert first.compilation is second.compilation
     grammars.close()

@@ -341,7 +341,9 @@ class LLM:
                 self._abort_abandoned()
 
     def _exclusive(self) -> Lock:
-        """Return the lock to hold while the scheduler is changed. A ``with`` statement of the lock itself survives a Ctrl-C.
+        """Return the lock to hold while the scheduler is changed.
+
+        The caller uses it in a ``with`` statement. A context manager in Python could be interrupted by Ctrl-C and keep it.
 
         Raises:
             MinisglError: it is being changed already.

@@ -111,7 +111,7 @@ def is_number(value: Any) -> bool:
     """Return True if a value is a finite number, and no boolean."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
-    return abs(value) < 2**1000 and math.isfinite(value)
+    return abs(value) < 2**1000 and math.isfinite(value)  # a larger int would not fit in a float
 
 
 def check_layer_counts(raw: Mapping[str, Any]) -> None:

@@ -30,7 +30,8 @@ class Option:
         metavar: placeholder in ``--help``.
         env: further environment variables that set it, such as an older name.
         secret: True if the value must not be shown.
-        convert: converts a text before the other checks; its result is a subclass of the field's type.
+        convert: function of the option's name and a string, called before the other checks. It returns the string, or an
+            instance of the field's type or of a subclass.
     """
 
     help: str

@@ -230,13 +230,19 @@ def attention_spec(config: EngineConfig, model: ModelConfig, device: torch.devic
         dtype=torch_dtype(config),
         kv_dtype=kv_torch_dtype(config),
         device=device,
-        max_seq_len=int(config.model.max_seq_len_override or 0),
+        max_seq_len=context_length(config),
         max_batch=config.scheduler.max_running_requests,
         sliding_windows=tuple(sorted({window for window in model.sliding_windows if window is not None})),
         soft_caps=() if model.soft_cap is None else (model.soft_cap,),
         has_sinks=model.has_sinks,
         value_head_dim=model.value_head_dim,
     )
+
+
+def context_length(config: EngineConfig) -> int:
+    """Return the resolved context length in tokens. `resolve` sets it if the user does not."""
+    assert config.model.max_seq_len_override is not None, "the options have not been resolved"
+    return config.model.max_seq_len_override
 
 
 def kv_torch_dtype(config: EngineConfig) -> torch.dtype:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Protocol
 
 @dataclass(frozen=True, slots=True)
 class RankPlacement:
-    """Ranks and addresses of one rank's process. Plain data, which is passed to the process.
+    """Rank, device and addresses of one process of an engine. Plain data, which is passed to the process.
 
     Attributes:
         rank: global rank, in ``[0, size)``; rank 0 schedules.

@@ -11,7 +11,15 @@ from typing import Any
 
 from minisgl_core.config.options import AUTO, EngineConfig, engine_options
 from minisgl_core.config.provider_picker import check_providers
-from minisgl_core.config.resolve import Choice, Resolved, kv_torch_dtype, quantization_spec, resolve, torch_dtype
+from minisgl_core.config.resolve import (
+    Choice,
+    Resolved,
+    context_length,
+    kv_torch_dtype,
+    quantization_spec,
+    resolve,
+    torch_dtype,
+)
 from minisgl_core.contracts.communicator import Communicator
 from minisgl_core.contracts.executor import RankPlacement
 from minisgl_core.contracts.model import BuildContext
@@ -101,7 +109,7 @@ def build_model_runner(
             layers = groups.layers(checkpoint.config.num_layers)
             build = BuildContext(groups.tensor, ops, platform.device, ops.dtype, moe, kv_dtype, quantization, layers)
             # A shorter context needs fewer RoPE positions, and may select other factors of LongRoPE.
-            served = replace(checkpoint.config, max_position=int(config.model.max_seq_len_override or 0))
+            served = replace(checkpoint.config, max_position=context_length(config))
             with weights_must_fit():
                 model = checkpoint.model_class(served, build)
                 load_weights(model, checkpoint.source, progress and rank == 0)
@@ -110,6 +118,8 @@ def build_model_runner(
             factory = ModelRunnerFactory(config, checkpoint.config, platform, groups, model, ops, registry)
             graphs = factory.decode_graph_sizes()
             piecewise = factory.piecewise_graph_sizes(bool(graphs))
+            # On a CPU, a decode batch is captured when its size first occurs, and graphs take no memory of a device.
+            num_decode_captures = 0 if platform.has_host_graphs else len(graphs)
             num_captures = 0 if platform.has_host_graphs else len(graphs) + len(piecewise)
             pool = size_pool(factory.smallest_pool, config, platform, groups, factory.run_profile_batch, num_captures)
             max_seq_len = min(factory.max_seq_len, (pool.num_pages - 1) * pool.page_size)
@@ -120,9 +130,7 @@ def build_model_runner(
             if piecewise:
                 model_runner.capture_piecewise_graphs(piecewise, progress and rank == 0)
             platform.synchronize()
-            phases.done(
-                f"captured {num_captures and len(graphs)} decode graphs and {len(piecewise)} sizes of piecewise graphs"
-            )
+            phases.done(f"captured {num_decode_captures} decode graphs and {len(piecewise)} sizes of piecewise graphs")
         except BaseException:
             if model_runner is not None:
                 model_runner.free_graphs()

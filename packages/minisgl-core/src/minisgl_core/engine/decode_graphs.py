@@ -210,6 +210,7 @@ class DecodeGraphs:
         if on_host:
             # A kernel that is called neither through torch nor through `cpu_graphs.call` is missing in the graph, so check a
             # replay.
+            # Each request has token 1 at position 1, so its sequence has 2 tokens.
             first[1:3], first[4], batch.seq_lens_host[:] = 1, 2, 2
             self._platform.fill(inputs, first)
             self._attention.plan_replay(batch)

@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 
 from minisgl_core.config.options import EngineConfig
+from minisgl_core.config.resolve import context_length
 from minisgl_core.contracts.kv_cache import KVPoolSpec
 from minisgl_core.contracts.platform import Platform
 from minisgl_core.engine.rank_groups import RankGroups
@@ -114,8 +115,8 @@ def size_pool(
     is_short = num_pages < 2
     num_pages = groups.min_over_stages(num_pages, platform.device)
     if peak is None:
-        longest = -(-int(config.model.max_seq_len_override or 0) // spec.page_size)
-        num_pages = min(num_pages, longest * (config.scheduler.max_running_requests + CPU_CACHED_SEQUENCES) + 1)
+        max_pages = -(-context_length(config) // spec.page_size)
+        num_pages = min(num_pages, max_pages * (config.scheduler.max_running_requests + CPU_CACHED_SEQUENCES) + 1)
     if num_pages < 2 and not is_short:
         raise OutOfMemoryError("another pipeline stage has no memory for a page of KV; its error says how much is left")
     if num_pages < 2:

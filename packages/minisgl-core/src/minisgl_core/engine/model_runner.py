@@ -137,6 +137,7 @@ class ModelRunner:
         if step.logits is None:
             return torch.empty(0, dtype=torch.int64, device=step.rows.device), None
         num_top = int(step.plan.sample.num_logprobs.max())
+        # A CUDA graph has sampled by temperature. Its tokens are used unless a request needs more than that.
         tokens = None if needs_sampler(step.plan.sample) else step.tokens
         pending = None if tokens is None else step.pending
         if pending is not None and num_top < 0:

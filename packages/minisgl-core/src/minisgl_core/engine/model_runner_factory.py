@@ -30,6 +30,8 @@ _MIN_PIECEWISE_TOKENS = 2048
 With overlap scheduling, the host returns a step's tokens only after it has launched the next step. So slow launches delay
 tokens even if they do not delay the device. 2,048 tokens cover the prompt tokens that ``--max-step-ms`` allows in a step with
 decodes."""
+_MAX_BATCH_ON_GPU = 256
+"""Largest decode batch that ``auto`` captures on a GPU. Each capture size takes memory, and time at the start."""
 _MAX_BATCH_ON_CPU = 32
 """Largest decode batch that ``auto`` captures on a CPU. Python code takes only a small part of the time of larger batches."""
 
@@ -75,9 +77,10 @@ class ModelRunnerFactory:
             raise ModelFormatError(f"the model {model_config.architecture} is not supported: {'; '.join(reasons)}")
         group = KVGroup(len(layers), spec.page_size, spec.num_kv_heads, spec.head_dim, spec.value_head_dim)
         layout = common_layout(config.backends.attn, registry)
-        self.smallest_pool = KVPoolSpec.of_group(
-            KVCacheSpec((group,)).only_group, 2, spec.kv_dtype, platform.device, layout
-        )
+        # The engine has one pool, so `only_group` refuses models whose layers need several groups or other state.
+        only_group = KVCacheSpec((group,)).only_group
+        num_pages = 2  # the padding page, and one for tokens
+        self.smallest_pool = KVPoolSpec.of_group(only_group, num_pages, spec.kv_dtype, platform.device, layout)
 
     def model_runner(self, pool: KVPoolSpec, max_seq_len: int) -> ModelRunner:
         """Allocate the pool and return a model runner with it."""
@@ -125,7 +128,7 @@ class ModelRunnerFactory:
             return []
         if platform.has_host_graphs:  # padding takes time, and sizes are captured when they are needed
             return list(range(1, min(limit, _MAX_BATCH_ON_CPU if wanted == AUTO else int(wanted)) + 1))
-        return graph_sizes(min(limit, 256) if wanted == AUTO else min(limit, int(wanted)))
+        return graph_sizes(min(limit, _MAX_BATCH_ON_GPU) if wanted == AUTO else min(limit, int(wanted)))
 
     def piecewise_graph_sizes(self, has_decode_graphs: bool) -> list[int]:
         """Return the numbers of tokens to capture piecewise CUDA graphs for.

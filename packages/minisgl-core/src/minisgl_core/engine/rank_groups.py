@@ -99,7 +99,7 @@ def join_groups(
     tp, pp = config.parallel.tp, config.parallel.pp
     stage, tp_rank = divmod(placement.rank, tp)
     within, between = config.backends.communicator.split(",")[0], config.backends.communicator.split(",")[-1]
-    urls = _GroupUrls(placement, has_several=tp > 1 and pp > 1)
+    urls = _GroupUrls(placement, has_subgroups=tp > 1 and pp > 1)
     tensor: Communicator = SingleRank()
     if tp > 1:
         url = urls.of(f"stage-{stage}", is_leader=tp_rank == 0)
@@ -130,15 +130,15 @@ class _GroupUrls:
         store: this store, which must live until all ranks have joined; None if none is needed.
     """
 
-    def __init__(self, placement: RankPlacement, has_several: bool) -> None:
-        self._url, self._has_several, self.store = placement.init_method, has_several, None
-        if has_several and not self._url.startswith("file:"):
+    def __init__(self, placement: RankPlacement, has_subgroups: bool) -> None:
+        self._url, self._has_subgroups, self.store = placement.init_method, has_subgroups, None
+        if has_subgroups and not self._url.startswith("file:"):
             timeout = timedelta(seconds=_TIMEOUT_S)
             self.store, _, _ = next(rendezvous(self._url, placement.rank, placement.size, timeout=timeout))
 
     def of(self, group: str, is_leader: bool) -> str:
         """Return the URL of a group of this rank; its first rank is the leader."""
-        if not self._has_several:
+        if not self._has_subgroups:
             return self._url
         if self.store is None:
             return f"{self._url}-{group}"

@@ -19,7 +19,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from minisgl_core.errors import MinisglError
 
 _ALIGNMENT = 64
+"""Alignment of memory in bytes, as that of torch's CPU allocator."""
 _ALLOCATE = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided, torch.ops.aten.new_empty}
+"""Operators whose results have no values yet, so that a replay need not repeat them."""
 
 
 class _Current(threading.local):

@@ -41,6 +41,8 @@ from minisgl_core.runtime.curve import secure
 M = TypeVar("M")
 LINGER_MS = 1000
 """Time for which a closed socket delivers its queue."""
+_LONGEST_NAME = "/engine-9999/rank-99"
+"""Longest path of a socket in the directory: each replica's engine has a directory of its own for the sockets of its ranks."""
 MAX_PATH_BYTES = 100
 """Longest path of a socket here. Unix sockets allow 107 bytes, and ``ipc://`` needs the whole path to fit."""
 
@@ -74,7 +76,7 @@ class IpcAddresses:
             InvalidValueError: the path of ``TMPDIR`` is too long for sockets.
         """
         directory = tempfile.mkdtemp(prefix="minisgl-")
-        if len(directory.encode()) + len("/engine-9999/rank-99") > MAX_PATH_BYTES:
+        if len(directory.encode()) + len(_LONGEST_NAME) > MAX_PATH_BYTES:
             Path(directory).rmdir()
             raise InvalidValueError(
                 "TMPDIR",

@@ -31,8 +31,8 @@ MAX_CACHED = 64
 """Most compiled grammars in the cache. Each of them grows while it is used, with llguidance by up to 30 MB."""
 MAX_CACHED_BYTES = 64 * 1024**2
 """Most memory of the cached grammars, as `GrammarChecker` measured it."""
-MAX_PENDING_BYTES = 32 * 1024**2
-"""Largest total length of the texts that wait to be compiled."""
+MAX_PENDING_CHARS = 32 * 1024**2
+"""Most characters of all texts that wait to be compiled."""
 _MIN_BYTES_PER_CHARACTER = 64
 """Least memory that a compiled grammar counts for, per character of its text."""
 _ACCEPT_LIMIT_S = 0.05
@@ -67,16 +67,16 @@ class Constraint:
     """Grammar state of one request.
 
     Attributes:
-        compiled: the compiled grammar, or the error that ended its compilation.
+        compilation: future of the compiled grammar; several requests may share it.
         error: the reason why the output cannot continue; empty if there is none.
         param: the request field at fault; None if the grammar backend is at fault.
         reasoning_begin_token: token that begins the reasoning content, while it may still come; None otherwise.
     """
 
-    __slots__ = ("_reasoning_end_token", "_state", "compiled", "error", "param", "reasoning_begin_token")
+    __slots__ = ("_reasoning_end_token", "_state", "compilation", "error", "param", "reasoning_begin_token")
 
-    def __init__(self, source: GrammarSource, compiled: Compilation) -> None:
-        self.compiled, self.reasoning_begin_token = compiled, source.reasoning_begin_token
+    def __init__(self, source: GrammarSource, compilation: Compilation) -> None:
+        self.compilation, self.reasoning_begin_token = compilation, source.reasoning_begin_token
         self._reasoning_end_token = source.reasoning_end_token
         self._state: GrammarState | None = None
         self.error = ""
@@ -84,9 +84,9 @@ class Constraint:
 
     def begin(self) -> None:
         """Copy the state of the compiled grammar, or set `error`."""
-        error = self.compiled.exception()
+        error = self.compilation.exception()
         if error is None:
-            self._state = self.compiled.result().state.copy()
+            self._state = self.compilation.result().state.copy()
             return
         if not isinstance(error, MinisglError):
             logger.error("a grammar could not be compiled", exc_info=error)
@@ -152,7 +152,7 @@ class GrammarManager:
         """Compiled grammars, least recently used first."""
         self._cached_bytes = 0
         self._pending: dict[bytes, Compilation] = {}
-        self._pending_bytes = 0
+        self._pending_chars = 0
 
     def warm_up(self) -> None:
         """Load the grammar backend in a thread. It reads the tokenizer for about a second, which no request then waits for."""
@@ -176,25 +176,25 @@ class GrammarManager:
         Raises:
             QueueFullError: too much text waits to be compiled already.
         """
-        key, size = _key(source), _size(source)
+        key, num_chars = _key(source), _num_chars(source)
         with self._lock:
-            if (compiled := self._cached.get(key)) is not None:
+            if (compilation := self._cached.get(key)) is not None:
                 self._cached.move_to_end(key)
-            elif (compiled := self._pending.get(key)) is None:
-                if self._pending and self._pending_bytes + size > MAX_PENDING_BYTES:
+            elif (compilation := self._pending.get(key)) is None:
+                if self._pending and self._pending_chars + num_chars > MAX_PENDING_CHARS:
                     raise QueueFullError(f"{len(self._pending)} grammars wait to be compiled already; try again later")
-                compiled = self._pending[key] = Compilation(source)
-                self._pending_bytes += size
-                compiled.add_done_callback(lambda _: self._finish(key, size))
-                self._pool.submit(self._run, compiled, is_quick=self._checker is not None)
-            compiled.num_waiting += 1
-        return Constraint(source, compiled)
+                compilation = self._pending[key] = Compilation(source)
+                self._pending_chars += num_chars
+                compilation.add_done_callback(lambda _: self._finish(key, num_chars))
+                self._pool.submit(self._run, compilation, is_quick=self._checker is not None)
+            compilation.num_waiting += 1
+        return Constraint(source, compilation)
 
     def stop(self, constraint: Constraint) -> None:
         """End a request's wait for its grammar. A grammar that no request waits for any more is not compiled."""
-        constraint.compiled.num_waiting -= 1
-        if constraint.compiled.num_waiting <= 0:
-            constraint.compiled.cancel()
+        constraint.compilation.num_waiting -= 1
+        if constraint.compilation.num_waiting <= 0:
+            constraint.compilation.cancel()
 
     def discard(self, constraint: Constraint) -> None:
         """Remove a grammar from the cache after an error of its state.
@@ -203,20 +203,20 @@ class GrammarManager:
         their first token.
         """
         with self._lock:
-            key = next((key for key, each in self._cached.items() if each is constraint.compiled), None)
+            key = next((key for key, each in self._cached.items() if each is constraint.compilation), None)
             if key is not None:
                 self._cached_bytes -= self._cached.pop(key).result().num_bytes
 
-    def _finish(self, key: bytes, size: int) -> None:
+    def _finish(self, key: bytes, num_chars: int) -> None:
         """Cache a grammar unless its compilation failed or was cancelled, and evict others beyond the cache's limits."""
         with self._lock:
-            compiled = self._pending.pop(key)
-            compiled.source = None
-            self._pending_bytes -= size
-            if compiled.cancelled() or compiled.exception() is not None:
+            compilation = self._pending.pop(key)
+            compilation.source = None
+            self._pending_chars -= num_chars
+            if compilation.cancelled() or compilation.exception() is not None:
                 return
-            self._cached[key] = compiled
-            self._cached_bytes += compiled.result().num_bytes
+            self._cached[key] = compilation
+            self._cached_bytes += compilation.result().num_bytes
             while len(self._cached) > 1 and (len(self._cached) > MAX_CACHED or self._cached_bytes > MAX_CACHED_BYTES):
                 _, evicted = self._cached.popitem(last=False)
                 self._cached_bytes -= evicted.result().num_bytes
@@ -230,7 +230,7 @@ class GrammarManager:
         """
         constraint = self.start(source)
         try:
-            constraint.compiled.result()
+            constraint.compilation.result()
         finally:
             self.stop(constraint)
 
@@ -274,20 +274,20 @@ class GrammarManager:
                 self._backend = self._make_backend()
             return self._backend
 
-    def _run(self, compiled: Compilation, is_quick: bool) -> None:
+    def _run(self, compilation: Compilation, is_quick: bool) -> None:
         """Compile a grammar that a request still waits for. If it fails a quick trial, leave it to the slow thread."""
-        if (source := compiled.source) is None:
+        if (source := compilation.source) is None:
             return
         try:
             result = self._compile(source, is_quick)
         except QuickLimitError:
-            self._slow_pool.submit(self._run, compiled, is_quick=False)
+            self._slow_pool.submit(self._run, compilation, is_quick=False)
         except BaseException as error:
-            if compiled.set_running_or_notify_cancel():
-                compiled.set_exception(error)
+            if compilation.set_running_or_notify_cancel():
+                compilation.set_exception(error)
         else:
-            if compiled.set_running_or_notify_cancel():
-                compiled.set_result(result)
+            if compilation.set_running_or_notify_cancel():
+                compilation.set_result(result)
 
     def _compile(self, source: GrammarSource, is_quick: bool) -> CompiledGrammar:
         backend = self._load_backend()
@@ -306,5 +306,5 @@ def _key(source: GrammarSource) -> bytes:
     return hashlib.sha256(encode(plain)).digest()
 
 
-def _size(source: GrammarSource) -> int:
+def _num_chars(source: GrammarSource) -> int:
     return len(source.text) + sum(len(schema) for _, schema in source.parts)

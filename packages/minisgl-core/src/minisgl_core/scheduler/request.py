@@ -34,9 +34,9 @@ class Request:
         stop_ids: tokens that end the output: stop tokens and, without ignore_eos, EOS tokens.
         num_cached: prompt tokens found in the cache at the first admission, for the usage report; -1 before.
         num_shared: number of its first pages that belong to the prefix cache.
+        handle: the cache's handle of these first pages, which the request locks; None if there are none.
         num_matched, matched_at: usable pages of its last match, and the number of insertions into the cache before it; see
-            `PageManager`.
-        handle: the cache's handle of these pages, which it locks; None without shared pages.
+            `PageManager.surely_lacks_pages`.
         namespace: namespace of its prefix in the cache, from salt and adapter.
         row: page-table row; 0 while waiting.
         arrival_s, scheduled_s, first_token_s, num_preemptions: for the request's record; times by ``time.monotonic()``.

@@ -101,7 +101,7 @@ class Scheduler:
             InvalidValueError: its id is in use, or it fails `SchedulerLimits.check`.
         """
         if submit.request_id in self._by_id:
-            raise InvalidValueError("request_id", submit.request_id, "unused among the requests that are running")
+            raise InvalidValueError("request_id", submit.request_id, "unused among the requests that have not ended")
         self.limits.check(submit)
 
     def submit(self, submit: Submit) -> None:

@@ -49,7 +49,7 @@ class WaitingQueue:
     def add_compiling(self, request: Request, constraint: Constraint) -> None:
         """Add a request whose grammar is being compiled."""
         self._compiling[constraint] = request
-        constraint.compiled.add_done_callback(lambda _: self._compiled.put(constraint))
+        constraint.compilation.add_done_callback(lambda _: self._compiled.put(constraint))
 
     def remove(self, request: Request) -> None:
         """Remove a request, and end its wait for a grammar."""

@@ -18,9 +18,10 @@ MAX_SECONDS = 10.0
 MAX_GROWTH_BYTES = 512 * 2**20
 """Limit on the growth of the process's resident memory while a template runs."""
 _POLL_S = 0.05
+"""Time between two checks of the limits."""
 _RETRY_S = 1.0
-"""Time after which a template that goes on is stopped again: a destructor swallows exceptions. The code that handles the first
-exception must not be interrupted by a second one."""
+"""Time after which a template that still runs is stopped again, since a destructor may have swallowed the first exception. A
+shorter time could interrupt the code that handles the exception."""
 
 
 class RenderLimitError(Exception):

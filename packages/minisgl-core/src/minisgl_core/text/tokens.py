@@ -56,9 +56,10 @@ class TokenBytes(dict[int, bytes]):
 
 
 def max_token_bytes(tokenizer: Any) -> int:
-    """Return the most bytes of text that one token stands for; 0 if that is unknown or unbounded.
+    """Return an upper bound on the bytes of text that one token stands for; 0 if none is known.
 
-    It is known if the tokenizer is byte-level and no token also matches the spaces around it.
+    There is one if the tokenizer is byte-level and no token also matches the spaces around it. It may be twice the maximum,
+    since the byte alphabet writes some bytes as characters of two bytes.
     """
     normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
     # NFC turns three Hangul letters into one syllable.

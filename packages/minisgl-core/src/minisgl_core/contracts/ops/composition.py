@@ -1,7 +1,7 @@
 """Composition of an engine's ops from providers, one per role."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -47,9 +47,6 @@ class Ops:
         step: step inputs and outputs, and embedding lookups.
         routing: selection of experts.
     """
-
-    # In version 1 of the plugin API, providers subclassed `Ops`. A class that still does is refused with the reason.
-    plugin_api: ClassVar[str] = ">=1,<2"
 
     device: torch.device
     dtype: torch.dtype
