@@ -44,11 +44,8 @@ class NoRole(OpsProvider):
     pass
 
 
-class OfVersion1(Ops):
-    """A plugin of the time when `Ops` was the base class of providers."""
-
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        raise AssertionError("must not run")
+class SubclassesOps(Ops):
+    """Provider that derives from the composition of roles instead of a role."""
 
 
 class TestNormAlone(OpsTests):
@@ -59,7 +56,7 @@ def registry() -> Registry:
     shipped = tiny.registry()
     own = [
         Entry("ops", each.__name__, f"{__name__}:{each.__name__}", "own", "1")
-        for each in (NormAlone, Elsewhere, NoRole, OfVersion1)
+        for each in (NormAlone, Elsewhere, NoRole, SubclassesOps)
     ]
     return Registry([*(entry for kind in KINDS for entry in shipped.entries(kind)), *own])
 
@@ -130,7 +127,7 @@ def test_an_instance_serves_all_roles_that_its_provider_has() -> None:
         ("Elsewhere,torch", ProviderUnsupportedError, "it is for another machine"),
         ("NormAlone,nobodys", ProviderNotFoundError, "no ops provider is called 'nobodys'"),
         ("NoRole,torch", ProviderLoadError, "it has no role: it must subclass one or more of LinearOps, NormOps, "),
-        ("OfVersion1", ProviderLoadError, r"In version 2, Ops is split into roles.* scatter\(\)"),
+        ("SubclassesOps", ProviderLoadError, r"it is not a subclass of minisgl_core\.contracts\.ops\.OpsProvider"),
     ],
 )
 def test_what_is_named_serves_a_role_or_is_refused(ops: str, error: type[Exception], message: str) -> None:
