@@ -77,6 +77,8 @@ kinds |= dict.fromkeys(("row_scales", "scales", "partials"), "*fp32")
 common = {"COLS": 64, "HAS_BIAS": True, "SCALED": True, "ROWS": 16, "WIDEN": False}
 compiled(_small_m_gemm, dict(kinds), common | {"DEPTH": 512, "SPLITS": 4, "GATED": False}, num_warps=4, num_stages=4)
 compiled(_small_m_gemm, dict(kinds), common | {"DEPTH": 256, "SPLITS": 1, "GATED": True}, num_warps=4, num_stages=4)
+# One output, as of a shared expert's gate: Triton makes an argument of 1 a constant.
+compiled(_small_m_gemm, dict(kinds), common | {"N": 1, "DEPTH": 512, "SPLITS": 4, "GATED": False}, num_warps=4, num_stages=4)
 
 # Experts, as they are and in float8, each activation with biases and a clamp too.
 for scaled, (rows, cols, depth, warps) in itertools.product((False, True), ((16, 64, 128, 4), (128, 128, 64, 8))):

@@ -34,7 +34,7 @@ def _small_m_gemm(
     row, col, depth = tl.arange(0, ROWS), block * COLS + tl.arange(0, COLS), tl.arange(0, DEPTH)
     row_mask, col_mask = row < M, col < N
     weight_rows = weight + col.to(tl.int64)[:, None] * K
-    up_rows = weight_rows + N.to(tl.int64) * K
+    up_rows = weight_rows + tl.cast(N, tl.int64) * K  # N is no tensor if it is 1, which Triton makes a constant
     total = tl.zeros((COLS, ROWS), tl.float32)
     up = tl.zeros((COLS, ROWS), tl.float32)
     length = tl.cdiv(K // DEPTH, SPLITS) * DEPTH
