@@ -7,6 +7,7 @@ import torch
 
 from minisgl_backends.attention.triton_backend import StepPlan, TritonAttention
 from minisgl_backends.cuda import decode, prefill
+from minisgl_backends.cuda.driver import mappable
 from minisgl_backends.cuda.requirements import hopper_missing
 from minisgl_core.contracts.attention import AttentionBatch, AttentionLayer, AttentionSpec
 from minisgl_core.contracts.kv_cache import KVPages
@@ -92,6 +93,4 @@ class HopperAttention(TritonAttention):
     def _prefill(
         self, q: torch.Tensor, layer: AttentionLayer, prefills: AttentionBatch, tiles: torch.Tensor, out: torch.Tensor
     ) -> None:
-        if q.data_ptr() % 16 or any(stride % 8 for stride in q.stride()[:2]):
-            q = q.contiguous()  # TMA needs multiples of 16 bytes
-        self._hopper_prefill(q, layer, self.page_table, prefills, tiles, out)
+        self._hopper_prefill(mappable(q), layer, self.page_table, prefills, tiles, out)

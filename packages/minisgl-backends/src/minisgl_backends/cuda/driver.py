@@ -113,16 +113,10 @@ class Kernel:
 
         Args:
             num_blocks: a multiple of the cluster size.
-            arguments: numbers become C's ``int`` or ``float``.
+            arguments: see `Argument`.
         """
         config = self._config(num_blocks, torch.cuda.current_stream().cuda_stream)
-        values: list[Any] = [
-            c_uint64(each.data_ptr()) if isinstance(each, torch.Tensor)
-            else c_int(each) if isinstance(each, int)
-            else c_float(each) if isinstance(each, float)
-            else each
-            for each in arguments
-        ]  # fmt: skip
+        values = c_values(arguments)
         pointers = [each.address if isinstance(each, TensorMap) else ctypes.addressof(each) for each in values]
         call("cuLaunchKernelEx", ctypes.byref(config), self._function, (c_void_p * len(pointers))(*pointers), None)
 
@@ -165,6 +159,14 @@ class TensorMap:
         )  # fmt: skip
 
 
+def mappable(x: torch.Tensor) -> torch.Tensor:
+    """Return a bfloat16 tensor, [..., D], if `TensorMap` takes it, else a copy."""
+    if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in x.stride()[:-1]):
+        return x
+    # `contiguous` would return x itself if it has one row, of any stride, or if only its address is not aligned.
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 def kv_maps(pool: KVPages, num_lines: int, *, promote: int = 256) -> list[tuple[TensorMap, ...]]:
     """Return the maps of each layer's K and V: two for boxes of up to 64 tokens of a page, then two for boxes of 8 tokens.
 
@@ -181,5 +183,17 @@ def kv_maps(pool: KVPages, num_lines: int, *, promote: int = 256) -> list[tuple[
     return maps
 
 
-Argument = torch.Tensor | TensorMap | int | float
-"""Argument of a kernel; tensors are passed by address."""
+Argument = torch.Tensor | TensorMap | int | float | None
+"""Argument of a kernel. Tensors are passed by address, None as a null pointer, and numbers as C's ``int`` or ``float``."""
+
+
+def c_values(arguments: Sequence[Argument]) -> list[Any]:
+    """Return the arguments as C values of the size that the kernel reads; tensor maps stay as they are."""
+    return [
+        c_uint64(each.data_ptr()) if isinstance(each, torch.Tensor)
+        else c_int(each) if isinstance(each, int)
+        else c_float(each) if isinstance(each, float)
+        else c_uint64(0) if each is None
+        else each
+        for each in arguments
+    ]  # fmt: skip

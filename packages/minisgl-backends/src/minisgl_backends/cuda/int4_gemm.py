@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from minisgl_backends.cuda.compiler import program
-from minisgl_backends.cuda.driver import TensorMap
+from minisgl_backends.cuda.driver import TensorMap, mappable
 from minisgl_backends.cuda.gemm_common import SHARED_BYTES, compiled, load_kernel, wgmma_source
 from minisgl_backends.cuda.gemm_tiling import MAX_SMALL_M_ROWS, GemmTiling
 from minisgl_backends.cuda.small_m_gemm import StreamKWorkspace
@@ -135,9 +135,7 @@ class HopperInt4Gemm:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return [M, N] from x, [M, K or more], by one launch per MAX_SMALL_M_ROWS rows."""
         out = torch.empty(len(x), self._num_outputs, dtype=x.dtype, device=x.device)
-        x = x[:, : self._weight.num_inputs]
-        if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:  # TMA cannot load it
-            x = x.contiguous()
+        x = mappable(x[:, : self._weight.num_inputs])
         for start in range(0, len(x), MAX_SMALL_M_ROWS):
             self._multiply(x[start : start + MAX_SMALL_M_ROWS], out[start : start + MAX_SMALL_M_ROWS])
         return out

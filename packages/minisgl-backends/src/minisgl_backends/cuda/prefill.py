@@ -116,7 +116,7 @@ class HopperPrefill:
         extras: tuple[Argument, ...] = ()
         if variant.has_extras:
             tanh_scale = 2 * math.log2(math.e) * scale / layer.soft_cap if layer.soft_cap else 0.0
-            sinks = 0 if layer.sinks is None else layer.sinks.to(torch.bfloat16)
+            sinks = None if layer.sinks is None else layer.sinks.to(torch.bfloat16)
             extras = layer.sliding_window or 0, tanh_scale, sinks
         self._kernel.launch(
             num_blocks, (self._query_map(q), *pages, *metadata, out, self._counter, *scales, *sizes, *extras)
