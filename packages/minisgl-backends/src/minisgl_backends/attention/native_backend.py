@@ -102,6 +102,7 @@ class NativeAttention(TorchAttention):
         cu_seqlens_k = _cumulative(-(-seq_lens // _ROWS) * _ROWS)
         max_keys = int(np.diff(cu_seqlens_k).max())
         size = int(cu_seqlens_k[-1]) * self.spec.num_kv_heads * self.spec.head_dim
+        # Scores in float32, and weights in bfloat16, which take half as much.
         scratch = torch.empty(torch.get_num_threads(), max_keys * _ROWS * 3 // 2)
         kv = torch.empty(2, size, dtype=self.spec.dtype)
         tiles = query_tiles(q_lens, _ROWS)

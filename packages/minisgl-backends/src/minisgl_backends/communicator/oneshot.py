@@ -91,6 +91,7 @@ class OneShotCommunicator(NcclCommunicator):
         # On Hopper, the kernels that follow prefetch weights while this one waits for the other ranks (PDL).
         self._pdl = has_dependent_launch(spec.device)
         self._one_shot_limit = min(self.one_shot_bytes[spec.size], 4 * self._row_words)
+        # Compile the kernel, and fail at startup if peer access does not work.
         self.all_reduce(torch.zeros(64 * spec.size, device=spec.device))
         torch.cuda.current_stream().synchronize()
 

@@ -1,6 +1,6 @@
 """Variants and launch of decode.cu, decode attention for Hopper.
 
-Shape legend: as in `kernels.paged_decode`.
+Shape legend: B requests, Hq and Hkv heads, D head dimension. The page table has R rows and M columns.
 """
 
 import math
@@ -17,13 +17,15 @@ HEAD_DIMS = (64, 128)
 MAX_GROUP = 8
 """Largest number of query heads per KV head: the N dimension of the tensor-core instruction."""
 BLOCKS_PER_SM = 2
+"""Thread blocks that an SM holds at once."""
 _THREADS = 160
+"""Threads per block: four consumer warps and a producer warp."""
 _START_WORDS = 128
 """Words per entry of the partition starts; START_WORDS of decode.cu."""
 _KEYS = 64
 """Keys per tile."""
-_SHARED_BYTES = 233_472 // BLOCKS_PER_SM - 1024
-"""Shared memory of a thread block; CUDA reserves 1,024 bytes of each."""
+_SHARED_BYTES = 228 * 1024 // BLOCKS_PER_SM - 1024
+"""Shared memory of a thread block. An SM has 228 KiB, of which CUDA reserves 1 KiB per block."""
 
 
 def supports_page_size(size: int) -> bool:
@@ -107,7 +109,8 @@ class HopperDecode:
         num_sms = torch.cuda.get_device_properties(spec.device).multi_processor_count
         self._num_partitions = max(num_sms * BLOCKS_PER_SM // spec.num_kv_heads, 1)
         size = self._num_partitions, num_q_heads, spec.head_dim + 4
-        self._partials = torch.full(size, -1, dtype=torch.int32, device=spec.device)
+        empty = -1  # EMPTY of split_kv_exchange.cuh
+        self._partials = torch.full(size, empty, dtype=torch.int32, device=spec.device)
         self._starts = torch.zeros(self._num_partitions, _START_WORDS, dtype=torch.int32, device=spec.device)
         # L2 promotion to 256 bytes is slower (docs/performance-notes.md).
         self._kv_maps = kv_maps(pool, spec.head_dim // 64, promote=128)
@@ -146,8 +149,8 @@ class HopperDecode:
             layer: index in the pool.
             scale: factor on the scores.
             page_table: int32 [R, M].
-            rows: int32 [B].
-            seq_lens: int32 [B].
+            rows: page-table row of each request, int32 [B].
+            seq_lens: tokens of each request, int32 [B].
             out: [B, Hq, D], contiguous.
             rope_and_store: arguments of the fused RoPE and KV store, if `supports_fused_rope`; None if both ran before.
         """

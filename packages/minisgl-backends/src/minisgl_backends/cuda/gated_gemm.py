@@ -19,7 +19,10 @@ from minisgl_backends.cuda.gemm_common import (
 )
 from minisgl_backends.cuda.gemm_tiling import MAX_SMALL_M_ROWS
 
-_ROWS, _OUTPUTS, _STORED_ROWS = 128, 128, 64
+_ROWS, _OUTPUTS = 128, 128
+"""Rows of x and outputs per tile of a thread block; ROWS and OUTPUTS of gated_gemm.cu."""
+_STORED_ROWS = 64
+"""Rows of a TMA store: those of a warpgroup."""
 
 
 def worthwhile(num_rows: int, num_outputs: int, num_inputs: int, num_sms: int) -> bool:

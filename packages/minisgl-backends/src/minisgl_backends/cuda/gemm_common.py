@@ -14,8 +14,10 @@ BLOCK_K = 64
 """Inputs per pipeline stage."""
 THREADS = 288
 """Threads per block: two consumer warpgroups and a producer warp."""
-SHARED_BYTES = 232_448 - 1024
-"""Dynamic shared memory of a thread block on Hopper, without its mbarriers."""
+SHARED_BYTES = 227 * 1024 - 1024
+"""Dynamic shared memory of a thread block: the 227 KiB of Hopper without 1 KiB for mbarriers, which are static."""
+ALIGNMENT_BYTES = 1024
+"""Size of the part of SHARED_BYTES that aligns the ring of stages, as the 128-byte swizzle requires."""
 
 
 class GemmVariant(Hashable, Protocol):
@@ -46,12 +48,14 @@ def load_kernel(variant: GemmVariant, name: str, device: torch.device) -> tuple[
         return kernel, kernel.max_resident_blocks()
 
 
-def wgmma_source(rows: int, *, from_registers: bool = False, columns: bool = False, dtype: str = "bf16") -> str:
+def wgmma_source(rows: int, *, from_registers: bool = False, transposes_b: bool = False, dtype: str = "bf16") -> str:
     """Return the source that gemm_common.cuh includes as WGMMA: a wgmma of 64 rows of a, `rows` of b and 16 inputs.
 
-    With `from_registers`, the rows of a are in registers, ``const u32 (&a)[4]`` instead of a descriptor. With
-    `columns` as well, b is MN-major (transposed): for each input, the values of the `rows` rows are contiguous. `dtype` is that
-    of a and b, ``bf16`` or ``f16``.
+    Args:
+        rows: N of the instruction, a multiple of 8 up to 256.
+        from_registers: the rows of a are in registers, ``const u32 (&a)[4]``, instead of shared memory.
+        transposes_b: b is MN-major: for each input, the values of its rows are contiguous. Needs `from_registers`.
+        dtype: dtype of a and b, ``bf16`` or ``f16``.
     """
     count = rows // 2
     sums = ", ".join(f"%{i}" for i in range(count))
@@ -60,7 +64,7 @@ def wgmma_source(rows: int, *, from_registers: bool = False, columns: bool = Fal
         parameter, values, transposes = (
             "const u32 (&a)[4]",
             ", ".join(f'"r"(a[{i}])' for i in range(4)),
-            str(int(columns)),
+            str(int(transposes_b)),
         )
         operand, next_operand = "{" + ", ".join(f"%{count + i}" for i in range(4)) + "}", count + 4
     else:

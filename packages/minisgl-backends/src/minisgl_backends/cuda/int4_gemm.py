@@ -10,7 +10,7 @@ import torch
 
 from minisgl_backends.cuda.compiler import program
 from minisgl_backends.cuda.driver import TensorMap, mappable
-from minisgl_backends.cuda.gemm_common import SHARED_BYTES, compiled, load_kernel, wgmma_source
+from minisgl_backends.cuda.gemm_common import ALIGNMENT_BYTES, SHARED_BYTES, compiled, load_kernel, wgmma_source
 from minisgl_backends.cuda.gemm_tiling import MAX_SMALL_M_ROWS, GemmTiling
 from minisgl_backends.cuda.small_m_gemm import StreamKWorkspace
 from minisgl_backends.kernels import int4_stages
@@ -64,10 +64,11 @@ class Variant:
     @property
     def stages(self) -> int:
         """Return the pipeline stages: as many as fit into shared memory."""
+        # Codes and scales of a stage, as `pack_stages` returns them. The rows of x are swizzled, so stages are aligned.
         packed = -(-2 * (CODE_BYTES + self.scales * TILE * 4) // 1024) * 1024
         stage = self.block_rows * INPUTS * 2 + packed
-        staged = 32 * (2 * _OUTPUTS + 16)
-        return int(min(_MAX_STAGES, (SHARED_BYTES - 1024 - staged) // stage))
+        staged = 32 * (2 * _OUTPUTS + 16)  # rows for the store, see small_m_gemm.py
+        return int(min(_MAX_STAGES, (SHARED_BYTES - ALIGNMENT_BYTES - staged) // stage))
 
     def source(self) -> str:
         """Return the program's source."""

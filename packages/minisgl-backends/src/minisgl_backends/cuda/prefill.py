@@ -1,6 +1,6 @@
 """Variants and launch of prefill.cu, prefill attention for Hopper.
 
-Shape legend: as in `kernels.paged_prefill`.
+Shape legend: T tokens, Hq heads, D head dimension. The page table has R rows and M columns.
 """
 
 import math
@@ -22,8 +22,9 @@ _ROWS = 128
 _KEYS = 128
 """Keys per tile."""
 _THREADS = 384
+"""Threads per block: two consumer warpgroups and one of producer warps."""
 _SHARED_BYTES = 6 * _ROWS * 128 * 2 + 1024
-"""Two tiles each of queries, K and V with heads of 128, and what aligns them."""
+"""Two tiles each of queries, K and V with heads of 128, and up to 1,024 bytes before them for their alignment."""
 _FP8_BYTES = 2 * _KEYS * 128
 """A tile each of K and V in FP8."""
 _QUERY_SCALE = 1 / 64
@@ -59,7 +60,7 @@ class Variant:
         """Return the program's source."""
         sizes, dtype = {"GROUP": self.group, "DIM": self.dim, "PAGE": self.page_size}, "f16" if self.is_fp8 else "bf16"
         scores = wgmma_source(_KEYS, dtype=dtype)
-        outputs = wgmma_source(self.dim, from_registers=True, columns=True, dtype=dtype)
+        outputs = wgmma_source(self.dim, from_registers=True, transposes_b=True, dtype=dtype)
         macros = {**sizes, "FP8": self.is_fp8, "EXTRAS": self.has_extras}
         return program("prefill.cu", macros, f"{scores}\n{outputs}")
 
@@ -111,6 +112,7 @@ class HopperPrefill:
         pages = (self._pool.k(index), self._pool.v(index)) if variant.is_fp8 else self._kv_maps[index]
         metadata = page_table, batch.rows, batch.cu_seqlens_q, batch.seq_lens, tiles
         sizes = len(tiles), spec.num_kv_heads, page_table.stride(0), spec.num_pages * spec.page_size
+        # With a soft cap, the kernel multiplies the scores by `tanh_scale` in tanh, and the result by the cap.
         scale = layer.scale * k_scale / (_QUERY_SCALE if variant.is_fp8 else 1)
         scales = (layer.soft_cap or scale) * math.log2(math.e), v_scale
         extras: tuple[Argument, ...] = ()

@@ -11,6 +11,7 @@ import torch
 from minisgl_backends.cuda.compiler import program
 from minisgl_backends.cuda.driver import TensorMap
 from minisgl_backends.cuda.gemm_common import (
+    ALIGNMENT_BYTES,
     BLOCK_K,
     SHARED_BYTES,
     can_load_input,
@@ -69,7 +70,7 @@ class Variant:
         stage = (self.outputs + self.block_rows) * BLOCK_K * 2
         # Rows are staged for the store, 32 at a time for each group of threads that stores.
         staged = 32 * (2 * self.outputs + 16) * (2 if self.outputs == 64 else 1)
-        return int(min(_MAX_STAGES, (SHARED_BYTES - 1024 - staged) // stage))
+        return int(min(_MAX_STAGES, (SHARED_BYTES - ALIGNMENT_BYTES - staged) // stage))
 
     def source(self) -> str:
         """Return the program's source."""

@@ -30,15 +30,16 @@ class DecodeTile:
     def num_programs(self, device: torch.device) -> int:
         """Return the number of programs in the grid."""
         if device.type != "cuda":
-            return 4
+            return 4  # under Triton's interpreter: enough for requests in several partitions
         return int(torch.cuda.get_device_properties(device).multi_processor_count) * self.programs_per_sm
 
 
 def decode_tile(dim: int, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device) -> DecodeTile:
     """Return the tile for a head dimension and the dtypes of q and the KV pool.
 
-    Up to 64 KB of K and V are in flight per program. An SM with 200 KB of shared memory holds three programs. With heads of
-    256, it holds two, because their queries and sums take many registers (docs/performance-notes.md).
+    Up to 64 KB of K and V are in flight per program. An SM with 200 KB of shared memory holds three programs, and one with less
+    holds one. With heads of 256, it holds two at most, because their queries and sums take many registers
+    (docs/performance-notes.md).
     """
     keys = min(max(_TILE_BYTES // (dim * dtype.itemsize), 16), 128)
     num_stages = 1 + 2 * dtype.itemsize // kv_dtype.itemsize

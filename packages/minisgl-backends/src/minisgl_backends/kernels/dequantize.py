@@ -123,8 +123,8 @@ def _bits(word, FIRST: tl.constexpr, COUNT: tl.constexpr):
 def scale_and_offset(word, superblock, FIELD: tl.constexpr, KIND: tl.constexpr, LOW: tl.constexpr, ZERO: tl.constexpr):
     """Return field FIELD of a word of scales, float32, for `dequantize`.
 
-    The offset also subtracts `base`, which `dequantize` leaves in each code, times the scale. All products are exact. If the file
-    has an offset, the difference is rounded, by at most 2**-24 of 128 times the scale.
+    `dequantize` leaves `base` in each code, so the offset includes ``-base * scale``. All products are exact. Only the sum with
+    an offset of the file is rounded to float32, by at most 2**-24 of it, which is about 2**-17 of the scale.
     """
     base: tl.constexpr = 0.0 if INTERPRETED else (32768.0 if LOW == 8 else 128.0)
     if KIND == "scale":

@@ -72,7 +72,11 @@ def fragment_order(codes: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _dequantize_stages(stages, out, first, half, chunks, K, SCALES: tl.constexpr):
-    """Dequantize a chunk of tile `first` + program to `out`. Tiles from `half` on are the second of their stages."""
+    """Dequantize a chunk of tile `first` + program to `out`.
+
+    `half` is the number of gate tiles, whose stages also hold the up tiles. It is 0 if the weight is not gated; then a stage
+    holds two neighbouring tiles.
+    """
     tile, chunk = first + tl.program_id(0), tl.program_id(1)
     block = tl.where(half > 0, tile % tl.maximum(half, 1), tile // 2)
     member = tl.where(half > 0, tile // tl.maximum(half, 1), tile % 2)

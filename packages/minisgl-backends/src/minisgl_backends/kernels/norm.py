@@ -68,7 +68,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, pdl: bool = F
     num_rows = x.shape[0] * heads
     if num_rows:
         block = triton.next_power_of_2(size)
-        rows = max(1, 1024 // block)
+        rows = max(1, 1024 // block)  # several short rows, such as heads, per program
         grid: Any = (triton.cdiv(num_rows, rows),)
         _rms_norm[grid](
             x,
@@ -102,4 +102,5 @@ def add_rms_norm(
 
 
 def _warps(block: int) -> int:
+    """Return the warps per program: one per 512 elements of a row, 4 to 16."""
     return min(max(block // 512, 4), 16)

@@ -9,9 +9,9 @@ One shot: every rank receives all messages and reduces them. Two shots: a reduce
 reduces the r-th part of each message, then an all-gather of the results. Two shots send less and take one transfer more.
 With the fused norm, a rank normalizes the rows that it reduces, between the shots.
 
-Words are 4 bytes: one float32, or two 16-bit numbers. Memory legend: [3 buffers, 2 * SIZE rows, ROW words]. Rows 0 to SIZE-1
-hold the messages from each rank, rows SIZE to 2*SIZE-1 the results from each rank. State legend, 4 int32 per program: buffer
-of the next call, then rows and words per row that the last call filled.
+Words are 4 bytes: one float32, or two 16-bit numbers. Each of SIZE ranks has memory [3 buffers, 2 * SIZE rows, ROW words]. Rows
+0 to SIZE - 1 of a buffer hold the messages from each rank, rows SIZE to 2 * SIZE - 1 the results from each rank. The state of a
+program is STATE_WORDS int32: the buffer of the next call, the rows and the words per row that the last call filled, and padding.
 """
 
 import torch
@@ -25,7 +25,10 @@ EMPTY = -2147450880
 _EMPTY = tl.constexpr(EMPTY)
 STATE_WORDS = 4
 _BLOCK = 512
+"""Words of each rank that a program of `all_reduce` handles at once."""
 _NUM_WARPS = 4
+_MAX_TILE_WORDS = 16384
+"""Largest number of words that a program of `all_reduce_add_norm` holds: 64 registers in each thread of its 8 warps."""
 
 
 @triton.jit
@@ -242,7 +245,7 @@ def all_reduce(
 
 def supports_hidden_size(hidden_size: int, size: int) -> bool:
     """Return True if a program of `all_reduce_add_norm` can hold one row of each of `size` ranks."""
-    return hidden_size % 8 == 0 and size * triton.next_power_of_2(hidden_size // 2) <= 16384
+    return hidden_size % 8 == 0 and size * triton.next_power_of_2(hidden_size // 2) <= _MAX_TILE_WORDS
 
 
 def all_reduce_add_norm(

@@ -43,6 +43,7 @@ def choose_stages(cols: int, rows: int, weight: PackedMatrix) -> int:
     """Return how many loads of a program fit into shared memory, two or three; gate and up outputs count once."""
     packing = weight.packing
     shared = 220_000 if has_large_shared_memory(weight.codes.device) else 98_000
+    # A stage is a chunk: 16-bit inputs for each row; for each output, the codes of both planes, words of scales and a superblock.
     bits = packing.low * packing.chunk + 16 * packing.sub * (packing.high > 0)
     scales = 4 * max(1, packing.chunk // packing.word) + 4 * packing.has_superblocks
     stage = 2 * packing.chunk * rows + cols * (1 + weight.gated) * (bits // 8 + scales)

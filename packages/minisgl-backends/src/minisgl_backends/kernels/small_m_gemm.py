@@ -16,8 +16,14 @@ from minisgl_backends.kernels.dot import add_dot
 from minisgl_backends.kernels.split_k import SplitKWorkspace
 
 MAX_ROWS = 16
-_COLS, _DEPTH_BYTES = 64, 512
-_FEW_BLOCKS, _SPLITS = 64, 4
+_COLS = 64
+"""Output columns per program."""
+_DEPTH_BYTES = 512
+"""Bytes of a weight row that an iteration over K loads; half of it is gate and half up in a gated MLP."""
+_SPLITS = 4
+"""Programs per block of columns if K is split."""
+_FEW_BLOCKS = 64
+"""K is split if there are fewer blocks of columns than this, about half of a data-center GPU's SMs."""
 
 
 @triton.jit(do_not_specialize=["M"])

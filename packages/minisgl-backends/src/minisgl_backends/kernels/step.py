@@ -1,11 +1,16 @@
-"""Kernels of `StepOps`: inputs and outputs of decode steps, gather and scatter."""
+"""Kernels of `StepOps`: inputs and outputs of decode steps, gather and scatter.
+
+Shape legend: T tokens, K rows of step inputs, of which `StepOps.decode_inputs` describes the first four.
+"""
 
 import torch
 import triton
 import triton.language as tl
 
 _BLOCK = 128
+"""Tokens per program."""
 _MAX_COLUMNS = 4096
+"""Largest number of columns per program."""
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -13,7 +18,10 @@ def _decode_inputs(
     mapped_inputs, buffer_index, inputs, last_tokens, table, ids, slots, num_tokens, stride,
     K: tl.constexpr, K_BLOCK: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Read the step inputs from mapped pinned memory. All loads precede the first use, so that their latencies overlap."""
+    """Read the step inputs from mapped pinned memory, [2, K, T]: rows, token ids, positions, new pages, and further ones.
+
+    All loads precede the first use, so that their latencies overlap.
+    """
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = token < num_tokens
     start = mapped_inputs + tl.load(buffer_index) * K * num_tokens + token

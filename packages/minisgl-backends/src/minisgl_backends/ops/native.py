@@ -29,7 +29,7 @@ class NativeGemm:
         Raises:
             TypeError: x does not fit the weight. The kernel would read past the end of a narrower x.
         """
-        packed, width = self._packed, 2 * self._packed.shape[-3]
+        packed, width = self._packed, 2 * self._packed.shape[-3]  # blocks are [in / 2, 16, 2]
         if x.dtype != packed.dtype or x.shape[-1] != width:
             raise TypeError(
                 f"x has shape {list(x.shape)} and dtype {x.dtype}, but the weight needs [..., {width}] in {packed.dtype}"

@@ -22,7 +22,7 @@ from minisgl_core.errors import CacheFullError
 
 _EMPTY = np.empty(0, np.int32)
 _FEW_TOKENS = 1024
-"""Most tokens of a node that are compared as bytes first."""
+"""Largest number of tokens of a node whose bytes are compared before its arrays."""
 
 
 class RadixPrefixCache(PrefixCache):

@@ -57,7 +57,7 @@ class CpuLinearMethod(GgufLinearMethod):
 
 
 class _Matrix:
-    """A packed matrix, and its rows of the layer's output."""
+    """A packed matrix: `rows` rows of the layer's weight, from `first_row` on."""
 
     __slots__ = ("first_row", "packed", "rows", "type")
 
