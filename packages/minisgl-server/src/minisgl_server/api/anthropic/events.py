@@ -63,8 +63,6 @@ class MessageObject:
 class MessageEvents(StreamEvents):
     """Encodes the output of one message as events. Each segment of the output is a block, with a start, deltas and a stop."""
 
-    done = b""
-
     def __init__(self, message: MessageObject) -> None:
         self._message = message
         self._index = -1

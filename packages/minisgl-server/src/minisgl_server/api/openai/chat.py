@@ -102,15 +102,15 @@ async def chat_completions(request: Request) -> Response:
     choices = await start_chat(request, chat, "chatcmpl")
     if chat.stream:
         return EventStreamResponse(choices, _ChatEvents(choices, chat))
-    results = [_ChoiceBuilder(chat) for _ in choices.output_ids]
-    await choices.collect(lambda index, text: results[index].add(text))
-    entries = [result.entry(index) for index, result in enumerate(results)]
+    outputs = [_JoinedOutput(chat) for _ in choices.output_ids]
+    await choices.collect(lambda index, text: outputs[index].add(text))
+    joined = [output.choice(index) for index, output in enumerate(outputs)]
     usage = choices.usage()
-    return json_response(choices.body("chat.completion", entries, usage=usage, **results[0].prompt_fields))
+    return json_response(choices.body("chat.completion", joined, usage=usage, **outputs[0].prompt_fields))
 
 
-class _ChoiceBuilder:
-    """Collects one choice of a response that is not streamed."""
+class _JoinedOutput:
+    """Joins the parts of one output of a response that is not streamed."""
 
     def __init__(self, chat: ChatRequest) -> None:
         self._chat = chat
@@ -118,9 +118,8 @@ class _ChoiceBuilder:
         self.prompt_fields: dict[str, Any] = {}
         self._pieces: list[str] = []
         self._reasoning: list[str] = []
-        self._calls: list[dict[str, Any]] = []
-        self._arguments: list[list[str]] = []
-        """Pieces of the arguments of each call."""
+        self._calls: list[tuple[ToolCallDelta, list[str]]] = []
+        """First delta of each call, and pieces of its arguments."""
         self._logprobs: list[dict[str, Any]] | None = None
         self._last = Text(request_id="", text="", token_ids=[])
 
@@ -129,9 +128,8 @@ class _ChoiceBuilder:
         self._reasoning.append(text.reasoning)
         for delta in text.tool_calls:
             if delta.id is not None:
-                self._calls.append({"id": delta.id, "type": "function", "function": {"name": delta.name}})
-                self._arguments.append([])
-            self._arguments[delta.index].append(delta.arguments)
+                self._calls.append((delta, []))
+            self._calls[delta.index][1].append(delta.arguments)
         self._last = text
         self._token_ids += text.token_ids
         for name, values in prompt_fields(self._chat, text).items():
@@ -140,16 +138,17 @@ class _ChoiceBuilder:
             self._logprobs = self._logprobs or []
             self._logprobs += logprobs["content"]
 
-    def entry(self, index: int) -> dict[str, Any]:
+    def choice(self, index: int) -> dict[str, Any]:
         logprobs = None if self._logprobs is None else {"content": self._logprobs, "refusal": None}
         message: dict[str, Any] = {"role": "assistant", "content": "".join(self._pieces), "refusal": None}
         if reasoning := "".join(self._reasoning):
             message["reasoning_content"] = message["reasoning"] = reasoning
-        for call, arguments in zip(self._calls, self._arguments, strict=True):
-            call["function"]["arguments"] = "".join(arguments)
         if self._calls:
             message["content"] = message["content"] or None
-            message["tool_calls"] = self._calls
+            message["tool_calls"] = [
+                {"id": first.id, "type": "function", "function": {"name": first.name, "arguments": "".join(arguments)}}
+                for first, arguments in self._calls
+            ]
         return {
             "index": index,
             "message": message,
@@ -167,26 +166,26 @@ class _ChatEvents(ChoiceEvents):
 
     def begin(self) -> bytes:
         """Return one event per choice, with its role."""
-        roles = [{"role": "assistant", "content": ""} for _ in self._choices.output_ids]
-        return b"".join(self.chunk(_entry(index, role)) for index, role in enumerate(roles))
+        role = {"role": "assistant", "content": ""}
+        return b"".join(self.chunk(_choice(index, role)) for index in range(len(self._choices.output_ids)))
 
-    def entry(self, index: int, text: Text) -> dict[str, Any]:
-        entry = _entry(index, _delta(text))
-        entry["logprobs"] = chat_logprobs(text, self._tokens_as_ids)
+    def choice(self, index: int, text: Text) -> dict[str, Any]:
+        choice = _choice(index, _delta(text))
+        choice["logprobs"] = chat_logprobs(text, self._tokens_as_ids)
         if self._returns_ids:
-            entry["token_ids"] = text.token_ids
+            choice["token_ids"] = text.token_ids
         if text.finish_reason is not None:
-            entry |= {"finish_reason": text.finish_reason, "stop_reason": text.stop_reason}
-        return entry
+            choice |= {"finish_reason": text.finish_reason, "stop_reason": text.stop_reason}
+        return choice
 
     def output(self, index: int, text: Text) -> bytes:
         """Return the chunk with new output. The one with the first choice has the prompt's token ids."""
         if not self._returns_ids or text.prompt_token_ids is None or index > 0:
             return super().output(index, text)
-        return self.chunk(self.entry(index, text), prompt_token_ids=text.prompt_token_ids)
+        return self.chunk(self.choice(index, text), prompt_token_ids=text.prompt_token_ids)
 
 
-def _entry(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+def _choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 

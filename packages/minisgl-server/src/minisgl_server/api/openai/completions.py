@@ -12,7 +12,7 @@ from minisgl_server.api.openai.event_stream import ChoiceEvents, EventStreamResp
 from minisgl_server.api.openai.logprobs import CompletionLogprobs, prompt_fields
 from minisgl_server.api.openai.requests import json_response, parse_request, served_model
 from minisgl_server.api.openai.sampling import request_sampling
-from minisgl_server.api.openai.schemas import CompletionRequest
+from minisgl_server.api.openai.schemas import CompletionRequest, StreamOptions
 from minisgl_server.api.openapi import route_docs
 from minisgl_server.api.response_models import CompletionResponse
 
@@ -32,26 +32,25 @@ async def completions(request: Request) -> Response:
         body.max_tokens = 1  # the engine generates at least one token
     sampling = request_sampling(body, info)
     prompts = [
-        make_tokenize(body, sampling, echo=bool(body.echo), only_prompt=only_prompt, **prompt)
-        for prompt in _prompts(body)
+        make_tokenize(
+            body,
+            sampling,
+            name,
+            echo=bool(body.echo),
+            only_prompt=only_prompt,
+            text=prompt if isinstance(prompt, str) else None,
+            token_ids=None if isinstance(prompt, str) else prompt,
+        )
+        for name, prompt in prompts_by_field("prompt", body.prompt).items()
     ]
     choices = Choices("cmpl", model, prompts, info)
     await choices.start(request.app.state.client, request)
+    outputs = [_Output(body, choices.sampling, index) for index in range(len(choices.output_ids))]
     if body.stream:
-        return EventStreamResponse(choices, _CompletionEvents(choices, body))
-    deltas = [_ChoiceDelta(body, choices.sampling) for _ in choices.output_ids]
-    builders = [_ChoiceBuilder() for _ in choices.output_ids]
-    await choices.collect(lambda index, text: builders[index].add(deltas[index].entry(index, text)))
-    entries = [builder.entry() for builder in builders]
-    return json_response(choices.body("text_completion", entries, usage=choices.usage()))
-
-
-def _prompts(body: CompletionRequest) -> list[dict[str, Any]]:
-    """Return the arguments of `make_tokenize` for each prompt."""
-    prompts = prompts_by_field("prompt", body.prompt)
-    return [
-        {"prompt_name": name, "text" if isinstance(each, str) else "token_ids": each} for name, each in prompts.items()
-    ]
+        return EventStreamResponse(choices, _CompletionEvents(choices, body.stream_options, outputs))
+    await choices.collect(lambda index, text: outputs[index].add(text))
+    joined = [output.joined() for output in outputs]
+    return json_response(choices.body("text_completion", joined, usage=choices.usage()))
 
 
 def prompts_by_field(name: str, prompt: Any) -> dict[str, Any]:
@@ -67,19 +66,23 @@ def prompts_by_field(name: str, prompt: Any) -> dict[str, Any]:
     return {f"{name}[{index}]": each for index, each in enumerate(prompt)}
 
 
-class _ChoiceDelta:
-    """Turns the outputs of one choice into its entries."""
+class _Output:
+    """Encodes one output as a choice, or joins its parts for a response that is not streamed."""
 
-    def __init__(self, body: CompletionRequest, sampling: SamplingParams) -> None:
-        self._body = body
+    def __init__(self, body: CompletionRequest, sampling: SamplingParams, index: int) -> None:
+        self._body, self._index = body, index
         num_prompt_logprobs = body.logprobs if body.echo else None
         tokens_as_ids = bool(body.return_tokens_as_token_ids)
         self._logprobs = CompletionLogprobs(sampling.skip_special_tokens, num_prompt_logprobs, tokens_as_ids)
+        self._joined: dict[str, Any] = {}
+        self._pieces: list[str] = []
+        self._lists: dict[str, list[Any]] = {}
+        self._joined_logprobs: dict[str, list[Any]] = {}
 
-    def entry(self, index: int, text: Text) -> dict[str, Any]:
+    def choice(self, text: Text) -> dict[str, Any]:
         """Return the choice with the new text only."""
         return {
-            "index": index,
+            "index": self._index,
             "text": (text.prompt_text or "") + text.text,
             "logprobs": self._logprobs.push(text),
             "finish_reason": text.finish_reason,
@@ -88,38 +91,27 @@ class _ChoiceDelta:
             **prompt_fields(self._body, text),
         }
 
+    def add(self, text: Text) -> None:
+        """Add the next part. Parts with the prompt come first."""
+        choice = self.choice(text)
+        self._pieces.append(choice["text"])
+        for name in ("token_ids", "prompt_logprobs"):
+            if name in choice:
+                self._lists.setdefault(name, []).extend(choice[name])
+        for name, values in (choice["logprobs"] or {}).items():
+            self._joined_logprobs.setdefault(name, []).extend(values)
+        self._joined |= choice
 
-class _ChoiceBuilder:
-    """Joins the entries of one choice of a response that is not streamed."""
-
-    def __init__(self) -> None:
-        self._entry: dict[str, Any] = {}
-        self._prompt_logprobs: list[Any] = []
-        self._pieces: list[str] = []
-        self._token_ids: list[int] = []
-        self._logprobs: dict[str, list[Any]] = {}
-
-    def add(self, entry: dict[str, Any]) -> None:
-        """Add the next entry. Those with parts of the prompt come first."""
-        self._prompt_logprobs += entry.pop("prompt_logprobs", ())
-        self._entry |= entry
-        self._pieces.append(entry["text"])
-        self._token_ids += entry.get("token_ids", ())
-        for name, values in (entry["logprobs"] or {}).items():
-            self._logprobs.setdefault(name, []).extend(values)
-
-    def entry(self) -> dict[str, Any]:
+    def joined(self) -> dict[str, Any]:
         """Return the whole choice."""
-        token_ids = {"token_ids": self._token_ids} if "token_ids" in self._entry else {}
-        prompt_logprobs = {"prompt_logprobs": self._prompt_logprobs} if self._prompt_logprobs else {}
         text = "".join(self._pieces)
-        return {**self._entry, "text": text, "logprobs": self._logprobs or None, **token_ids, **prompt_logprobs}
+        return {**self._joined, "text": text, "logprobs": self._joined_logprobs or None, **self._lists}
 
 
 class _CompletionEvents(ChoiceEvents):
-    def __init__(self, choices: Choices, body: CompletionRequest) -> None:
-        super().__init__(choices, "text_completion", body.stream_options)
-        self._deltas = [_ChoiceDelta(body, choices.sampling) for _ in choices.output_ids]
+    def __init__(self, choices: Choices, options: StreamOptions | None, outputs: list[_Output]) -> None:
+        super().__init__(choices, "text_completion", options)
+        self._outputs = outputs
 
-    def entry(self, index: int, text: Text) -> dict[str, Any]:
-        return self._deltas[index].entry(index, text)
+    def choice(self, index: int, text: Text) -> dict[str, Any]:
+        return self._outputs[index].choice(text)

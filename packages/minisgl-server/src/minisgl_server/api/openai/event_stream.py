@@ -36,9 +36,6 @@ def typed_event(data: dict[str, Any]) -> bytes:
 class StreamEvents(ABC):
     """Encodes the outputs of one request as the events of one API."""
 
-    done = b"data: [DONE]\n\n"
-    """Last event of a stream that did not fail."""
-
     def begin(self) -> bytes:
         """Return the events before the first output."""
         return b""
@@ -52,8 +49,8 @@ class StreamEvents(ABC):
         return b"".join([self.output(index, text) for index, text in outputs])
 
     def end(self) -> bytes:
-        """Return the events after the last output."""
-        return b""
+        """Return the events after the last output of a stream that did not fail."""
+        return b"data: [DONE]\n\n"
 
     def error(self, error: ApiError) -> bytes:
         """Return the events that end a stream that failed."""
@@ -72,28 +69,28 @@ class ChoiceEvents(StreamEvents):
         self._after = b'],"usage":null}\n\n' if self._has_final_usage else b"]}\n\n"
 
     @abstractmethod
-    def entry(self, index: int, text: Text) -> dict[str, Any]:
+    def choice(self, index: int, text: Text) -> dict[str, Any]:
         """Return the choice with the new output."""
 
     def output(self, index: int, text: Text) -> bytes:
-        return self.chunk(self.entry(index, text))
+        return self.chunk(self.choice(index, text))
 
-    def chunk(self, entry: dict[str, Any], **fields: Any) -> bytes:
+    def chunk(self, choice: dict[str, Any], **fields: Any) -> bytes:
         """Return the event with this choice; `fields` follow it."""
         after = b'],"usage":' + _encode(self._choices.usage()) + b"}\n\n" if self._has_running_usage else self._after
         if fields:
             after = after.removesuffix(b"}\n\n") + b"," + _encode(fields)[1:] + b"\n\n"
-        return self._before + _encode(entry) + after
+        return self._before + _encode(choice) + after
 
     def end(self) -> bytes:
-        """Return the chunk with the usage and no choice, if the request asked for it."""
+        """Return the chunk with the usage and no choice, if the request asked for it, before the last event."""
         if not self._has_final_usage:
-            return b""
-        return event(self._choices.body(self._object_type, [], usage=self._choices.usage()))
+            return super().end()
+        return event(self._choices.body(self._object_type, [], usage=self._choices.usage())) + super().end()
 
 
 class EventStreamResponse(Response):
-    """Streams outputs as events, with `StreamEvents.done` at the end, and always closes the generation."""
+    """Streams outputs as events, and always closes the generation."""
 
     def __init__(self, choices: Choices, events: StreamEvents) -> None:
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
@@ -109,7 +106,7 @@ class EventStreamResponse(Response):
             last = b""
             try:
                 # In a task of its own, a chunk does not resume the coroutines of all middlewares.
-                last = await asyncio.create_task(self._send_all(send)) + self._events.done
+                last = await asyncio.create_task(self._send_all(send))
             except ApiError as error:
                 last = self._events.error(error)
             except ClientDisconnect:

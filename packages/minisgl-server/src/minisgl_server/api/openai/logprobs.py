@@ -91,7 +91,7 @@ class CompletionLogprobs:
                 is_first = is_shown and self._offset == 0
                 if logprobs is not None:
                     logprobs = TokenLogprobs(logprobs.token, logprobs.top[: self._num_prompt_logprobs])
-                self._add(result, token_id, logprobs, text.token_bytes, is_shown)
+                self._add(result, text, token_id, logprobs, is_shown)
                 if is_first and token.startswith(b" ") and not self._prompt_text.startswith(" "):
                     self._offset -= 1  # some tokenizers prepend a space to a text, and remove it when they decode
         elif text.logprobs is None:
@@ -99,7 +99,7 @@ class CompletionLogprobs:
         for output_logprobs in text.logprobs or ():
             token_id = output_logprobs.token.token_id
             is_shown = not self._skips_special or token_id not in text.special_ids
-            self._add(result, token_id, output_logprobs, text.token_bytes, is_shown)
+            self._add(result, text, token_id, output_logprobs, is_shown)
         return result
 
     def _is_in_prompt_text(self, token: bytes) -> bool:
@@ -107,32 +107,21 @@ class CompletionLogprobs:
         return self._prompt_text.startswith(token.decode(), self._offset)
 
     def _add(
-        self,
-        result: dict[str, Any],
-        token_id: int,
-        logprobs: TokenLogprobs | None,
-        token_bytes: Mapping[int, bytes],
-        is_shown: bool,
+        self, result: dict[str, Any], text: Text, token_id: int, logprobs: TokenLogprobs | None, is_shown: bool
     ) -> None:
-        result["tokens"].append(self._name(token_id, token_bytes))
+        entries = () if logprobs is None else (logprobs.token, *logprobs.top)
+        top = {self._name(each.token_id, text): max(each.logprob, MIN_LOGPROB) for each in entries}
+        result["tokens"].append(self._name(token_id, text))
         result["text_offset"].append(self._offset)
         result["token_logprobs"].append(None if logprobs is None else max(logprobs.token.logprob, MIN_LOGPROB))
-        result["top_logprobs"].append(None if logprobs is None else self._top(logprobs, token_bytes))
+        result["top_logprobs"].append(top or None)
         if is_shown:
-            self._offset += len(self._decode(token_bytes[token_id]))
+            self._offset += len(self._decode(text.token_bytes[token_id]))
 
-    def _top(self, logprobs: TokenLogprobs, token_bytes: Mapping[int, bytes]) -> dict[str, float]:
-        """Return the token of a position and the most likely ones."""
-        entries = (logprobs.token, *logprobs.top)
-        return {self._name(each.token_id, token_bytes): max(each.logprob, MIN_LOGPROB) for each in entries}
-
-    def _name(self, token_id: int, token_bytes: Mapping[int, bytes]) -> str:
-        return f"token_id:{token_id}" if self._tokens_as_ids else _token_text(token_bytes[token_id])
-
-
-def _token_text(data: bytes) -> str:
-    """Return a token as text. Bytes that are not UTF-8 are escaped as OpenAI does, so that distinct tokens have distinct keys."""
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+    def _name(self, token_id: int, text: Text) -> str:
+        """Return a token as text. Bytes that are not UTF-8 are escaped as OpenAI does: distinct tokens have distinct keys."""
+        data = text.token_bytes[token_id]
+        try:
+            return f"token_id:{token_id}" if self._tokens_as_ids else data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)

@@ -29,8 +29,6 @@ class ResponseEvents(StreamEvents):
         finish: called at the end; returns the complete response.
     """
 
-    done = b""
-
     def __init__(self, response: ResponseObject, finish: Callable[[], dict[str, Any]]) -> None:
         self._response, self._finish = response, finish
         self._number = -1
