@@ -297,7 +297,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
             "tools": [TOOL],
             "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "a"}]},
         },
-        "tool_choice.tools",
+        "tool_choice.tools[0].name",
     ),
     "schema": (
         {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "alien"}}}},

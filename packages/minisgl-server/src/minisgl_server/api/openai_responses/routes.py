@@ -138,7 +138,7 @@ async def _translate(request: Request, body: PromptFields) -> tuple[TranslatedCh
         ApiError: 400, there is no such response; 429, too many bodies are large.
     """
     previous_id = body.previous_response_id
-    history = b"[]" if previous_id is None else _store(request).history(previous_id)
+    history = b"[]" if previous_id is None else _store(request).get(previous_id, is_previous=True).messages
     request.state.num_body_bytes += len(history)
     memory: BodyMemory = request.app.state.body_memory
     with memory.reserve(request_limits(request.app)) as add_bytes:

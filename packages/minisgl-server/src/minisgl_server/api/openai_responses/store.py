@@ -57,26 +57,20 @@ class ResponseStore:
             self._num_bytes -= dropped.num_bytes
         return True
 
-    def get(self, response_id: str) -> StoredResponse:
-        """Return a response.
+    def get(self, response_id: str, is_previous: bool = False) -> StoredResponse:
+        """Return a response; `is_previous` tells that its id is a request's ``previous_response_id``.
 
         Raises:
-            ApiError: 404, there is no response of this id.
+            ApiError: 404 or for a previous response 400, there is no response of this id.
         """
-        return self._find(response_id, ApiError(404, _missing(response_id), "response_id", "response_not_found"))
-
-    def history(self, response_id: str) -> bytes:
-        """Return the conversation of a response: a JSON list of chat messages.
-
-        Raises:
-            ApiError: 400, there is no response of this id.
-        """
-        error = ApiError(400, _missing(response_id), "previous_response_id", "previous_response_not_found")
-        return self._find(response_id, error).messages
-
-    def _find(self, response_id: str, error: ApiError) -> StoredResponse:
         if response_id not in self._entries:
-            raise error
+            message = (
+                f"There is no response {response_id[:80]!r}: it was not stored (store), was deleted, or was evicted by newer "
+                "ones (--response-store-size)."
+            )
+            if is_previous:
+                raise ApiError(400, message, "previous_response_id", "previous_response_not_found")
+            raise ApiError(404, message, "response_id", "response_not_found")
         self._entries.move_to_end(response_id)
         return self._entries[response_id]
 
@@ -88,10 +82,3 @@ class ResponseStore:
         """
         self._num_bytes -= self.get(response_id).num_bytes
         del self._entries[response_id]
-
-
-def _missing(response_id: str) -> str:
-    return (
-        f"There is no response {response_id[:80]!r}: it was not stored (store), was deleted, or was evicted by newer ones "
-        "(--response-store-size)."
-    )

@@ -31,19 +31,19 @@ _SAME_NAMES = (
 _NAMES = {
     r"tools\[(\d+)\]\.function\b": r"tools[\1]",
     r"tool_choice\.function\.name": "tool_choice.name",
+    r"tool_choice\.allowed_tools\.tools\[(\d+)\]\.function": r"tool_choice.tools[\1]",
     r"response_format\.json_schema\.schema": "text.format.schema",
     r"response_format\b": "text.format",
     r"max_completion_tokens$": "max_output_tokens",
 }
 """Patterns of a chat's fields, with their names in this API."""
 
-
 _LATER_FIELDS = {
     "reasoning_content": ("reasoning_content", "content", "tool_calls"),
     "content": ("content", "tool_calls"),
     "tool_calls": (),
 }
-"""Fields that an assistant message must not have yet when an item adds the field: its items are in this order."""
+"""Fields that follow each field of an assistant message. An item whose field, or a later one, is there begins a new message."""
 
 
 class Conversation:
@@ -147,27 +147,24 @@ def _reasoning(item: ReasoningItem) -> str:
 
 
 def _tools(request: PromptFields) -> dict[str, Any]:
-    if not request.tools:
-        if request.tool_choice in (None, "auto", "none"):
-            return {}
-        raise InvalidValueError("tool_choice", "given", "left out unless there are tools")
-    choice, tools = request.tool_choice, request.tools
-    fields: dict[str, Any] = {"tool_choice": choice}
-    if isinstance(choice, AllowedTools):
-        allowed, known = {tool.name for tool in choice.tools}, [tool.name for tool in tools]
-        if unknown := sorted(allowed - set(known)):
-            raise InvalidValueError("tool_choice.tools", unknown[0], f"some of the tools: {', '.join(known)}")
-        tools = [tool for tool in tools if tool.name in allowed]
-        fields["tool_choice"] = choice.mode
-    elif isinstance(choice, NamedFunction):
-        fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
-    if request.parallel_tool_calls is not None:
-        fields["parallel_tool_calls"] = request.parallel_tool_calls
+    """Return the fields of a chat about tools."""
     names = {"name", "description", "parameters", "strict"}
-    fields["tools"] = [
-        {"type": "function", "function": tool.model_dump(include=names, exclude_none=True)} for tool in tools
-    ]
-    return fields
+    tools = [tool.model_dump(include=names, exclude_none=True) for tool in request.tools or ()]
+    choice: Any = request.tool_choice
+    if isinstance(choice, NamedFunction):
+        choice = _named_tool(choice)
+    elif isinstance(choice, AllowedTools):
+        allowed = {"mode": choice.mode, "tools": [_named_tool(tool) for tool in choice.tools]}
+        choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    return {
+        "tools": [{"type": "function", "function": tool} for tool in tools],
+        "tool_choice": choice,
+        "parallel_tool_calls": request.parallel_tool_calls,
+    }
+
+
+def _named_tool(tool: NamedFunction) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": tool.name}}
 
 
 def _response_format(format: TextFormat) -> dict[str, Any]:
