@@ -6,6 +6,7 @@ import mmap
 import resource
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import uvicorn
 import uvloop
@@ -26,7 +27,12 @@ OPEN_FILES = 65536
 """Limit of open files to ask for: each connection is one, and the default of many systems is only 1024."""
 
 
-def run_api(
+def run_api(*args: Any) -> None:
+    """Call `serve_api` in an event loop."""
+    uvloop.run(serve_api(*args))
+
+
+async def serve_api(
     options: ServerOptions,
     api_key_digests: list[bytes],
     addresses: IpcAddresses,
@@ -39,16 +45,6 @@ def run_api(
     then it reports that it is ready. While it drains, it answers 503 to new requests, so that load balancers that poll /ready
     notice.
     """
-    uvloop.run(_serve(options, api_key_digests, addresses, listener, report))
-
-
-async def _serve(
-    options: ServerOptions,
-    api_key_digests: list[bytes],
-    addresses: IpcAddresses,
-    listener: socket.socket,
-    report: Report,
-) -> None:
     client, index = EngineClient(addresses), addresses.api_worker_id % addresses.num_api_workers
     with open(addresses.request_counts, "r+b") as file:
         counts = memoryview(mmap.mmap(file.fileno(), 0)).cast("i")
@@ -89,7 +85,7 @@ async def _serve(
 
 
 class _Server(uvicorn.Server):
-    """uvicorn server that leaves signals to `_serve`."""
+    """uvicorn server that leaves signals to `serve_api`."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
