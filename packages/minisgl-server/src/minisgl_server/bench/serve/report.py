@@ -70,34 +70,35 @@ def print_report(options: SimpleNamespace, model: str, workload: str, measured: 
         click.echo(f"The server or its model does not support --endpoint {options.endpoint}; try --endpoint {other}.")
 
 
-def _notes(run: Run, found: dict[str, Any]) -> Iterator[str]:
-    for error, count in found["errors"].items():
+def _notes(run: Run, summary: dict[str, Any]) -> Iterator[str]:
+    """Yield what a reader of the tables has to know of a run, such as errors and limits of the measurement."""
+    for error, count in summary["errors"].items():
         yield f"failed: {count} x {error}"
-    if found["num_unsent"]:
-        yield f"{found['num_unsent']} later turns were not sent, as the previous turn had failed"
-    if found["num_interrupted"]:
-        yield f"{found['num_interrupted']} requests were interrupted"
-    if found["goodput_per_s"] is not None:
-        yield f"{found['goodput_per_s']:.2f} requests/s were within the limits of --goodput"
-    if found["num_completed"] and not found["has_usage"]:
+    if summary["num_unsent"]:
+        yield f"{summary['num_unsent']} later turns were not sent, as the previous turn had failed"
+    if summary["num_interrupted"]:
+        yield f"{summary['num_interrupted']} requests were interrupted"
+    if summary["goodput_per_s"] is not None:
+        yield f"{summary['goodput_per_s']:.2f} requests/s were within the limits of --goodput"
+    if summary["num_completed"] and not summary["has_usage"]:
         yield "the server returns no usage: stream events are counted as output tokens"
-    if found["num_other_lengths"]:
-        yield f"{found['num_other_lengths']} outputs do not have the requested length"
-    if found["num_other_prompts"]:
-        yield f"{found['num_other_prompts']} prompts have more or fewer tokens on the server than requested"
-    wait_s = found["longest_wait_s"]
+    if summary["num_other_lengths"]:
+        yield f"{summary['num_other_lengths']} outputs do not have the requested length"
+    if summary["num_other_prompts"]:
+        yield f"{summary['num_other_prompts']} prompts have more or fewer tokens on the server than requested"
+    wait_s = summary["longest_wait_s"]
     if run.max_concurrency is None and wait_s > 0.1 and not math.isinf(run.request_rate):
         yield f"requests were sent up to {1e3 * wait_s:.0f} ms late"
-    busy = found["client_cpu_s"] / found["seconds"] if found["seconds"] else 0.0
-    if (client := found["client_cpu_us_per_token"]) is not None:
+    busy = summary["client_cpu_s"] / summary["seconds"] if summary["seconds"] else 0.0
+    if (client := summary["client_cpu_us_per_token"]) is not None:
         yield f"the load generator took {client:.1f} us of CPU time per token, {busy:.0%} of a core"
     if busy > BUSY_FRACTION:
         yield "the load generator was busy: it may have limited the measurement"
-    parts = {name: value for name, value in found["server_cpu_us_per_token"].items() if (value or 0) >= 0.05}
+    parts = {name: value for name, value in summary["server_cpu_us_per_token"].items() if (value or 0) >= 0.05}
     if parts:
         shown = ", ".join(f"{name} {value:.1f}" for name, value in parts.items())
         yield f"the server took, in us of CPU time per token: {shown}"
-    if (frontend := found["frontend_cpu_us_per_token"]) is not None:
+    if (frontend := summary["frontend_cpu_us_per_token"]) is not None:
         yield f"its API server and tokenizer workers together: {frontend:.1f} us of CPU time per token"
 
 
@@ -106,15 +107,15 @@ def as_json(options: SimpleNamespace, model: str, workload: str, measured: Seque
     settings = {name: value for name, value in vars(options).items() if name != "api_key"} | {"model": model}
     runs = [_run_json(each, options.details) for each in measured]
     text = json.dumps({"model": model, "workload": workload, "options": settings, "runs": runs})
-    plain: dict[str, Any] = json.loads(text, parse_constant=lambda infinity: "inf")  # as flags take it
+    plain: dict[str, Any] = json.loads(text, parse_constant=lambda infinity: "inf")  # standard JSON has no infinity
     return plain
 
 
 def _run_json(measured: Measured, with_details: bool) -> dict[str, Any]:
     parameters = ("label", "request_rate", "max_concurrency", "time_scale")
-    found = {name: getattr(measured.run, name) for name in parameters}
-    found |= {"is_interrupted": measured.outcome.is_interrupted, **measured.summary}
+    result = {name: getattr(measured.run, name) for name in parameters}
+    result |= {"is_interrupted": measured.outcome.is_interrupted, **measured.summary}
     if with_details:
         names = [name for name in Record.__slots__ if name != "gaps_s"]
-        found["requests"] = [{name: getattr(each, name) for name in names} for each in measured.outcome.records]
-    return found
+        result["requests"] = [{name: getattr(each, name) for name in names} for each in measured.outcome.records]
+    return result
