@@ -94,12 +94,12 @@ def _measure(options: SimpleNamespace, device: torch.device) -> list[dict[str, A
             lengths = [length] * batch if kind == "prefill" else spread_lengths(batch, length, options.spread)
             spec = _spec(options, device, page_size, lengths)
             try:
-                found = _measure_case(registry, name, spec, lengths, None if kind == "prefill" else 1, options.repeats)
+                result = _measure_case(registry, name, spec, lengths, None if kind == "prefill" else 1, options.repeats)
             except PluginError as error:
                 if options.providers:
                     raise
-                found = {"reason": str(error)}
-            rows.append({"provider": name, "page_size": page_size, "step": step, **found})
+                result = {"reason": str(error)}
+            rows.append({"provider": name, "page_size": page_size, "step": step, **result})
     return rows
 
 

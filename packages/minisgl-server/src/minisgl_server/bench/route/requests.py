@@ -85,19 +85,19 @@ def chat_trace(options: SimpleNamespace) -> list[TraceRequest]:
 
     prefix_tokens = options.shared_prefix_tokens // BLOCK_TOKENS * BLOCK_TOKENS
     prefixes = [extended([], prefix_tokens, fresh) for _ in range(options.num_prefixes)]
-    found: list[TraceRequest] = []
+    requests: list[TraceRequest] = []
     begin_s = 0.0
-    while len(found) < options.num_requests:
+    while len(requests) < options.num_requests:
         begin_s += float(rng.exponential(options.num_turns / options.request_rate))
         now_s, hashes, parent = begin_s, prefixes[int(rng.integers(options.num_prefixes))], -1
         num_tokens = prefix_tokens
-        for turn in range(1, min(options.num_turns, options.num_requests - len(found)) + 1):
+        for turn in range(1, min(options.num_turns, options.num_requests - len(requests)) + 1):
             num_tokens += length(options.input_len)
             hashes = extended(hashes, num_tokens, fresh)
             num_output = length(options.output_len)
-            found.append(
+            requests.append(
                 TraceRequest(
-                    chat_id=len(found),
+                    chat_id=len(requests),
                     parent_chat_id=parent,
                     timestamp=now_s,
                     input_length=num_tokens,
@@ -106,10 +106,10 @@ def chat_trace(options: SimpleNamespace) -> list[TraceRequest]:
                     hash_ids=hashes,
                 )
             )
-            parent, hashes = found[-1].chat_id, hashes[: num_tokens // BLOCK_TOKENS]
+            parent, hashes = requests[-1].chat_id, hashes[: num_tokens // BLOCK_TOKENS]
             num_tokens += num_output
             now_s += float(rng.exponential(options.turn_delay))
-    return sorted(found, key=lambda request: request.timestamp)
+    return sorted(requests, key=lambda request: request.timestamp)
 
 
 def num_distinct_blocks(trace: Sequence[TraceRequest]) -> int:

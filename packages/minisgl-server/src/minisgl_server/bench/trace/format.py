@@ -53,20 +53,20 @@ def read_trace(path: Path, limit: int | None = None, flag: str = "--trace") -> l
         flag: flag that names the file, for errors.
     """
     decode = msgspec.json.Decoder(TraceRequest).decode
-    found: list[TraceRequest] = []
+    requests: list[TraceRequest] = []
     try:
         with path.open("rb") as file:
             for number, line in enumerate(itertools.islice(file, limit), 1):
                 try:
-                    found.append(decode(line))
+                    requests.append(decode(line))
                 except msgspec.DecodeError as error:
                     allowed = "JSON lines with chat_id, timestamp, input_length, output_length and hash_ids"
                     raise InvalidValueError(flag, str(path), allowed, f"Line {number}: {error}.") from None
     except OSError as error:
         raise InvalidValueError(flag, str(path), "a file that can be read", f"{error.strerror}.") from None
-    if not found:
+    if not requests:
         raise InvalidValueError(flag, str(path), "a file with at least one request")
-    return sorted(found, key=lambda request: request.timestamp)
+    return sorted(requests, key=lambda request: request.timestamp)
 
 
 def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
