@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,8 +19,9 @@ from minisgl_core.engine.build import BuiltModelRunner, build_model_runner
 from minisgl_core.engine.model_runner import ModelRunner
 from minisgl_core.engine.profile_batch import profile_batch
 from minisgl_core.engine.step import PendingStep
+from minisgl_core.errors import ModelFormatError
 from minisgl_core.plugins.hooks import Hooks
-from minisgl_core.protocol.messages import Abort, Ready, Stop, Submit
+from minisgl_core.protocol.messages import Abort, Ready, RequestCounts, Stop, Submit
 from minisgl_core.runtime import worker
 from minisgl_core.runtime.ipc import IpcAddresses, Receiver, Sender
 from minisgl_core.sampling_params import SamplingParams
@@ -39,12 +42,16 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return done
 
 
-def run(messages: list[Stop]) -> None:
+def run(messages: list[Any], before_each: Callable[[], object] = lambda: None) -> None:
     with IpcAddresses.create() as endpoints:
 
         def report(ready: Ready) -> None:
+            threading.Thread(target=send).start()
+
+        def send() -> None:
             with Sender(endpoints.scheduler_in) as sender:
                 for message in messages:
+                    before_each()
                     sender.send(message)
 
         worker.run_worker(CONFIG, [RankPlacement()], 0, endpoints, report)
@@ -63,6 +70,23 @@ def test_a_rank_that_fails_waits_for_nobody(ends: list[str], monkeypatch: pytest
     with pytest.raises(RuntimeError, match="by and by"):
         run([])
     assert ends == ["stop the others", "abort"]
+
+
+def test_the_grammar_backend_is_loaded_once_when_no_request_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_loads, is_loaded = 0, threading.Event()
+
+    def load(*of_model: Any) -> None:
+        nonlocal num_loads
+        num_loads += 1
+        is_loaded.set()
+        raise ModelFormatError("no tokenizer that llguidance can read")
+
+    monkeypatch.setattr(worker, "load_grammar_backend", load)
+    run([Stop()])
+    assert num_loads == 0
+    monkeypatch.setattr(worker, "_IDLE_S", 0.01)
+    run([RequestCounts(worker=0), Stop()], lambda: (is_loaded.wait(60), time.sleep(0.1)))
+    assert num_loads == 1
 
 
 @contextmanager
@@ -109,7 +133,7 @@ class Backlog:
     def __init__(self, *messages: Any) -> None:
         self._messages = list(messages)
 
-    def receive(self) -> Any:
+    def receive(self, timeout_s: float) -> Any:
         return self._messages.pop(0) if self._messages else Stop()
 
     def drain(self) -> list[Any]:

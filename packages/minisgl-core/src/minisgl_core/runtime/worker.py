@@ -42,9 +42,11 @@ FromLastStage = StepResult | Stop
 _SWITCH_INTERVAL_S = 1e-4
 """Longest time for which another thread keeps the GIL while the engine loop waits for it; Python's default is 5 ms.
 
-Launching a step with prompts takes over 80 calls of CUDA, and each releases the GIL. While a thread loads the tokenizer for
-grammars, or compiles one, the loop may wait that long after each call.
+Launching a step with prompts takes over 80 calls of CUDA, and each releases the GIL. While a thread loads the grammar backend or
+compiles a grammar, the loop may wait that long after each call.
 """
+_IDLE_S = 1.0
+"""Time without a request after which the grammar backend is loaded, if no grammar has needed it before."""
 
 
 def run_worker(
@@ -101,8 +103,6 @@ def _run_rank0(
         plan_senders = [Sender(each.address) for each in placements[1:]]
         info = msgspec.structs.replace(built.info, engine_id=addresses.engine_id, replica=addresses.replica)
         loop = make_loop(built, registry, hooks, plan_senders, results)
-        if loop.scheduler.grammars is not None:
-            loop.scheduler.grammars.warm_up()
         if hooks.engine_started is not None:
             hooks.engine_started(info=info)
         if hooks.engine_stopped is not None:
@@ -279,10 +279,16 @@ def _arrivals(requests: Receiver[Incoming], loop: EngineLoop) -> Iterator[Incomi
     """Yield the messages to handle before the next step.
 
     First come all messages that have arrived. With one message per step, short requests would end before the next one is
-    submitted, and never share a batch. Then it waits for more messages until `EngineLoop.time_to_schedule` is 0.
+    submitted, and never share a batch. Then it waits for more messages until `EngineLoop.time_to_schedule` is 0. If no request
+    runs, it waits for a message. After `_IDLE_S`, the grammar backend is loaded meanwhile.
     """
     if not loop.has_work:
-        yield requests.receive()
+        message = requests.receive(_IDLE_S)
+        if message is None:
+            if loop.scheduler.grammars is not None:
+                loop.scheduler.grammars.warm_up()
+            message = requests.receive()
+        yield message
     yield from requests.drain()
     while (wait_s := loop.time_to_schedule()) > 0:
         if (message := requests.receive(max(wait_s, 1e-3))) is not None:
