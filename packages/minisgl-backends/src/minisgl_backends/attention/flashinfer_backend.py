@@ -225,4 +225,5 @@ def _workspace_bytes(spec: AttentionSpec) -> int:
     tile = 16 if group <= 16 else 64 if group <= 64 else 128
     tiles = -(-spec.max_batch * group // tile) + spec.max_batch
     rows = max(max(blocks, tiles) * tile, blocks * 128)
+    # 1 MiB of slack: FlashInfer rounds the rows up to whole queries, at most Hq * (D + 1) floats, and aligns to 16 bytes.
     return 4 * rows * spec.num_kv_heads * (spec.head_dim + 1) + 2**20

@@ -84,6 +84,8 @@ class OneShotCommunicator(NcclCommunicator):
         self._row_words = self.two_shot_bytes // spec.size // 4
         num_words = _NUM_BUFFERS * 2 * spec.size * self._row_words
         self._memory = PeerMemory(self.rendezvous, spec.rank, spec.device, num_words, EMPTY & 0xFFFFFFFF)
+        # The flag is in mapped pinned memory, because a copy to the device would wait for the kernel that polls. Only its first
+        # word is used; 16 bytes have the alignment that the kernel assumes of all addresses.
         self._abort_flag = torch.zeros(4, dtype=torch.int32, pin_memory=True)
         addresses = [*self._memory.addresses, self._abort_flag.data_ptr()]
         self._peers = torch.tensor(addresses, dtype=torch.int64, device=spec.device)
