@@ -1,6 +1,6 @@
 """Reader of the ``quantization_config`` in a checkpoint's ``config.json``.
 
-The weights source of GGUF files writes one: ``quant_method`` is gguf, and ``types`` maps the names of modules to GGML's types.
+The reader of GGUF files generates one: ``quant_method`` is gguf, and ``types`` maps the names of modules to GGML's types.
 """
 
 import re
@@ -15,11 +15,11 @@ from minisgl_core.errors import ModelFormatError
 _COMPRESSED = "compressed-tensors"
 _GGUF = "gguf"
 _SPECIAL = frozenset(r"\^$*+?{}[]|():")
-"""Characters that make an entry a regular expression. An entry without them is a name, in which a dot is only a dot."""
+"""Characters that make an entry a regular expression. An entry without them is a name, in which a dot is literal."""
 _NAME_LENGTH = 64
-"""Length of a module's name for which the time of a regular expression is bounded."""
+"""Longest name of a module for which the time to match a regular expression is bounded."""
 _MAX_PATHS = 1 << 20
-"""Limit of the ways in which the regular expressions of a list may try to match a name."""
+"""Maximum number of paths that the regular expressions of a list may try together, by backtracking, to match one name."""
 _NONE: Mapping[str, str] = MappingProxyType({})
 
 
@@ -125,11 +125,8 @@ def block_shape(weights: Mapping[str, Any]) -> tuple[int, int] | None:
     sizes = weights.get("weight_block_size") or weights.get("block_structure")
     if not sizes:
         return None
-    if (
-        not isinstance(sizes, list | tuple)
-        or len(sizes) != 2
-        or not all(type(each) is int and each > 0 for each in sizes)
-    ):
+    is_pair = isinstance(sizes, list | tuple) and [type(each) for each in sizes] == [int, int]
+    if not is_pair or min(sizes) <= 0:
         raise ModelFormatError(
             f"config: quantization_config has the block size {sizes!r}, which must be two integers above 0"
         )
@@ -229,7 +226,7 @@ def _one_of(config: Mapping[str, Any], key: str, default: object, allowed: tuple
     """Return the value of a key; a value of null means the default."""
     value = config.get(key)
     value = default if value is None else value
-    # 0 == False and 1 == True, and a list equals no entry.
+    # Types are compared, too, since 0 == False and 1 == True.
     if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed):
         raise ModelFormatError(
             f"config: quantization_config has {key}={value!r}, but only {', '.join(map(repr, allowed))} is supported"
@@ -270,13 +267,13 @@ class _Modules:
         has_all_linear: True if the list selects every linear layer.
     """
 
-    def __init__(self, config: Mapping[str, Any], key: str, more: Mapping[str, str] = _NONE) -> None:
+    def __init__(self, config: Mapping[str, Any], key: str, extra: Mapping[str, str] = _NONE) -> None:
         """Compile the regular expressions of the list.
 
         Args:
             config: mapping that has the list.
             key: key of the list.
-            more: further regular expressions, each with the key of `config` that it is from.
+            extra: further regular expressions, each with the key of `config` that it is from.
 
         Raises:
             ModelFormatError: the list is malformed, or a regular expression is invalid or could run too long.
@@ -287,7 +284,7 @@ class _Modules:
         self.has_all_linear = "Linear" in wanted or (key == "targets" and not wanted)
         # As in transformers, an entry matches the beginning of a name up to a dot, or the end of a name.
         self._names = frozenset(each for each in wanted if not set(each) & _SPECIAL)
-        patterns = {each: key for each in wanted if each not in self._names} | dict(more)
+        patterns = {each: key for each in wanted if each not in self._names} | dict(extra)
         compiled, paths = [], 0
         for each, source in patterns.items():
             text = each.removeprefix("re:") if each.startswith("re:") else rf"(?:{each})(?:\.|$)"
@@ -313,11 +310,11 @@ class _Modules:
 
 
 def _paths(items: Iterable[Any], *, is_end: bool = False) -> int:
-    """Return a bound of the ways in which a parsed regular expression tries to match a name, at most `_MAX_PATHS` + 1.
+    """Return an upper bound on the paths that a parsed regular expression tries to match a name, at most `_MAX_PATHS` + 1.
 
     Args:
         items: parsed expression.
-        is_end: nothing follows, so that the last repetition of a single character never has to be shortened.
+        is_end: True if nothing follows, so that the last repetition of a single character never backtracks.
     """
     total, items = 1, list(items)
     for index, (operation, value) in enumerate(items):

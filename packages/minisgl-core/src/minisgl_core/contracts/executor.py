@@ -8,14 +8,14 @@ from typing import Any, ClassVar, Protocol
 
 @dataclass(frozen=True, slots=True)
 class RankPlacement:
-    """Rank, device and addresses of one process of an engine. Plain data, which is passed to the process.
+    """Rank, device and addresses of one process of an engine, as plain data that is passed to the process.
 
     Attributes:
         rank: global rank, in ``[0, size)``; rank 0 schedules.
         size: number of ranks of the engine.
         local_rank: rank on its host, which selects the device.
-        address: ZeroMQ address where the rank receives the plans of rank 0; rank 0 receives the results of a pipeline there.
-            A ``tcp://`` address has a key, as `minisgl_core.runtime.curve.tcp_address` returns it.
+        address: ZeroMQ address at which this rank receives the plans of rank 0. Rank 0 receives the results of the last
+            pipeline stage at its own. A ``tcp://`` address contains a key; see `minisgl_core.runtime.curve.tcp_address`.
         init_method: torch.distributed URL, the same for all ranks.
         nodes: name of each rank's host, in rank order; empty if all ranks run on this host.
     """

@@ -29,12 +29,12 @@ GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar"
   with the start rule ``root``.
 - ``tagged_json``: a JSON object with ``prefix``, ``schema``, ``suffix``, ``separator`` (all texts except the schema) and
   ``max_items`` (a number or null). The output is one or more JSON values, each between prefix and suffix. If ``otherwise`` is
-  not null, it is a schema of an alternative output. A tag such as ``<tool_call>`` is the token of that name, if there is one.
+  not null, it is a schema of an alternative output. If a tag such as ``<tool_call>`` is a token, the output has that token.
 - ``structural_tag``: a JSON object with ``triggers``, a list of texts, and ``structures``, a list of objects. A structure has
   ``begin`` (a text that begins with a trigger), ``schema`` (of the JSON value after it) and ``end`` (the text after the value).
   The output is unrestricted, special tokens included, until a trigger. From the trigger on it is one of the structures that
   begin with it, and it is unrestricted again after that. It may end only outside of structures. Tags are tokens as above; a
-  trigger also counts if it is spelled out in text.
+  trigger also counts if several tokens spell it.
 """
 
 
@@ -155,7 +155,7 @@ class GrammarBackend(ABC):
     @staticmethod
     @abstractmethod
     def check(kind: GrammarKind, text: str, name: str) -> None:
-        """Find most errors of a text without a tokenizer.
+        """Check a text without a tokenizer, which finds most errors.
 
         The engine calls it in a separate process with limits of 0.5 s of CPU time and 128 MiB of memory. A text that passes is
         compiled in the engine's process. So `check` must do the expensive work of `compile`, and no later step may be more

@@ -35,12 +35,8 @@ class KVGroup:
     @property
     def elements_per_page(self) -> int:
         """Elements per page, for K and V of all layers."""
-        return (
-            self.num_layers
-            * self.page_size
-            * self.num_kv_heads
-            * (self.head_dim + (self.value_head_dim or self.head_dim))
-        )
+        dims = self.head_dim + (self.value_head_dim or self.head_dim)
+        return self.num_layers * self.page_size * self.num_kv_heads * dims
 
 
 @dataclass(frozen=True, slots=True)

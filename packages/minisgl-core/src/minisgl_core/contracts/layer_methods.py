@@ -73,11 +73,11 @@ class LinearSpec:
         return (torch.zeros if padded else torch.empty)(shape, dtype=dtype or self.dtype, device=self.device)
 
     def matrix_targets(self, kind: str, tensor: torch.Tensor) -> Targets:
-        """Yield the target of ``NAME.kind`` for each part. `tensor` receives all parts, [out_features, in_features]."""
+        """Yield the target of each part's ``NAME.kind``, such as ``weight``. `tensor` is [out_features, in_features]."""
         return self._targets(kind, tensor, self.columns)
 
     def row_targets(self, kind: str, tensor: torch.Tensor) -> Targets:
-        """Yield the target of ``NAME.kind`` for each part. `tensor` receives all parts, [out_features, ...], such as the bias."""
+        """Yield the target of each part's ``NAME.kind``, such as ``bias``. `tensor` is [out_features, ...]."""
         return self._targets(kind, tensor)
 
     def _targets(self, kind: str, tensor: torch.Tensor, *columns: Shard) -> Targets:

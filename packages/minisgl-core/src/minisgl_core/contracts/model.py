@@ -194,7 +194,7 @@ class Model(Layer, ABC):
     def tensor_name(self, stored: str) -> str | None:
         """Return the model's name of a checkpoint's tensor; None if the model does not use it.
 
-        Override it for an architecture whose checkpoints have several names for a tensor. By default they have one.
+        Override it for an architecture whose checkpoints have several names for a tensor. By default, both names are the same.
         """
         return stored
 

@@ -87,8 +87,8 @@ class Platform(ABC):
     def measure_peak(self, run: Callable[[], None]) -> int | None:
         """Call `run` and return its peak device memory in bytes, minus the memory in use before.
 
-        Return None without a call if memory is not measured. The KV pool then gets a fixed fraction of the free memory. This is
-        so on a CPU, where other programs allocate and free memory at the same time.
+        Return None without a call if memory is not measured. The KV pool then gets a fixed fraction of the free memory. A CPU's
+        memory is not measured, because other programs allocate and free it at the same time.
         """
         return None
 

@@ -38,7 +38,7 @@ class WeightTarget:
         index: slice of the checkpoint's tensor for this rank; an empty tuple for all of it.
         optional: True if the checkpoint may lack the tensor; the destination keeps its values then.
         shape: shape of the whole checkpoint tensor; None accepts any shape whose slice fits the destination.
-        broadcast: a checkpoint tensor of one element fills the destination, whatever `shape` is.
+        broadcast: True if a checkpoint tensor of one element may fill the whole destination, whatever `shape` is.
     """
 
     destination: torch.Tensor

@@ -21,7 +21,7 @@ class LinearOps(OpsProvider):
     """
 
     def precompile(self, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool) -> None:
-        """Start to compile the kernels of a weight, which needs only its shape. The weight is loaded later, and then prepared."""
+        """Start to compile the kernels for a weight of this shape and dtype, which is not loaded yet; ``prepare_*`` follows."""
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
         """Return ``x -> x @ weight.T + bias``.
