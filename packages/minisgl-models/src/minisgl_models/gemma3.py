@@ -2,7 +2,7 @@
 
 Layers with a window have a rotary embedding of their own. The text model of multimodal checkpoints runs; the rest is left out.
 
-All but the QK norms and the second rotary embedding is Gemma 2's.
+All but the QK norms is Gemma 2's.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,6 @@ from minisgl_core.contracts.layer import FusedProjections, Targets
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.ops import Rope
-from minisgl_core.layers import RotaryEmbedding
 from minisgl_models.config_keys import (
     layer_types,
     rope_parameters_by_layer_type,
@@ -80,20 +79,9 @@ class Gemma3DecoderLayer(Gemma2DecoderLayer):
 
 
 class Gemma3Model(Gemma2Model):
-    """`Gemma2Model` with a second rotary embedding, for layers with a sliding window."""
+    """`Gemma2Model` with QK norms."""
 
     decoder_layer: ClassVar = Gemma3DecoderLayer
-
-    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        super().__init__(config, build)
-        assert config.sliding_rope is not None, "standard_config sets both"
-        self.rotary_emb_local = RotaryEmbedding(config.sliding_rope, config.max_position, build)
-        self._windows = [config.sliding_windows[index] for index in self.layers]
-
-    def cos_sin(self, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return cos and sin of the positions for each layer."""
-        full, local = self.rotary_emb.forward(positions), self.rotary_emb_local.forward(positions)
-        return [full if window is None else local for window in self._windows]
 
 
 class Gemma3ForCausalLM(Gemma2ForCausalLM):

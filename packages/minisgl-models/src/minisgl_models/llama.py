@@ -48,12 +48,16 @@ class LlamaAttention(Layer):
         logits_index: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Map [T, H] to [T, H], or to [N, H] for the tokens at `logits_index`."""
-        q, k, v = self.qkv_proj.heads(hidden_states)
+        q, k, v = self.qkv(hidden_states)
         # If the backend supports it, QK norms, RoPE and KV store are one kernel, or part of the attention kernel.
         attn_output = self.attn.forward(q, k, v, attend, self.rope(cos, sin))
         if logits_index is not None:
             attn_output = attn_output.index_select(0, logits_index)
         return self.o_proj.forward(attn_output.flatten(1))
+
+    def qkv(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return q, k and v of each head. OLMo 2 norms q and k."""
+        return self.qkv_proj.heads(hidden_states)
 
     def rope(self, cos: torch.Tensor, sin: torch.Tensor) -> Rope:
         """Return the rotary embedding. Other architectures add QK norms, which are fused with it."""
@@ -123,12 +127,14 @@ class LlamaModel(Layer):
     decoder_layer: ClassVar[type[Any]] = LlamaDecoderLayer
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        self._stage = stage = build.stage(config)
-        if stage.has_embedding:
+        self._config, self._stage = config, build.stage(config)
+        if self._stage.has_embedding:
             self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, build)
         self.rotary_emb = RotaryEmbedding(config.rope, config.max_position, build)
-        self.layers = {index: self.decoder_layer(config, index, build) for index in stage.layers}
-        if stage.has_lm_head:
+        if config.sliding_rope is not None:
+            self.rotary_emb_local = RotaryEmbedding(config.sliding_rope, config.max_position, build)
+        self.layers = {index: self.decoder_layer(config, index, build) for index in self._stage.layers}
+        if self._stage.has_lm_head:
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build, all_reduce=True)
 
     def forward(
@@ -141,20 +147,19 @@ class LlamaModel(Layer):
     ) -> torch.Tensor:
         """Return hidden states, [T, H], or [N, H] for the tokens at `logits_index`.
 
-        Between pipeline stages, `intermediate` and the result are hidden states and residual, [2, T, H].
+        Between pipeline stages, `intermediate` and the result are hidden states and residual, [2, T, H]. They are only hidden
+        states, [1, T, H], if the decoder layers have no separate residual (OLMo 2).
         """
         cos_sin = self.cos_sin(positions)
-        if intermediate is None:
-            hidden_states, residual = self.embed(input_ids), None
-        else:
-            hidden_states, residual = intermediate.unbind(0)
+        hidden_states = self.embed(input_ids) if intermediate is None else intermediate[0]
+        residual = None if intermediate is None or len(intermediate) == 1 else intermediate[1]
         *layers, last = self.layers.values()
         for layer, (cos, sin) in zip(layers, cos_sin, strict=False):
             hidden_states, residual = layer.forward(hidden_states, residual, cos, sin, attend)
         # After the last attention, only the tokens whose logits are computed are needed.
         hidden_states, residual = last.forward(hidden_states, residual, *cos_sin[-1], attend, logits_index)
         if not self._stage.has_lm_head:
-            return torch.stack((hidden_states, residual))
+            return hidden_states[None] if residual is None else torch.stack((hidden_states, residual))
         return self.norm.add(hidden_states, residual)[0]
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -162,8 +167,12 @@ class LlamaModel(Layer):
         return self.embed_tokens.forward(input_ids)
 
     def cos_sin(self, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return cos and sin of the positions for each layer. Gemma 3 has others in layers with a sliding window."""
-        return [self.rotary_emb.forward(positions)] * len(self.layers)
+        """Return cos and sin of the positions for each layer. Gemma 3 and OLMo 3 have others in layers with a sliding window."""
+        full = self.rotary_emb.forward(positions)
+        if self._config.sliding_rope is None:
+            return [full] * len(self.layers)
+        local = self.rotary_emb_local.forward(positions)
+        return [full if self._config.sliding_windows[index] is None else local for index in self.layers]
 
 
 class LlamaForCausalLM(CausalLM):

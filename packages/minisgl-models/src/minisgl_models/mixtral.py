@@ -1,20 +1,20 @@
 """Mixtral (arXiv 2401.04088): Mistral with routed experts in place of every MLP.
 
-Shape legend: T tokens of the step, N tokens whose hidden states are returned, H hidden size.
+Shape legend: T tokens of the step, H hidden size.
 Attention is Llama's, with the sliding window of the config in every layer.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
 
-from minisgl_core.contracts.model import Attend, BuildContext
+from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.model_config import ModelConfig, MoeConfig
 from minisgl_core.contracts.moe import RoutingSpec
-from minisgl_core.layers import CausalLM, FusedMoE, Layer, ReplicatedLinear, RMSNorm, check_activation
+from minisgl_core.layers import CausalLM, FusedMoE, Layer, ReplicatedLinear, check_activation
 from minisgl_models.config_keys import unsupported_keys, with_defaults
-from minisgl_models.llama import LlamaAttention, LlamaModel
+from minisgl_models.llama import LlamaDecoderLayer, LlamaModel
 
 _DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 32000,
@@ -60,33 +60,14 @@ class MixtralSparseMoeBlock(Layer):
         return self.experts.forward(x, self.gate.forward(x))
 
 
-class MixtralDecoderLayer(Layer):
-    """Pre-norm attention and experts with residual connections."""
+class MixtralDecoderLayer(LlamaDecoderLayer):
+    """`LlamaDecoderLayer` with experts."""
 
-    def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
-        assert config.moe is not None, "`unsupported` refuses configs without experts"
-        hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(hidden, eps, build, all_reduce=True)
-        self.self_attn = LlamaAttention(config, index, build)
-        self.post_attention_layernorm = RMSNorm(hidden, eps, build, all_reduce=True)
-        self.block_sparse_moe = MixtralSparseMoeBlock(config, config.moe, build)
+    experts: ClassVar = MixtralSparseMoeBlock
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        residual: torch.Tensor | None,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        attend: Attend,
-        logits_index: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the experts' output, which the next norm adds to the residual, and the residual."""
-        hidden_states, residual = self.input_layernorm.add(hidden_states, residual)
-        hidden_states = self.self_attn.forward(hidden_states, cos, sin, attend, logits_index)
-        if logits_index is not None:
-            residual = residual.index_select(0, logits_index)
-        hidden_states, residual = self.post_attention_layernorm.add(hidden_states, residual)
-        return self.block_sparse_moe.forward(hidden_states), residual
+    def sublayers(self) -> Iterator[tuple[str, Layer]]:
+        """Yield each sub-layer under its name in the checkpoint."""
+        return (("block_sparse_moe" if name == "mlp" else name, layer) for name, layer in super().sublayers())
 
 
 class MixtralModel(LlamaModel):

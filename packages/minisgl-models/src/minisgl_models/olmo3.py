@@ -1,39 +1,18 @@
 """OLMo 3 (AI2): OLMo 2 with windows in three of four layers; only layers without a window have RoPE scaling."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
-import torch
-
-from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.errors import ModelFormatError
-from minisgl_core.layers import RotaryEmbedding
 from minisgl_models.config_keys import layer_types, rope_parameters_by_layer_type, unsupported_keys, with_defaults
-from minisgl_models.olmo2 import Olmo2ForCausalLM, Olmo2Model
+from minisgl_models.olmo2 import Olmo2ForCausalLM
 
 _THETA = 500000.0
 
 
-class Olmo3Model(Olmo2Model):
-    """`Olmo2Model` with a second rotary embedding, for layers with a sliding window."""
-
-    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        super().__init__(config, build)
-        assert config.sliding_rope is not None, "standard_config sets both"
-        self.rotary_emb_local = RotaryEmbedding(config.sliding_rope, config.max_position, build)
-        self._windows = [config.sliding_windows[index] for index in self.layers]
-
-    def cos_sin(self, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return cos and sin of the positions for each layer."""
-        full, local = self.rotary_emb.forward(positions), self.rotary_emb_local.forward(positions)
-        return [full if window is None else local for window in self._windows]
-
-
 class Olmo3ForCausalLM(Olmo2ForCausalLM):
     """OLMo 3 with its LM head."""
-
-    decoder: ClassVar = Olmo3Model
 
     @classmethod
     def standard_config(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
