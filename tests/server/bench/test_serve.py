@@ -9,12 +9,14 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
 from minisgl_core.cli.main import main
+from minisgl_server.bench.serve.report import as_json
 from minisgl_server.bench.trace.format import TraceRequest, write_trace
 
 EVENT = b'data: {"choices":[{"index":0,"text":"x","finish_reason":%s}]}\n\n'
@@ -247,6 +249,15 @@ def test_plot_without_matplotlib_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     done = CliRunner().invoke(main, ["bench", "serve", "--plot", "x.png"])
     assert done.exit_code == 2
     assert "pip install 'minisgl-server[plot]'" in done.stderr
+
+
+def test_infinities_and_nan_are_strings_in_json() -> None:
+    options = SimpleNamespace(
+        request_rates=(float("inf"), float("-inf"), float("nan"), 1.5), api_key="key", details=False
+    )
+    written = as_json(options, "m", "random", [])
+    assert written["options"]["request_rates"] == ["inf", "-inf", "nan", 1.5]
+    assert json.loads(json.dumps(written, allow_nan=False)) == written
 
 
 @pytest.mark.parametrize(
