@@ -63,6 +63,8 @@ def test_the_banner_is_right_and_sighup_drains_requests(start: Launch) -> None:
     assert children.keys() >= {"scheduler rank 0", "tokenizer 0", "api"}
     assert "router" not in children, "one replica needs none"
     assert psutil.Process(server.process.pid).cmdline()[0] == "minisgl: launch"
+    libraries = {name: {Path(each.path).stem for each in child.memory_maps()} for name, child in children.items()}
+    assert [name for name in libraries if "libtorch_cpu" in libraries[name]] == ["scheduler rank 0"]
     [directory] = Path(server.sockets).iterdir()
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     body = endless(stream=True, max_tokens=600)

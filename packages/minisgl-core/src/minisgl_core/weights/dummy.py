@@ -1,14 +1,18 @@
 """Random weights for any architecture, to benchmark models without their checkpoint."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 from zlib import crc32
-
-import torch
 
 from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.weights import LazyTensor, WeightTarget
 from minisgl_core.weights.folder import FolderSource
+
+if TYPE_CHECKING:
+    import torch
 
 _STD = 0.02
 """Standard deviation of weights, as at the initialisation of many models; also the scale of packed weights."""
@@ -36,6 +40,8 @@ class DummyWeights(FolderSource):
 
     def generate(self, name: str, target: WeightTarget) -> None:
         """Fill the target with values that depend on the tensor's name and the slice's index."""
+        import torch
+
         destination = target.destination
         if name.endswith("norm.weight"):
             destination.fill_(1)
@@ -59,6 +65,8 @@ class DummyWeights(FolderSource):
             destination.copy_(filled)
 
     def _block(self, like: torch.Tensor) -> torch.Tensor:
+        import torch
+
         key = (like.device, like.dtype)
         if key not in self._blocks:
             generator = torch.Generator(like.device).manual_seed(0)

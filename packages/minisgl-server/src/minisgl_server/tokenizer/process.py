@@ -1,5 +1,7 @@
 """Main function of a tokenizer worker's process."""
 
+import os
+import sys
 from typing import Any
 
 from minisgl_core.config.options import EngineConfig
@@ -29,6 +31,7 @@ def run_tokenizer_worker(
         Sender(addresses.of_api_worker(api_worker_id).api_in) as to_api,
     ):
         phases = StartupTimer(process_age_s())
+        _import_transformers_without_torch()
         path, registry = locate_model(config.model), Registry.from_environment()
         phases.done("started the process")
         try:
@@ -65,3 +68,18 @@ def run_tokenizer_worker(
             )
         )
         TokenizerQueue(worker).run(receiver)
+
+
+def _import_transformers_without_torch() -> None:
+    """Import transformers as if PyTorch were not installed, which no tokenizer needs. That saves most of its time and memory.
+
+    Plugins in this process can import torch afterwards.
+    """
+    if "torch" in sys.modules:
+        return
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # no "PyTorch was not found"
+    sys.modules["torch"] = None  # type: ignore[assignment]  # `import torch` raises ModuleNotFoundError
+    try:
+        import transformers  # noqa: F401  # looks for torch once per process
+    finally:
+        del sys.modules["torch"]
