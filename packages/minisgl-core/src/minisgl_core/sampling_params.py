@@ -13,19 +13,19 @@ from minisgl_core.errors import InvalidValueError
 MAX_LOGPROBS = 20
 """Largest ``logprobs`` and ``prompt_logprobs`` (OpenAI's limit on ``top_logprobs``)."""
 MAX_STOPS = 256
-"""Most stop strings. Each of them is matched against every character."""
+"""Maximum number of stop strings. Each of them is matched against every character."""
 MAX_STOP_CHARS = 2**15
-"""Most characters of all stop strings together. A table has one entry per character."""
+"""Maximum number of characters of all stop strings together. A table has one entry per character."""
 MAX_STOP_TOKEN_IDS = 1024
-"""Most ``stop_token_ids``. Before ``min_tokens``, each step bans all of them."""
+"""Maximum number of ``stop_token_ids``. Before ``min_tokens``, each step bans all of them."""
 MAX_BIASES = 1 << 20
-"""Most entries of ``logit_bias`` or ``allowed_token_ids`` times ``n``, since each output is a separate request."""
+"""Maximum number of entries of ``logit_bias`` or ``allowed_token_ids`` times ``n``, since each output is a separate request."""
 MAX_BAD_WORDS = 1024
-"""Most ``bad_words``."""
+"""Maximum number of ``bad_words``."""
 MAX_BAD_WORDS_CHARS = 16_384
-"""Most characters of all ``bad_words`` together. The tokenizer encodes each word twice."""
+"""Maximum number of characters of all ``bad_words`` together. The tokenizer encodes each word twice."""
 MAX_BAD_WORDS_TIMES_N = 4096
-"""Most ``bad_words`` times ``n``. A step may compare the bad words of each output with its last tokens."""
+"""Maximum number of ``bad_words`` times ``n``. A step may compare the bad words of each output with its last tokens."""
 INTEGER_BOUNDS: dict[str, tuple[int, int | None]] = {
     "max_tokens": (1, None),
     "min_tokens": (0, None),
@@ -44,7 +44,7 @@ NUMBER_BOUNDS: dict[str, tuple[float, float, str]] = {
     "frequency_penalty": (-2.0, 2.0, "a number from -2 to 2"),
     "repetition_penalty": (1e-6, 1e6, "a number from 1e-6 to 1e6"),
 }
-"""The same of each field that is any number, and the description in errors."""
+"""Smallest and largest allowed value of each other numeric field, and the description in errors."""
 _MIN_TEMPERATURE = 1e-5
 """Lower temperatures mean greedy sampling: logits divided by a smaller number could overflow float32."""
 
@@ -56,8 +56,8 @@ class SamplingParams:
     `stop`, `stop_token_ids`, `logit_bias` and `bad_words` accept any collection, and None for an empty one.
 
     Attributes:
-        max_tokens: most tokens to generate, at least 1.
-        min_tokens: least tokens to generate; before, EOS and stop tokens are banned and stop strings are ignored.
+        max_tokens: maximum number of tokens to generate, at least 1.
+        min_tokens: minimum number of tokens to generate; before, EOS and stop tokens are banned and stop strings are ignored.
         temperature: divisor of the logits, in [0, 1e6]; sampling is greedy below 1e-5.
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         top_p: keep the smallest set of tokens whose probability reaches this; in (0, 1].
@@ -169,7 +169,7 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """True if a penalty changes the logits of earlier tokens."""
+        """True if a penalty changes the logits of tokens that occurred before."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
     def split(self) -> "list[SamplingParams]":
@@ -188,11 +188,11 @@ def _texts(name: str, value: Any) -> tuple[str, ...]:
     texts = () if value is None else (value,) if isinstance(value, str) else value
     if not isinstance(texts, Collection) or not all(isinstance(text, str) and text for text in texts):
         raise InvalidValueError(name, value, "a string or a list of strings, none of them empty")
-    most, most_chars = (MAX_STOPS, MAX_STOP_CHARS) if name == "stop" else (MAX_BAD_WORDS, MAX_BAD_WORDS_CHARS)
-    if len(texts) > most:
-        raise InvalidValueError(name, f"{len(texts)} strings", f"at most {most} strings")
-    if (num_chars := sum(map(len, texts))) > most_chars:
-        raise InvalidValueError(name, f"{num_chars} characters", f"at most {most_chars} characters in all strings")
+    limit, char_limit = (MAX_STOPS, MAX_STOP_CHARS) if name == "stop" else (MAX_BAD_WORDS, MAX_BAD_WORDS_CHARS)
+    if len(texts) > limit:
+        raise InvalidValueError(name, f"{len(texts)} strings", f"at most {limit} strings")
+    if (num_chars := sum(map(len, texts))) > char_limit:
+        raise InvalidValueError(name, f"{num_chars} characters", f"at most {char_limit} characters in all strings")
     return tuple(texts)
 
 

@@ -31,7 +31,7 @@ import click
 from click.core import ParameterSource
 
 from minisgl_core.cli.config_file import load_config_file
-from minisgl_core.config.options import AUTO, LIST, Option, check_value, type_words
+from minisgl_core.config.options import AUTO, LIST, Option, check_value, type_names
 from minisgl_core.config.provider_picker import check_providers
 from minisgl_core.plugins.registry import Registry
 
@@ -109,8 +109,8 @@ class ConfigOption(click.Option):
     def __init__(self, param_decls: list[str], item: dataclasses.Field[Any], **attrs: Any) -> None:
         self.item = item
         meta: Option = item.metadata["option"]
-        is_flag = "bool" in type_words(item)
-        is_list = type_words(item) == [LIST]
+        is_flag = "bool" in type_names(item)
+        is_list = type_names(item) == [LIST]
         super().__init__(
             param_decls,
             type=_CheckedFlag() if is_flag else _Checked(),
@@ -200,17 +200,17 @@ def _option_fields(section: type) -> Iterator[dataclasses.Field[Any]]:
 
 def _declarations(item: dataclasses.Field[Any]) -> tuple[str, str]:
     flag = item.name.replace("_", "-")
-    return item.name, f"--{flag}/--no-{flag}" if "bool" in type_words(item) else f"--{flag}"
+    return item.name, f"--{flag}/--no-{flag}" if "bool" in type_names(item) else f"--{flag}"
 
 
 def _metavar(item: dataclasses.Field[Any], meta: Option) -> str:
     if meta.choices:
         return f"[{'|'.join(meta.choices)}]"
     names = {"int": "INTEGER", "float": "NUMBER", "str": "TEXT", LIST: "TEXT"}
-    words = type_words(item)
+    types = type_names(item)
     if meta.kind:
         return "NAME"
-    return names[words[0]] + (f"|{AUTO}" if words[0] != "str" and "str" in words else "")
+    return names[types[0]] + (f"|{AUTO}" if types[0] != "str" and "str" in types else "")
 
 
 def _line(name: str, value: Any) -> str:

@@ -195,8 +195,8 @@ def _rope(keys: Keys, head_dim: int, max_position: int) -> RopeConfig:
         mscale_all_dim=rope.optional("mscale_all_dim") or 0.0,
         truncate=rope.flag("truncate", True),
         freq_factors=rope.numbers("freq_factors", rotary_dim // 2),
-        short_factors=rope.numbers("short_factor", rotary_dim // 2, is_needed=kind == "longrope"),
-        long_factors=rope.numbers("long_factor", rotary_dim // 2, is_needed=kind == "longrope"),
+        short_factors=rope.numbers("short_factor", rotary_dim // 2, required=kind == "longrope"),
+        long_factors=rope.numbers("long_factor", rotary_dim // 2, required=kind == "longrope"),
     )
     if llama3 and config.high_freq_factor <= config.low_freq_factor:
         raise ModelFormatError(f"{name}: high_freq_factor is not above low_freq_factor={config.low_freq_factor:g}")

@@ -11,13 +11,13 @@ from minisgl_core.errors import ModelFormatError
 MAX_LAYERS = 1024
 """Maximum number of layers. Lists with an entry per layer are allocated before a checkpoint's tensors are read."""
 MAX_HEADS = 2**16
-"""Maximum number of heads, and of dimensions per head. The allowed ``--tp`` and RoPE's frequencies take time for each of them."""
+"""Maximum number of heads, and of dimensions per head. The loops over allowed ``--tp`` and RoPE frequencies are this long."""
 MAX_EXPERTS = 2**12
-"""Maximum number of experts per layer. Each of them has names of tensors."""
+"""Maximum number of experts per layer. The names of each expert's tensors are listed before any of them is read."""
 MAX_CONTEXT = 2**24
 """Longest context in tokens. RoPE's tables have an entry per position."""
 MAX_INT = 2**31 - 1
-"""Largest whole number of a config: that of int32."""
+"""Largest whole number of a config, which is the largest int32."""
 _LAYER_COUNT = re.compile(r"(n|num)_(\w+_)?layers?|\w+_layers|first_k_dense_replace")
 """Keys whose values are numbers of layers."""
 
@@ -76,12 +76,12 @@ class Keys:
         """Return a whole number of at least 1."""
         return self.whole(key, 1, default)
 
-    def numbers(self, key: str, count: int, is_needed: bool = False) -> tuple[float, ...]:
-        """Return a list of `count` numbers above 0; empty if the key is missing and not needed."""
+    def numbers(self, key: str, count: int, required: bool = False) -> tuple[float, ...]:
+        """Return a list of `count` numbers above 0; empty if the key is missing and not `required`."""
         values = self.get(key, ())
         if not isinstance(values, (list, tuple)) or any(not is_number(each) or each <= 0 for each in values):
             raise ModelFormatError(f"{self._where}: {key} is not a list of numbers above 0")
-        if len(values) != count and (values or is_needed):
+        if len(values) != count and (values or required):
             raise ModelFormatError(f"{self._where}: {key} has {len(values)} entries, not {count}")
         return tuple(map(float, values))
 
@@ -118,7 +118,7 @@ def check_layer_counts(raw: Mapping[str, Any]) -> None:
     """Refuse numbers of layers beyond `MAX_LAYERS`, also in the configs of a multimodal model.
 
     Raises:
-        ModelFormatError: names the key.
+        ModelFormatError: a number is too large; the message names its key.
     """
     for key, value in raw.items():
         if isinstance(value, Mapping):

@@ -239,50 +239,50 @@ def check_value(name: str, value: Any, item: dataclasses.Field[Any]) -> Any:
         InvalidValueError: the value is not allowed. The message names the option, the value and the allowed values.
     """
     meta: Option = item.metadata["option"]
-    words = type_words(item)
-    if value is None and ("None" in words or item.default is None):
+    types = type_names(item)
+    if value is None and ("None" in types or item.default is None):
         return None
-    if words == [LIST]:
+    if types == [LIST]:
         values = [value] if isinstance(value, str) else value
         if not isinstance(values, (list, tuple)) or not all(isinstance(each, str) for each in values):
             raise InvalidValueError(name, "(hidden)" if meta.secret else value, "a string or a list of strings")
         return tuple(values)
-    kind: Any = {"int": int, "float": float, "bool": bool, "str": str}[words[0]]
-    if isinstance(value, os.PathLike) and "str" in words:
+    kind: Any = {"int": int, "float": float, "bool": bool, "str": str}[types[0]]
+    if isinstance(value, os.PathLike) and "str" in types:
         value = os.fspath(value)
     if isinstance(value, str) and meta.convert is not None:
         value = meta.convert(name, value)
     if isinstance(value, str) and kind is not str:
-        if value == AUTO and "str" in words:
+        if value == AUTO and "str" in types:
             return value
         try:
             value = _BOOLEANS[value.lower()] if kind is bool else kind(value)
         except (KeyError, ValueError):
-            raise InvalidValueError(name, value, _expected(words)) from None
+            raise InvalidValueError(name, value, _expected(types)) from None
     if isinstance(value, bool) != (kind is bool) or not isinstance(value, (int, float) if kind is float else kind):
-        raise InvalidValueError(name, value, _expected(words))
+        raise InvalidValueError(name, value, _expected(types))
     if meta.choices and value not in meta.choices:
         raise InvalidValueError(name, value, f"one of {', '.join(meta.choices)}")
     if kind is float:
         try:
             value = float(value)
         except OverflowError:  # an int of more than 308 digits
-            raise InvalidValueError(name, value, _expected(words)) from None
+            raise InvalidValueError(name, value, _expected(types)) from None
     if kind in (int, float):
         _check_bounds(name, value, meta)
     return value
 
 
-def type_words(item: dataclasses.Field[Any]) -> list[str]:
-    """Return the types of a field, such as ``["int", "str"]``; its annotation may be text or a type."""
+def type_names(item: dataclasses.Field[Any]) -> list[str]:
+    """Return the names of a field's types, such as ``["int", "str"]``; its annotation may be text or a type."""
     return (item.type.__name__ if isinstance(item.type, type) else str(item.type)).split(" | ")
 
 
-def _expected(words: list[str]) -> str:
+def _expected(types: list[str]) -> str:
     """Return a phrase with the allowed values of these types. The only string that a number or boolean allows is ``auto``."""
-    strings = ["a string"] if words[0] == "str" else [AUTO]
+    strings = ["a string"] if types[0] == "str" else [AUTO]
     named = {"int": ["a whole number"], "float": ["a number"], "bool": ["true", "false"], "str": strings, "None": []}
-    *others, last = [each for word in words for each in named[word]]
+    *others, last = [each for name in types for each in named[name]]
     return f"{', '.join(others)} or {last}" if others else last
 
 

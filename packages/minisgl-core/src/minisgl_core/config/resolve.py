@@ -207,9 +207,9 @@ def _check_parallel(
     if parallel.pp > model.num_layers:
         raise InvalidValueError("--pp", parallel.pp, f"at most {model.num_layers}, the layers of the model")
     if hardware.torch_name != "cpu" and parallel.size > num_devices:
-        most = num_devices // parallel.tp
+        max_pp = num_devices // parallel.tp
         raise InvalidValueError(
-            "--pp", parallel.pp, f"at most {most} with --tp {parallel.tp} and {num_devices} devices"
+            "--pp", parallel.pp, f"at most {max_pp} with --tp {parallel.tp} and {num_devices} devices"
         )
 
 

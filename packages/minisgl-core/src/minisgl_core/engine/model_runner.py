@@ -49,7 +49,7 @@ class ModelRunner:
         ops: Ops,
         num_rows: int,
     ) -> None:
-        """Allocate the state of `num_rows` requests, the most in a batch."""
+        """Allocate the state of `num_rows` requests, the maximum in a batch."""
         self.platform, self.groups, self.model, self.attention = platform, groups, model, attention
         self._table = table
         self._ops = ops
@@ -72,9 +72,9 @@ class ModelRunner:
         """Capture piecewise CUDA graphs for these numbers of tokens. Steps that fit and have no decode graph use them."""
         with self.platform.stream(), torch.inference_mode():
             num_rows = len(self._last_tokens) - 1
-            most = num_rows if self._uses_logits_index else None
+            max_requests = num_rows if self._uses_logits_index else None
             self._piecewise = PiecewiseGraphs(
-                self.platform, self.model, self.attention, self._ops.rotary, sizes, most, progress
+                self.platform, self.model, self.attention, self._ops.rotary, sizes, max_requests, progress
             )
 
     def launch(self, plan: BatchPlan) -> PendingStep:

@@ -147,8 +147,8 @@ class ModelRunnerFactory:
         if wanted == AUTO and platform.has_host_graphs:
             return []
         if wanted == AUTO:
-            most = max(_MIN_PIECEWISE_TOKENS, launch_bound_tokens(self._model_config, self._config.parallel.tp))
-            return piecewise_sizes(min(most, largest)) if has_decode_graphs else []
+            wanted = max(_MIN_PIECEWISE_TOKENS, launch_bound_tokens(self._model_config, self._config.parallel.tp))
+            return piecewise_sizes(min(wanted, largest)) if has_decode_graphs else []
         return piecewise_sizes(min(int(wanted), largest))
 
 

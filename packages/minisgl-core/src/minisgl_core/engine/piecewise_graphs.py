@@ -28,10 +28,10 @@ from minisgl_core.protocol.batch_plan import BatchPlan
 
 def piecewise_sizes(max_tokens: int) -> list[int]:
     """Return the capture sizes up to `max_tokens`: in steps of 16, from 256 in steps of 32, from 512 of 64, and so on."""
-    sizes, size, most = [], 0, -(-max_tokens // 16) * 16
-    while size < most:
+    sizes, size, largest = [], 0, -(-max_tokens // 16) * 16
+    while size < largest:
         size += max(16, (1 << size.bit_length()) // 16)
-        sizes.append(min(size, most))
+        sizes.append(min(size, largest))
     return sizes
 
 
@@ -123,12 +123,11 @@ class PiecewiseGraphs:
         """
         self._platform, self._model, self._attention, self._rotary = platform, model, attention, rotary
         self._sizes = np.array(sorted(sizes))
-        device, most = platform.device, max(sizes)
-        self._ids, self._positions = torch.zeros(2, most, dtype=torch.int32, device=device).unbind(0)
-        self._slots = torch.zeros(most, dtype=torch.int64, device=device)
-        self._logits_index = torch.zeros(
-            most if max_requests is None else max_requests, dtype=torch.int32, device=device
-        )
+        device, largest = platform.device, max(sizes)
+        self._ids, self._positions = torch.zeros(2, largest, dtype=torch.int32, device=device).unbind(0)
+        self._slots = torch.zeros(largest, dtype=torch.int64, device=device)
+        num_indices = largest if max_requests is None else max_requests
+        self._logits_index = torch.zeros(num_indices, dtype=torch.int32, device=device)
         remedy = "--piecewise-cuda-graph-max-tokens 0 captures none"
         self._captured = capture_sizes(
             sizes, self._capture, what="piecewise CUDA graphs", remedy=remedy, progress=progress

@@ -13,8 +13,8 @@ def profile_batch(max_running: int, max_prefill_tokens: int, max_seq_len: int, v
     the page table must be all zeros, so that all reads and writes go to the padding page.
 
     Args:
-        max_running: most requests in a batch.
-        max_prefill_tokens: most prompt tokens in a step.
+        max_running: maximum number of requests in a batch.
+        max_prefill_tokens: maximum number of prompt tokens in a step.
         max_seq_len: longest sequence.
         vocab_size: vocabulary size of the model.
     """

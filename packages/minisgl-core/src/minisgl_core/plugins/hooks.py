@@ -89,17 +89,17 @@ def _add(manager: pluggy.PluginManager, registry: Registry, entry: Entry) -> Non
     if module is None:
         return
     name = f"{entry.distribution}:{entry.name}"
-    guarded = SimpleNamespace()
+    hooks = SimpleNamespace()
     try:
         for attribute in dir(module):
             if options := manager.parse_hookimpl_opts(module, attribute):
                 function = getattr(module, attribute)
                 # A wrapper is a generator, whose exceptions come from the implementations that it wraps.
                 is_plain = not options["hookwrapper"] and not options["wrapper"] and attribute != "api_routes"
-                setattr(guarded, attribute, _guard(function, f"{attribute} of {name}") if is_plain else function)
-        if not vars(guarded):
+                setattr(hooks, attribute, _log_errors(function, f"{attribute} of {name}") if is_plain else function)
+        if not vars(hooks):
             raise PluginError("it implements no hook; mark its functions with minisgl_core.hookimpl")
-        manager.register(guarded, name)
+        manager.register(hooks, name)
         manager.check_pending()
     except (ValueError, pluggy.PluginValidationError) as error:
         if isinstance(error, pluggy.PluginValidationError) and manager.has_plugin(name):
@@ -107,8 +107,8 @@ def _add(manager: pluggy.PluginManager, registry: Registry, entry: Entry) -> Non
         raise PluginError(" ".join(str(error).split())) from error
 
 
-def _guard(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return a function that logs exceptions instead of raising them."""
+def _log_errors(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return a function that logs the first exception of `function`, and returns None instead of raising any."""
     failed = False
 
     @functools.wraps(function)

@@ -81,7 +81,7 @@ class SamplePlan(msgspec.Struct, kw_only=True):
 
 
 class TokenMasks(msgspec.Struct, tag=True, kw_only=True):
-    """Token masks of the `SamplePlan.masked` requests of the plan before.
+    """Token masks of the `SamplePlan.masked` requests of the preceding plan.
 
     Attributes:
         words: masks packed as in `minisgl_core.contracts.grammar`, int32 [G * W].

@@ -27,13 +27,13 @@ class ReplicaState(msgspec.Struct, kw_only=True):
 
 
 class SnapshotRequest(msgspec.Struct, tag=True, kw_only=True):
-    """Ask for the state, including the steps after the step `since` that were kept."""
+    """Request for a snapshot, which has the steps after step `since` that are still known."""
 
     worker: int
     """Index of the tokenizer worker that the answer goes to."""
     since: int = 0
     with_tokens: bool = False
-    """Include tokens of prompts and outputs."""
+    """True to include tokens of prompts and outputs."""
     correlation_id: int = 0
     """Number that the answer repeats."""
     replica: int = 0

@@ -109,7 +109,7 @@ class Tokenize(msgspec.Struct, tag=True, kw_only=True):
     messages: list[dict[str, Any]] | None = None
     token_ids: list[int] | None = None
     max_tokens_is_default: bool = False
-    """True if the client set no limit. `sampling.max_tokens` is then lowered to the room that the context has."""
+    """True if the client set no limit. `sampling.max_tokens` is then lowered to what the context has room for."""
     priority: int = 0
     user: str = ""
     """See `Submit.user`."""

@@ -99,7 +99,7 @@ class EngineLoop:
         self.scheduler, self.model_runner, self.hooks, self.overlap = scheduler, model_runner, hooks, overlap
         self._is_pipeline = num_stages > 1
         self._max_in_flight = num_stages - 1 + overlap
-        """Most steps in flight when `step` returns."""
+        """Maximum number of steps in flight when `step` returns."""
         self._send_plan, self._receive_result = send_plan, receive_result
         self._in_flight: deque[_InFlight] = deque()
         self._host_s = 0.0

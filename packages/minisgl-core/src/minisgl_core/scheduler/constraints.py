@@ -28,13 +28,13 @@ from minisgl_core.scheduler.token_rules import TokenRules
 logger = logging.getLogger(__name__)
 
 MAX_CACHED = 64
-"""Most compiled grammars in the cache. Each of them grows while it is used, with llguidance by up to 30 MB."""
+"""Maximum number of compiled grammars in the cache. Each of them grows while it is used, with llguidance by up to 30 MB."""
 MAX_CACHED_BYTES = 64 * 1024**2
-"""Most memory of the cached grammars, as `GrammarChecker` measured it."""
+"""Maximum memory of the cached grammars, as `GrammarChecker` measured it."""
 MAX_PENDING_CHARS = 32 * 1024**2
-"""Most characters of all texts that wait to be compiled."""
+"""Maximum number of characters of all texts that wait to be compiled."""
 _MIN_BYTES_PER_CHARACTER = 64
-"""Least memory that a compiled grammar counts for, per character of its text."""
+"""Lower bound of the memory that a compiled grammar counts for, per character of its text."""
 _ACCEPT_LIMIT_S = 0.05
 """CPU time that `accept` may take for one token. Most tokens take microseconds."""
 _NUM_THREADS = 2
@@ -96,8 +96,8 @@ class Constraint:
     @property
     def active_state(self) -> GrammarState | None:
         """The grammar state that restricts the next token; None in the reasoning content, which is unrestricted."""
-        is_free = self._reasoning_end_token is not None and self.reasoning_begin_token is None
-        return None if is_free else self._state
+        is_reasoning = self._reasoning_end_token is not None and self.reasoning_begin_token is None
+        return None if is_reasoning else self._state
 
     def accept(self, token: int) -> None:
         """Advance the state by the next token."""

@@ -27,7 +27,7 @@ CPU_LIMIT_S = 0.5
 QUICK_LIMIT_S = 0.05
 """CPU time of a quick trial. Most grammars take a few milliseconds."""
 MEMORY_LIMIT_BYTES = 128 * 1024**2
-"""Most memory of one trial."""
+"""Maximum memory of one trial."""
 _WALL_LIMIT_S = 30.0
 """Wall-clock time of one trial. It ends a child process that gets no CPU time."""
 _START_LIMIT_S = 120.0

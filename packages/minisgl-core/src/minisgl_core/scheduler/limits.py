@@ -13,10 +13,10 @@ class SchedulerLimits:
     """Resolved limits of a scheduler.
 
     Attributes:
-        max_running: most requests in a batch; also the rows of the page table.
-        max_prefill_tokens: most prompt tokens in a step.
-        max_queued: most waiting requests in addition to one per free row of the page table.
-        max_seq_len: most tokens of a sequence; ``num_pages - 1`` pages must hold it.
+        max_running: maximum number of requests in a batch; also the rows of the page table.
+        max_prefill_tokens: maximum number of prompt tokens in a step.
+        max_queued: maximum number of waiting requests in addition to one per free row of the page table.
+        max_seq_len: maximum number of tokens of a sequence; ``num_pages - 1`` pages must hold it.
         num_pages: pages of the pool, the padding page included.
         page_size: tokens per page.
         eos_ids: tokens that end every request that does not set ignore_eos.
@@ -80,8 +80,7 @@ class SchedulerLimits:
         if sampling.min_tokens > 0:
             forbidden |= {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_ids)}
         num_allowed = self.vocab_size if allowed is None else len(allowed)
-        is_free = len(forbidden) < num_allowed or (allowed is not None and not forbidden.issuperset(allowed.tolist()))
-        if not is_free:
+        if len(forbidden) >= num_allowed and (allowed is None or forbidden.issuperset(allowed.tolist())):
             value = list(sampling.bad_words) if name == "bad_words" else sampling.min_tokens
             raise InvalidValueError(name, value, "such that every step can generate at least one token")
 

@@ -26,21 +26,21 @@ from minisgl_core.scheduler.scheduler import Scheduler
 WATCH_S = 5.0
 """Time for which steps are recorded after a request for a snapshot."""
 MAX_STEPS = 256
-"""Most recorded steps."""
+"""Maximum number of recorded steps."""
 MAX_STEP_REQUESTS = 64
-"""Most requests per recorded step."""
+"""Maximum number of requests per recorded step."""
 MAX_REQUESTS = 64
-"""Most requests per snapshot."""
+"""Maximum number of requests per snapshot."""
 MAX_NODES = 128
-"""Most nodes of the prefix tree per snapshot."""
+"""Maximum number of nodes of the prefix tree per snapshot."""
 MAX_MAPPED_PAGES = 4096
-"""Most pages in the page map. For a larger pool, it has every second, fourth, ... page; see `PagesSnapshot`."""
+"""Maximum number of pages in the page map. For a larger pool, it has every second, fourth, ... page; see `PagesSnapshot`."""
 NUM_TEXT_TOKENS = 24
 """Tokens of a node or request that a snapshot contains as a preview."""
 
 
 class Monitor:
-    """Recorder of one scheduler's steps."""
+    """Source of one scheduler's snapshots, for which it also records steps."""
 
     def __init__(self, scheduler: Scheduler, replica: int = 0) -> None:
         self._scheduler, self._replica = scheduler, replica

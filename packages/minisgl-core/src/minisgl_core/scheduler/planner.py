@@ -55,8 +55,9 @@ class Planner:
         self._seed[row] = request.seed
         self._num_logprobs[row] = -1 if sampling.logprobs is None else sampling.logprobs
         self._penalties[:, row] = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty)
-        special = sampling.has_penalties or len(request.bias_ids) > 0 or sampling.min_tokens > 0
-        self._has_logit_adjustments[row] = special or request.constraint is not None or request.token_rules is not None
+        has_mask = request.constraint is not None or request.token_rules is not None
+        has_changes = sampling.has_penalties or len(request.bias_ids) > 0 or sampling.min_tokens > 0
+        self._has_logit_adjustments[row] = has_mask or has_changes
 
     def plan(self, decodes: Int32, chunks: list[Chunk], page_table_writes: Int32) -> BatchPlan:
         """Return the plan of a step: the rows that decode, and the chunks after them."""

@@ -6,7 +6,7 @@ from itertools import accumulate
 from minisgl_core.contracts.policy import Policy, RequestView
 
 _MAX_MATCHED_TOKENS = 1 << 20
-"""Most prompt tokens that are matched per step, which takes milliseconds."""
+"""Maximum number of prompt tokens that are matched per step, which takes milliseconds."""
 
 
 class FirstComeFirstServed(Policy):

@@ -141,7 +141,7 @@ class Request:
 
     @property
     def max_tokens_left(self) -> int:
-        """Most output tokens that are still to come and not known to the host."""
+        """Maximum number of output tokens that are still to come and not known to the host."""
         return self.max_length - self.num_tokens
 
     @property

@@ -286,8 +286,8 @@ class Scheduler:
         decodes, prefills = self._running.schedulable()
         if self.limits.num_micro_batches > 1:
             # An equal share of the requests per micro-batch in flight.
-            most = -(-len(decodes) // self.limits.num_micro_batches)
-            decodes = decodes[self._running.num_pending[decodes] == 0][:most]
+            size = -(-len(decodes) // self.limits.num_micro_batches)
+            decodes = decodes[self._running.num_pending[decodes] == 0][:size]
         return decodes, prefills
 
     def _preempt(self, request: Request) -> None:
@@ -325,12 +325,12 @@ class Scheduler:
             self._aborted.append((request.worker, self._finish(request, "abort", [])))
 
     def _schedule_prefills(self, num_decodes: int, rows: Int32) -> list[Chunk]:
-        most = self.limits.max_prefill_tokens
-        budget = self.step_times.prompt_tokens(num_decodes, most)
+        limit = self.limits.max_prefill_tokens
+        budget = self.step_times.prompt_tokens(num_decodes, limit)
         # A shorter step returns the first tokens of its prompts earlier. So if `max_step_s` limits the prompt tokens, the first
         # chunk may use the whole budget, but `_admit` adds further requests only while more than half of it, the reserve, is
         # left. While few requests wait, the reserve must even be left after the whole prompt of the added request.
-        reserve = 0 if budget == most else budget // 2
+        reserve = 0 if budget == limit else budget // 2
         chunks: list[Chunk] = []
         for row in rows.tolist():
             if budget > 0:
@@ -350,8 +350,8 @@ class Scheduler:
         given = waiting.copy()
         num_cached = cast(Callable[[RequestView], int], self.pages.num_cached_tokens)
         ordered = self.policy.order(given, self._running.all(), num_cached)
-        is_right = isinstance(ordered, Sequence) and len(ordered) == len(waiting)
-        if not is_right or (ordered is not given and set(map(id, ordered)) != set(map(id, waiting))):
+        has_all = isinstance(ordered, Sequence) and len(ordered) == len(waiting)
+        if not has_all or (ordered is not given and set(map(id, ordered)) != set(map(id, waiting))):
             raise PluginError(
                 f"the policy {type(self.policy).__qualname__} must return exactly the requests that it was given, reordered"
             )

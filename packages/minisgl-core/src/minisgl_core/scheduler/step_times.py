@@ -12,7 +12,7 @@ _NUM_KEPT = 5
 _DECODES_PER_GROUP = 8
 """Decode steps with similar numbers of requests share an estimate."""
 _MIN_TOKENS = 16
-"""Fewest prompt tokens of a step that updates the estimate of the time per prompt token."""
+"""Minimum number of prompt tokens of a step that updates the estimate of the time per prompt token."""
 MIN_CHUNK = 64
 """Smallest limit of prompt tokens per step, and the limit until a step with prompt tokens has run."""
 
@@ -58,19 +58,19 @@ class StepTimes:
             return decode_s
         return decode_s + num_prompt_tokens * median(self._token_s)
 
-    def prompt_tokens(self, num_decodes: int, most: int) -> int:
-        """Return how many prompt tokens, at most `most`, a step with these decodes may have.
+    def prompt_tokens(self, num_decodes: int, limit: int) -> int:
+        """Return how many prompt tokens, at most `limit`, a step with these decodes may have.
 
         Prompts get at least as much time as the decodes, so that they progress even if the decodes alone reach the limit. They
         also get at least the time of a launch, since fewer tokens would not make a step shorter than that.
         """
         if not num_decodes or not self._max_step_s:
-            return most
+            return limit
         if not self._token_s:
-            return min(most, MIN_CHUNK)
+            return min(limit, MIN_CHUNK)
         decode_s, token_s = self._decode_time(num_decodes), median(self._token_s)
         seconds = max(self._max_step_s - decode_s, decode_s, self._launch_s)
-        return most if seconds >= most * token_s else min(most, max(MIN_CHUNK, int(seconds / token_s)))
+        return limit if seconds >= limit * token_s else min(limit, max(MIN_CHUNK, int(seconds / token_s)))
 
     def _decode_time(self, num_decodes: int) -> float:
         """Return the expected duration of a decode step; 0 without decodes or if unknown."""

@@ -61,7 +61,7 @@ class WaitingQueue:
         del self.admissible[index]
 
     def end_compiling(self, timeout_s: float = 0.0) -> Iterator[Request]:
-        """Make requests admissible whose grammars are compiled. Yield those whose grammars are invalid, too.
+        """Make requests admissible whose compilation has ended, and yield those whose grammars are invalid.
 
         Wait up to `timeout_s` for the first one.
         """

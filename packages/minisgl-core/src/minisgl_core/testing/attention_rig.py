@@ -187,7 +187,7 @@ class AttentionRig:
 
         Args:
             num_cached: tokens that are in the pool already.
-            capacity: most tokens of the request.
+            capacity: maximum number of tokens of the request.
             prefix_of: request whose first `num_shared` pages the new one shares; they may be filled later.
             num_shared: number of shared pages.
         """

@@ -96,8 +96,8 @@ class SamplingChecks(OpsChecks):
         cumulative, row = probs.cumsum(-1), torch.arange(len(tokens), device=self.device)
         prob, upper = probs[row, tokens], cumulative[row, tokens]
         assert (prob > 0).all(), "a masked token was sampled"
-        is_right = is_greedy | ((upper - prob - 1e-5 <= uniform) & (uniform <= upper + 1e-5))
-        assert is_right.all(), f"wrong token for the random numbers {uniform[~is_right].tolist()}"
+        contains = is_greedy | ((upper - prob - 1e-5 <= uniform) & (uniform <= upper + 1e-5))
+        assert contains.all(), f"wrong token for the random numbers {uniform[~contains].tolist()}"
 
 
 class StepChecks(OpsChecks):

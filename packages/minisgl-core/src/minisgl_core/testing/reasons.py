@@ -9,8 +9,8 @@ def reasons_of(provider: type[Any], *spec: Any) -> list[str]:
     """Return ``provider.unsupported(*spec)``, and assert that it is a list of sentences."""
     reasons: list[str] = provider.unsupported(*spec)
     assert isinstance(reasons, list), f"unsupported returned {reasons!r} for {spec}, which is not a list"
-    is_right = all(isinstance(reason, str) and reason.strip() for reason in reasons)
-    assert is_right, f"unsupported returned {reasons!r} for {spec}, which are not sentences"
+    are_sentences = all(isinstance(reason, str) and reason.strip() for reason in reasons)
+    assert are_sentences, f"unsupported returned {reasons!r} for {spec}, which are not sentences"
     return reasons
 
 

@@ -11,9 +11,9 @@ from minisgl_core.text.tokens import TokenBytes
 REPLACEMENT = "\ufffd"
 """Replacement character, which decoders return for bytes that do not form a complete character."""
 MAX_CHAR_BYTES = 4
-"""Most bytes of a character in UTF-8."""
+"""Maximum number of bytes of a character in UTF-8."""
 MAX_WINDOW = 64
-"""Most tokens that are decoded again with the new ones."""
+"""Maximum number of tokens that are decoded again with the new ones."""
 KEPT_WINDOW = 16
 """Tokens that are kept as context once there are more than `MAX_WINDOW`."""
 

@@ -11,7 +11,7 @@ from jinja2 import Environment
 from jinja2.nodes import Const, Expr, Filter, Pow
 
 _MAX_DIGITS = 100
-"""Most digits after the decimal point for the filter ``round``."""
+"""Maximum number of digits after the decimal point for the filter ``round``."""
 
 
 def check_numbers(environment: Environment, template: Any) -> None:
