@@ -12,8 +12,8 @@ BLOCKS = dict(re.findall(r"<!-- test: (\w+) -->\n```python\n(.*?)^```$", PAGE, r
 
 
 def test_every_block_is_tested() -> None:
-    assert list(BLOCKS) == ["run", "server"]
-    assert PAGE.count("```python") == 2
+    assert list(BLOCKS) == ["run", "server", "tools"]
+    assert PAGE.count("```python") == 3
 
 
 def test_in_a_program(run_python: Callable[[str], str]) -> None:
@@ -26,7 +26,8 @@ def test_in_a_program(run_python: Callable[[str], str]) -> None:
 
 
 def test_by_the_api(url: str, run_python: Callable[[str], str]) -> None:
-    weather, *call = run_python(BLOCKS["server"].replace("http://127.0.0.1:1919", url)).splitlines()
+    code = BLOCKS["server"].replace("http://127.0.0.1:1919", url) + BLOCKS["tools"]
+    weather, *call = run_python(code).splitlines()
     assert re.fullmatch(r"sky='(clear|cloudy)' is_windy=(True|False)", weather)
     name, arguments = "\n".join(call).split(" ", 1)
     assert name == "set_unit"
