@@ -106,6 +106,8 @@ def test_table_of_extension_points() -> None:
     real = {}
     for kind in KINDS.values():
         names = [entry.name for entry in registry.entries(kind.name) if ours.fullmatch(entry.distribution)]
+        if kind.name == "models":  # docs/models.md lists the others
+            names = ["transformers"]
         real[kind.group] = (
             [kind.contract.rpartition(":")[2]] * bool(kind.contract),
             [kind.flag] * bool(kind.flag),

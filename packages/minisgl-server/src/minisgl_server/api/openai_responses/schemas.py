@@ -216,7 +216,7 @@ class ResponsesRequest(CommonSamplingFields, PromptFields):
     max_tool_calls: Int | None = Field(None, description="Accepted; there are no built-in tools to limit.")
     top_logprobs: Int | None = Field(None, description="With include of message.output_text.logprobs only.")
     metadata: Metadata | None = Field(None, description="Returned unchanged.")
-    user: str | None = Field(None, description="Accepted and returned.")
+    user: str | None = Field(None, description="Passed to the scheduling policy and returned.")
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = Field(
         None, description="Accepted; there is one tier."
     )
