@@ -257,7 +257,6 @@ BAD_CHATS = {
     "length_penalty": ({"length_penalty": 0.5}, "length_penalty"),
     "early_stopping": ({"early_stopping": True}, "early_stopping"),
     "detokenize": ({"detokenize": False}, "detokenize"),
-    "another provider of grammars": ({"guided_decoding_backend": "xgrammar"}, "guided_decoding_backend"),
     "two forms": ({"regex": "a", "guided_regex": "a"}, "regex"),
     "no token allowed": ({"allowed_token_ids": []}, "allowed_token_ids"),
     "allowed token of no token": ({"allowed_token_ids": [99999999]}, "allowed_token_ids"),

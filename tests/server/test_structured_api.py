@@ -107,6 +107,24 @@ def test_every_field(client: openai.OpenAI, form: dict[str, Any], is_right: Call
     assert is_right(completion.choices[0].text)
 
 
+@pytest.mark.parametrize("backend", ["xgrammar", "llguidance", ""])
+def test_a_request_cannot_select_the_grammar_backend(client: openai.OpenAI, backend: str) -> None:
+    auto = chat(client, extra_body={"guided_choice": ["sun"], "guided_decoding_backend": "auto"})
+    assert auto.choices[0].message.content == "sun"
+    with pytest.raises(openai.BadRequestError) as caught:
+        chat(client, extra_body={"guided_choice": ["sun"], "guided_decoding_backend": backend})
+    message = (
+        f"guided_decoding_backend={backend!r} is not valid: must be auto or left out. "
+        "Launch the server with --grammar to select its grammar backend."
+    )
+    assert caught.value.body == {
+        "message": message,
+        "type": "invalid_request_error",
+        "param": "guided_decoding_backend",
+        "code": None,
+    }
+
+
 def test_any_json_object(client: openai.OpenAI) -> None:
     message = [{"role": "user", "content": "Name one colour as a JSON object."}]
     choice = chat(client, messages=message, response_format={"type": "json_object"}).choices[0]
@@ -258,7 +276,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"tools": tool(parameters={"type": "alien"}, strict=True)},
         "tools[0].function.parameters",
     ),
-    "older field": ({"guided_decoding_backend": "a"}, "guided_decoding_backend"),
     "tool without a name": ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
     "odd name": ({"tools": tool(name="a b")}, "tools[0].function.name"),
     "another type of tool": ({"tools": [{"type": "web_search"}]}, "tools[0].type"),

@@ -50,7 +50,9 @@ def request_sampling(request: GenerationRequest, info: EngineInfo) -> RequestSam
     values["prompt_logprobs"], prompt_logprobs_name = _prompt_logprobs(request), "prompt_logprobs"
     if values["prompt_logprobs"] != request.prompt_logprobs:  # an echo asks for more
         prompt_logprobs_name = logprobs_name
-    _check_grammar_provider(request, info)
+    if request.guided_decoding_backend not in (None, "auto"):
+        remedy = "Launch the server with --grammar to select its grammar backend."
+        raise InvalidValueError("guided_decoding_backend", request.guided_decoding_backend, "auto or left out", remedy)
     values["structured_outputs"], grammar_name = requested_structured_outputs(request)
     values["max_tokens"] = max(default_max_tokens, request.min_tokens or 0) if max_tokens is None else max_tokens
     names = {"max_tokens": limit_name, "logprobs": logprobs_name, "prompt_logprobs": prompt_logprobs_name}
@@ -67,16 +69,6 @@ def _prompt_logprobs(request: GenerationRequest) -> int | None:
     echoed = request.logprobs if isinstance(request, CompletionRequest) and request.echo else None
     requested = [each for each in (request.prompt_logprobs, echoed) if each is not None]
     return max(requested, default=None)
-
-
-def _check_grammar_provider(request: GenerationRequest, info: EngineInfo) -> None:
-    aliases = {"llguidance": ["guidance"]}.get(info.grammar, [])
-    allowed = ["auto", info.grammar, *aliases]
-    if request.guided_decoding_backend not in (None, *allowed):
-        remedy = "Launch with --grammar to choose another."
-        raise InvalidValueError(
-            "guided_decoding_backend", request.guided_decoding_backend, " or ".join(allowed), remedy
-        )
 
 
 def _chat_logprobs(request: ChatRequest) -> int | None:

@@ -146,7 +146,9 @@ class GenerationRequest(SamplingFields, SglangStructuredFields, NoOpFields):
     disable_any_whitespace: bool | None = Field(
         None, description="The same as structured_outputs.disable_any_whitespace."
     )
-    guided_decoding_backend: str | None = Field(None, description="auto, or the server's grammar backend.")
+    guided_decoding_backend: str | None = Field(
+        None, description="Only auto is supported: --grammar selects the backend."
+    )
     add_special_tokens: bool | None = Field(None, description=ADD_SPECIAL_TOKENS)
     truncate_prompt_tokens: Int | None = Field(
         None,
