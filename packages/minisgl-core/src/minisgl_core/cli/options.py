@@ -43,11 +43,12 @@ _HIDDEN = object()
 """Stands for a secret value that is set and not shown."""
 
 
-def with_options(*sections: type) -> Callable[[F], F]:
+def with_options(*sections: type, hidden: Sequence[str] = ()) -> Callable[[F], F]:
     """Decorate a command's function with the options of `sections`; see the module's docstring.
 
     Args:
         sections: dataclasses whose fields are options, or whose defaults are such dataclasses (`EngineConfig`).
+        hidden: names of options that ``--help`` leaves out.
 
     Returns:
         A decorator; the function is called with keywords ``values: dict[str, Any]`` and ``sources: dict[str, str]``,
@@ -71,7 +72,8 @@ def with_options(*sections: type) -> Callable[[F], F]:
         help = "Print the options and where each comes from, as a config file, and exit."
         decorated: Any = _config_option(click.option("--print-config", is_flag=True, help=help)(run))
         for item in reversed(declared):
-            decorated = click.option(*_declarations(item), cls=ConfigOption, item=item)(decorated)
+            hide = item.name in hidden
+            decorated = click.option(*_declarations(item), cls=ConfigOption, item=item, hidden=hide)(decorated)
         return decorated  # type: ignore[no-any-return]
 
     return decorate

@@ -74,9 +74,9 @@ def replace_linears(model: Any, kept: Set[str], build: BuildContext) -> dict[str
         InvalidValueError: the plan has a style that is not supported (``--tp``).
     """
     plan = _plan(model) if build.tp_size > 1 else {}
-    found = [(name, each) for name, each in model.named_modules() if type(each) is nn.Linear and name not in kept]
+    linears = [(name, each) for name, each in model.named_modules() if type(each) is nn.Linear and name not in kept]
     layers = {}
-    for name, linear in found:
+    for name, linear in linears:
         if linear.weight.dtype == build.dtype:  # not those that the architecture keeps in float32
             layers[name] = _layer(name, linear, plan, build)
             parent, _, attribute = name.rpartition(".")

@@ -65,8 +65,8 @@ class StepAttention:
                 self._tp_size,
                 f"1: {call.module} has {q.shape[1]} query and {k.shape[1]} KV heads per rank, not {heads[0]} and {heads[1]}",
             )
-        found = attention_call(call.module, q, k, v, keywords)
-        if (found.scale, found.soft_cap) != (call.scale, call.soft_cap) or found.keyword_window != call.keyword_window:
+        actual = attention_call(call.module, q, k, v, keywords)
+        if any(getattr(actual, name) != getattr(call, name) for name in ("scale", "soft_cap", "keyword_window")):
             raise ModelFormatError(
-                f"{call.module} calls attention with other arguments than in the trace: {found}, not {call}"
+                f"{call.module} calls attention with other arguments than in the trace: {actual}, not {call}"
             )

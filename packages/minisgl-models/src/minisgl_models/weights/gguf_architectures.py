@@ -144,8 +144,8 @@ def _gemma3(get: Lookup, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _phi3(get: Lookup, config: Mapping[str, Any]) -> dict[str, Any]:
     original = get("rope.scaling.original_context_length", None)
-    found = {"sliding_window": get("attention.sliding_window", None) or None}
-    return found if original is None else {**found, "original_max_position_embeddings": original}
+    keys = {"sliding_window": get("attention.sliding_window", None) or None}
+    return keys if original is None else {**keys, "original_max_position_embeddings": original}
 
 
 def _granite(get: Lookup, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -169,7 +169,7 @@ def _matrices(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     hidden, heads, intermediate = config["hidden_size"], config["num_attention_heads"], config["intermediate_size"]
     head_dim = config.get("head_dim", hidden // heads)
     q, kv = heads * head_dim, config.get("num_key_value_heads", heads) * head_dim
-    found: dict[str, tuple[int, ...]] = {
+    shapes: dict[str, tuple[int, ...]] = {
         "token_embd": (config["vocab_size"], hidden),
         "output": (config["vocab_size"], hidden),
         "attn_q": (q, hidden),
@@ -181,22 +181,22 @@ def _matrices(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         "ffn_down": (hidden, intermediate),
     }
     if config["architectures"][0] == "Phi3ForCausalLM":
-        found |= {"attn_qkv": (q + 2 * kv, hidden), "ffn_up": (2 * intermediate, hidden)}
+        shapes |= {"attn_qkv": (q + 2 * kv, hidden), "ffn_up": (2 * intermediate, hidden)}
     if shared := config.get("shared_expert_intermediate_size"):
-        found |= {
+        shapes |= {
             "ffn_up_shexp": (shared, hidden),
             "ffn_gate_shexp": (shared, hidden),
             "ffn_down_shexp": (hidden, shared),
         }
     if experts := config.get("num_experts") or config.get("num_local_experts"):
         width = config.get("moe_intermediate_size", intermediate)
-        found |= {
+        shapes |= {
             "ffn_gate_inp": (experts, hidden),
             "ffn_up_exps": (experts, width, hidden),
             "ffn_gate_exps": (experts, width, hidden),
             "ffn_down_exps": (experts, hidden, width),
         }
-    return found
+    return shapes
 
 
 def _shown(value: Any) -> str:

@@ -96,7 +96,7 @@ class GgufTensor:
 
     @classmethod
     def from_data(
-        cls, path: Path, name: str, data: npt.NDArray[np.uint8], shape: tuple[int, ...], ggml_type: int, offset: int
+        cls, path: Path, name: str, data: npt.NDArray[np.uint8], shape: tuple[int, ...], type_id: int, offset: int
     ) -> GgufTensor:
         """Make the tensor at `offset` of the file's data section.
 
@@ -104,16 +104,16 @@ class GgufTensor:
             ModelFormatError: its type is unknown, its rows are no whole blocks, or its data exceed the file.
         """
         try:
-            known = gguf.GGMLQuantizationType(ggml_type)
-            block, block_bytes = gguf.GGML_QUANT_SIZES[known]
+            ggml_type = gguf.GGMLQuantizationType(type_id)
+            block, block_bytes = gguf.GGML_QUANT_SIZES[ggml_type]
         except (ValueError, KeyError):
             raise ModelFormatError(
-                f"{path}: tensor {name[:80]!r} has the GGML type {ggml_type}, which gguf {version('gguf')} does not know; "
+                f"{path}: tensor {name[:80]!r} has the GGML type {type_id}, which gguf {version('gguf')} does not know; "
                 "a newer gguf package may"
             ) from None
         if shape[-1] % block:
             raise ModelFormatError(
-                f"{path}: tensor {name[:80]!r} has rows of {shape[-1]} values, not a multiple of {known.name}'s {block}"
+                f"{path}: tensor {name[:80]!r} has rows of {shape[-1]} values, not a multiple of {ggml_type.name}'s {block}"
             )
         num_rows, row_bytes = math.prod(shape[:-1]), shape[-1] // block * block_bytes
         if offset + num_rows * row_bytes > len(data):
@@ -121,7 +121,8 @@ class GgufTensor:
                 f"{path}: it is truncated: tensor {name[:80]!r} takes {num_rows * row_bytes} bytes at {offset} of the "
                 f"{len(data)} bytes of data; download the file again"
             )
-        return cls(path, name, shape, known, data[offset : offset + num_rows * row_bytes].reshape(num_rows, row_bytes))
+        rows = data[offset : offset + num_rows * row_bytes].reshape(num_rows, row_bytes)
+        return cls(path, name, shape, ggml_type, rows)
 
     @property
     def is_quantized(self) -> bool:
@@ -175,13 +176,13 @@ class _Header:
 
     def metadata(self) -> dict[str, Any]:
         self._need(self._num_keys * _MIN_KEY_BYTES, f"{self._num_keys} metadata keys")
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for _ in range(self._num_keys):
             key = self._string()
-            if key in found:
+            if key in values:
                 raise ValueError(f"the metadata key {key[:80]!r} is defined twice")
-            found[key] = self._value(self._scalar("I"), key)
-        return found
+            values[key] = self._value(self._scalar("I"), key)
+        return values
 
     def tensor_infos(self) -> list[tuple[str, tuple[int, ...], int, int]]:
         """Read name, shape, GGML type and offset in the data section of each tensor."""

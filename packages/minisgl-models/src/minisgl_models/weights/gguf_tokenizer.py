@@ -136,15 +136,15 @@ def _merges(metadata: Mapping[str, Any], vocab: Mapping[str, int]) -> list[tuple
             f"tokenizer.ggml.tokens has {longest[:40]!r}... of {len(longest)} characters at index {vocab[longest]}; at most "
             f"{_MAX_PIECE_LENGTH} are supported"
         )
-    found = []
+    merges = []
     for piece in pieces:
         for length in range(1, len(piece)):
             left, right = piece[:length], piece[length:]
             if left in pieces and right in pieces:
-                found.append((-scores[vocab[piece]], abs(len(left) - len(right)), left, right))
-        if len(found) > _MAX_MERGES:
+                merges.append((-scores[vocab[piece]], abs(len(left) - len(right)), left, right))
+        if len(merges) > _MAX_MERGES:
             raise ValueError(f"tokenizer.ggml.tokens has more than {_MAX_MERGES} pairs of tokens that make a token")
-    return [(left, right) for *_, left, right in sorted(found)]
+    return [(left, right) for *_, left, right in sorted(merges)]
 
 
 def _add_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:

@@ -151,24 +151,25 @@ def compare(
         top1: fraction of positions at which both have the same most likely token.
     """
     per_token = []
-    for ours, theirs, ids in zip(variant, baseline, windows, strict=True):
+    for variant_hidden, baseline_hidden, ids in zip(variant, baseline, windows, strict=True):
         next_ids = F.pad(ids[1:], (0, 1), value=_NO_TARGET)
-        chunks = (torch.split(each, _CHUNK_TOKENS) for each in (ours, theirs, next_ids))
-        for parts in zip(*chunks, strict=True):
-            mine, base = (logits_of(hidden).float() for hidden in parts[:2])
-            targets = parts[2].to(mine.device)
-            off = (mine - base).abs()
-            kl = F.kl_div(mine.log_softmax(-1), base.log_softmax(-1), reduction="none", log_target=True).sum(-1)
-            same = (mine.argmax(-1) == base.argmax(-1)).float()
+        chunks = (torch.split(each, _CHUNK_TOKENS) for each in (variant_hidden, baseline_hidden, next_ids))
+        for *hidden, targets in zip(*chunks, strict=True):
+            logits, baseline_logits = (logits_of(each).float() for each in hidden)
+            difference = (logits - baseline_logits).abs()
+            log_p, baseline_log_p = logits.log_softmax(-1), baseline_logits.log_softmax(-1)
+            kl = F.kl_div(log_p, baseline_log_p, reduction="none", log_target=True).sum(-1)
+            same = (logits.argmax(-1) == baseline_logits.argmax(-1)).float()
             losses = [
-                F.cross_entropy(each, targets, reduction="none", ignore_index=_NO_TARGET) for each in (mine, base)
+                F.nll_loss(each, targets.to(each.device), reduction="none", ignore_index=_NO_TARGET)
+                for each in (log_p, baseline_log_p)
             ]
-            per_token.append(torch.stack([off.mean(-1), off.amax(-1), kl, same, *losses]).double().cpu())
-    mean_logit, max_logit, kl, same, loss, base_loss = torch.cat(per_token, dim=1)
+            per_token.append(torch.stack([difference.mean(-1), difference.amax(-1), kl, same, *losses]).double().cpu())
+    mean_logit, max_logit, kl, same, loss, baseline_loss = torch.cat(per_token, dim=1)
     num_targets = sum(len(ids) - 1 for ids in windows)
     return {
         "perplexity": math.exp(float(loss.sum()) / num_targets),
-        "log_likelihood": float((base_loss - loss).sum()) / num_targets,
+        "log_likelihood": float((baseline_loss - loss).sum()) / num_targets,
         "mean_logit": float(mean_logit.mean()),
         "max_logit": float(max_logit.max()),
         "kl": float(kl.mean()),

@@ -68,7 +68,7 @@ def offline(ctx: click.Context, /, values: dict[str, Any], sources: dict[str, st
 
 
 @bench.command()
-@with_options(EngineConfig)
+@with_options(EngineConfig, hidden=("kv_dtype", "quantization"))  # the command sets both, and refuses other values
 @click.option(
     "--text",
     "texts",
@@ -85,12 +85,6 @@ def accuracy(values: dict[str, Any], sources: dict[str, str], **options: Any) ->
     from minisgl_server.bench.accuracy import run_accuracy
 
     run_accuracy(EngineConfig.from_flat(**pick(values, EngineConfig)), **options)
-
-
-# The command sets these options itself. Values from a config file or the environment are refused.
-for _option in accuracy.params:
-    if isinstance(_option, click.Option) and _option.name in ("kv_dtype", "quantization"):
-        _option.hidden = True
 
 
 @bench.command()

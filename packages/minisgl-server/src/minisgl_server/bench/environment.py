@@ -32,11 +32,11 @@ def hardware() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and the relevant installed packages."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for name in _PACKAGES:
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            installed[name] = version(name)
+    return installed
 
 
 def print_results(columns: Sequence[tuple[str, str]], rows: Iterable[Mapping[str, Any]]) -> None:
@@ -62,6 +62,6 @@ def write_json(path: str | None, **results: Any) -> None:
 
 def _cpu_name() -> str:
     with suppress(OSError):
-        if found := re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
-            return found[1]
+        if match := re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+            return match[1]
     return platform.processor() or platform.machine()

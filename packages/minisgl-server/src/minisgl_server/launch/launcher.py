@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import shlex
-import signal
 import socket
 import subprocess
 import sys
@@ -12,8 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
-from types import FrameType
-from typing import Any, Self
+from typing import Any
 
 import click
 import msgspec
@@ -36,6 +34,7 @@ from minisgl_server.launch.api_keys import API_KEY_VARIABLE, api_key_digests
 from minisgl_server.launch.api_workers import ApiWorkers, check_api_workers
 from minisgl_server.launch.replicas import ROUTER, Replicas
 from minisgl_server.launch.restarts import wait_and_restart
+from minisgl_server.launch.stop_signals import StopSignals
 from minisgl_server.metrics.engine_metrics import prepare_metrics
 from minisgl_server.options import ServerOptions
 from minisgl_server.router.cache_events import VARIABLE as ROUTER_EVENTS_VARIABLE
@@ -73,7 +72,7 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
         IpcAddresses.create(
             options.num_tokenizers or options.api_workers, options.replicas, options.api_workers
         ) as addresses,
-        _Signals() as signals,
+        StopSignals() as signals,
     ):
         options = replace(options, allowed_hosts=allowed_hosts(options, listener.getsockname()[0]))
         prepare_metrics(addresses.directory, options.metrics, options.served_model_name)
@@ -136,7 +135,7 @@ def compile_only(config: EngineConfig, options: ServerOptions, registry: Registr
     logs.configure("launch", options.log_level, options.log_format)
     check_providers(config.flat(), registry)
     locate_model(config.model)
-    with IpcAddresses.create(1, 1) as addresses, _Signals() as signals:
+    with IpcAddresses.create(1, 1) as addresses, StopSignals() as signals:
         supervisor = Supervisor(addresses.directory, options.log_level, options.log_format)
         replicas = Replicas(config, registry, supervisor, addresses)
         try:
@@ -226,7 +225,7 @@ def _wait_ready(
 
 
 def _drain(
-    replicas: Replicas, apis: ApiWorkers, options: ServerOptions, wait: Callable[..., bool], signals: "_Signals"
+    replicas: Replicas, apis: ApiWorkers, options: ServerOptions, wait: Callable[..., bool], signals: StopSignals
 ) -> None:
     """Let the API server finish the running requests; it refuses new ones. A second signal ends the wait."""
     signals.clear()
@@ -266,44 +265,3 @@ def url_host(host: str) -> str:
     """Return the host for a URL that works on this machine."""
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
     return f"[{reachable}]" if ":" in reachable else reachable
-
-
-class _Signals:
-    """Collects SIGTERM, SIGINT and SIGHUP in a pipe that can be waited for, instead of raising exceptions.
-
-    If SIGHUP is ignored when the launch starts, as under nohup, it stays ignored.
-
-    Attributes:
-        count: signals so far.
-        last: number of the last signal.
-    """
-
-    def __init__(self) -> None:
-        self.count = self.last = 0
-        self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._before: dict[int, Any] = {}
-
-    def fileno(self) -> int:
-        """Return a file descriptor that is readable once a signal has arrived."""
-        return self._reader
-
-    def clear(self) -> None:
-        """Forget one signal, so that `fileno` is readable at the next."""
-        os.read(self._reader, 1)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.count, self.last = self.count + 1, number
-        os.write(self._writer, b"x")
-
-    def __enter__(self) -> Self:
-        numbers = [signal.SIGTERM, signal.SIGINT]
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-            numbers.append(signal.SIGHUP)
-        self._before = {number: signal.signal(number, self._handle) for number in numbers}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        os.close(self._reader)
-        os.close(self._writer)

@@ -25,6 +25,7 @@ from minisgl_core.plugins.registry import Registry
 from minisgl_core.protocol.messages import Decoder, EngineInfo
 from minisgl_server.launch.allowed_hosts import allowed_hosts
 from minisgl_server.launch.launcher import listen, url_host
+from minisgl_server.launch.stop_signals import stop_signals
 from minisgl_server.options import ServerOptions
 from minisgl_server.ray import API_APP, require_serve
 
@@ -196,16 +197,14 @@ def _is_replacing() -> bool:
 
 @contextmanager
 def _signals() -> Iterator[None]:
-    """Raise `_StoppedError` at the first SIGTERM, SIGINT or SIGHUP."""
+    """Raise `_StoppedError` at the first of `stop_signals`."""
 
     def stop(*_: object) -> None:
         for number in numbers:
             signal.signal(number, signal.SIG_DFL)  # a second signal ends the launch at once
         raise _StoppedError
 
-    numbers = [signal.SIGTERM, signal.SIGINT]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        numbers.append(signal.SIGHUP)
+    numbers = stop_signals()
     for number in numbers:
         signal.signal(number, stop)
     yield

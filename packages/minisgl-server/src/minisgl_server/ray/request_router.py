@@ -119,20 +119,16 @@ class RoutingTable:
         with self._lock:
             self._unroute(request_id)
             submit = self._submits.get(request_id)
-            engines = {each.replica_id: each for each in self._engines}
-            found = [engines.get(each) or self._assign_entry(each, running) for each in available]
-            views = [
-                engine
-                for engine in found
-                if engine is not None and engine.ticks_since_heartbeat < HEARTBEAT_TIMEOUT_TICKS
-            ]
-            if submit is None or not views:
+            assigned = {each.replica_id: each for each in self._engines}
+            engines = [assigned.get(each) or self._assign_entry(each, running) for each in available]
+            alive = [each for each in engines if each and each.ticks_since_heartbeat < HEARTBEAT_TIMEOUT_TICKS]
+            if submit is None or not alive:
                 return None
             if submit.session_id:  # rendezvous hashing: few sessions move when the replicas change
-                views = [max(views, key=lambda each: _weight(submit.session_id, each.replica_id))]
+                alive = [max(alive, key=lambda each: _weight(submit.session_id, each.replica_id))]
             namespace = CacheNamespace(submit.cache_salt, submit.adapter_id)
             prompt = RoutedPrompt(submit.token_ids, self._block_size, namespace, submit.user)
-            chosen = self._engines[self._router.route(prompt, sorted(views, key=lambda each: each.replica))]
+            chosen = self._engines[self._router.route(prompt, sorted(alive, key=lambda each: each.replica))]
             chosen.num_requests += 1
             chosen.num_prompt_tokens += len(submit.token_ids)
             self._routed[request_id] = chosen, chosen.engine_id

@@ -64,17 +64,17 @@ class BlockTable:
         indices = hits >> WAY_BITS
         return Lookup(indices, (sets[indices] << WAY_BITS) | (hits & (WAYS - 1)))
 
-    def num_held(self, found: Lookup) -> npt.NDArray[np.int64]:
+    def num_held(self, stored: Lookup) -> npt.NDArray[np.int64]:
         """Return how many blocks each replica holds of a prompt, counted up to the last one that it holds.
 
         Args:
-            found: result of `find` for the keys of the prompt.
+            stored: result of `find` for the keys of the prompt.
 
         Returns:
             int64, shape [num_replicas]. Blocks before the last one count even if the table lacks them, because a cache
             evicts the last blocks of a prefix first.
         """
-        indices, slots = found
+        indices, slots = stored
         holders = self._holders_by_entry.take(slots, axis=0)
         # Few blocks of a path have other holders than the next block, and only these are unpacked.
         is_last = np.ones(len(indices), bool)
@@ -82,10 +82,10 @@ class BlockTable:
         bits = np.unpackbits(holders[is_last].view(np.uint8), axis=1, count=self._num_replicas, bitorder="little")
         return (bits * (indices[is_last, None] + 1)).max(axis=0, initial=0)  # type: ignore[no-any-return]
 
-    def add(self, keys: BlockKeys, replica: int, found: Lookup | None = None) -> None:
-        """Add a replica to the holders of these blocks, and mark the blocks as used. `found`: result of `find`, if known."""
+    def add(self, keys: BlockKeys, replica: int, stored: Lookup | None = None) -> None:
+        """Add a replica to the holders of these blocks, and mark the blocks as used. `stored`: result of `find`, if known."""
         self._advance_clock()
-        indices, present = found or self.find(keys)
+        indices, present = stored or self.find(keys)
         self._last_used[present] = self._now
         word, bit = self._word_and_bit(replica)
         self._holders[present * self._num_words + word] |= bit
@@ -93,9 +93,8 @@ class BlockTable:
         while len(missing):
             sets = self._sets(missing)
             slots = sets * WAYS + self._last_used_by_set[sets].argmin(axis=1)
-            self._keys[slots] = (
-                missing  # of several keys for one slot, the last is stored; the next pass stores the others
-            )
+            # Of several keys for one slot, the last is stored. The next pass stores the others.
+            self._keys[slots] = missing
             self._last_used[slots] = self._now
             self._holders_by_entry[slots] = 0
             self._holders_by_entry[slots, word] = bit

@@ -31,8 +31,8 @@ class PrefixRouter(Router):
     def route(self, prompt: RoutedPrompt, replicas: Sequence[ReplicaView]) -> int:
         """Return the replica with the least work that is not overloaded."""
         keys = prompt.block_keys()
-        found = self._table.find(keys)
-        num_held = self._table.num_held(found).tolist()
+        stored = self._table.find(keys)
+        num_held = self._table.num_held(stored).tolist()
         loads = [each.num_requests for each in replicas]
         min_load = min(loads)
         limit = max(min_load + self.spec.overload_requests, min_load * self.spec.overload_ratio)
@@ -40,10 +40,9 @@ class PrefixRouter(Router):
         saved = NEW_TOKEN_COST * prompt.block_size  # all replicas have the same prompt, so only cached tokens count
         work = [each.num_prompt_tokens - saved * num_held[each.replica] for each in candidates]
         min_work = min(work)
-        chosen = self._balance.route(
-            prompt, [each for each, own in zip(candidates, work, strict=True) if own == min_work]
-        )
-        self._table.add(keys, chosen, found)
+        least_work = [each for each, own in zip(candidates, work, strict=True) if own == min_work]
+        chosen = self._balance.route(prompt, least_work)
+        self._table.add(keys, chosen, stored)
         return chosen
 
     def inserted(self, replica: int, keys: BlockKeys) -> None:

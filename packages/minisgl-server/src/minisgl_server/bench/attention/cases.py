@@ -108,10 +108,10 @@ class Case:
         pages = self._table.data[index + 1, : -(-length // self.spec.page_size)].long()
         # As bytes, since torch cannot index all float8 dtypes.
         bits = [part.view(torch.uint8)[pages] for part in (self._pool.k(layer.index), self._pool.v(layer.index))]
-        found = [part.view(self.spec.kv_dtype) for part in bits]
+        parts = [part.view(self.spec.kv_dtype) for part in bits]
         if self._pool.spec.layout == "HND":
-            found = [part.transpose(1, 2) for part in found]
-        k, v = (part.flatten(0, 1)[:length].cpu() for part in found)
+            parts = [part.transpose(1, 2) for part in parts]
+        k, v = (part.flatten(0, 1)[:length].cpu() for part in parts)
         queries = slice(int(ends[index]) - num_new, int(ends[index]))
         expected = dense_attention(self._q[queries].cpu(), k, v, layer)
         off = (out[queries].cpu().double() - expected).abs().max().item()

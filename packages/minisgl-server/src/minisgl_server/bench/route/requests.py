@@ -15,6 +15,10 @@ VOCAB_SIZE = 2**31 - 1
 _NUM_SHARED_IDS = 2**30
 """Token ids below this are those of blocks with a hash. The others are unique to a request."""
 
+_UNIQUE_IDS_STRIDE = 4096
+"""Distance between the first unique ids of consecutive requests. The unique ids of longer outputs overlap with those of the next
+request. No prefix cache shares them, since they begin with different ids."""
+
 TokenIds = npt.NDArray[np.int32]
 
 
@@ -62,7 +66,7 @@ def simulated_requests(trace: Sequence[TraceRequest], time_scale: float = 1.0) -
         continued = later is not None and later.hash_ids[:whole] == request.hash_ids[:whole]
         hashes = later.hash_ids[: later.input_length // BLOCK_TOKENS] if later and continued else request.hash_ids
         known = _block_tokens(hashes)[: size if continued else num_prompt]
-        own = _NUM_SHARED_IDS + (number * 4096 + np.arange(size - len(known))) % _NUM_SHARED_IDS
+        own = _NUM_SHARED_IDS + (number * _UNIQUE_IDS_STRIDE + np.arange(size - len(known))) % _NUM_SHARED_IDS
         sequence = np.concatenate((known, own)).astype(np.int32)
         yield SimulatedRequest(number, (request.timestamp - trace[0].timestamp) * time_scale, sequence, num_prompt)
 

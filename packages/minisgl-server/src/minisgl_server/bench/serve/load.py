@@ -72,7 +72,7 @@ class Load:
         try:
             async with asyncio.TaskGroup() as group:
                 for conversation in conversations:
-                    if not await self._is_due(conversation):
+                    if not await self._acquire_slot(conversation):
                         break
                     group.create_task(self._run_conversation(conversation))
         except asyncio.CancelledError:
@@ -81,8 +81,8 @@ class Load:
         outcome.client_cpu_s = time.process_time() - cpu_before
         return outcome
 
-    async def _is_due(self, conversation: Conversation) -> bool:
-        """Wait until a conversation may start; return False if that is after the end of the run."""
+    async def _acquire_slot(self, conversation: Conversation) -> bool:
+        """Wait until a conversation has arrived and has a slot. Return False if the run has ended by then."""
         if conversation.arrival_s >= self._duration_s:
             return False
         await asyncio.sleep(max(0.0, self._start_s + conversation.arrival_s - time.perf_counter()))

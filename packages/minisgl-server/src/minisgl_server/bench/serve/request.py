@@ -228,11 +228,11 @@ class _StreamReader:
 def _error_message(body: bytes) -> str:
     """Return the message of an error in the formats of OpenAI, vLLM and SGLang, or an empty text."""
     try:
-        found = msgspec.json.decode(body)
+        content = msgspec.json.decode(body)
         for name in ("error", "detail"):
-            if isinstance(found, dict):
-                found = found.get(name, found)
-        message = found.get("message", "") if isinstance(found, dict) else found
+            if isinstance(content, dict):
+                content = content.get(name, content)
+        message = content.get("message", "") if isinstance(content, dict) else content
     except msgspec.DecodeError:
         return ""
     return _shortened(str(message).encode())

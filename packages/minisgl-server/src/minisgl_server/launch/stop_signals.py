@@ -1,0 +1,48 @@
+"""Signals that stop the launch."""
+
+import os
+import signal
+from types import FrameType
+from typing import Any, Self
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Return SIGTERM, SIGINT, and SIGHUP unless it is ignored, as under nohup."""
+    is_hup_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [signal.SIGTERM, signal.SIGINT, *([] if is_hup_ignored else [signal.SIGHUP])]
+
+
+class StopSignals:
+    """Collects the signals of `stop_signals` in a pipe that can be waited for, instead of raising exceptions.
+
+    Attributes:
+        count: signals so far.
+        last: number of the last signal.
+    """
+
+    def __init__(self) -> None:
+        self.count = self.last = 0
+        self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._before: dict[int, Any] = {}
+
+    def fileno(self) -> int:
+        """Return a file descriptor that is readable once a signal has arrived."""
+        return self._reader
+
+    def clear(self) -> None:
+        """Forget one signal, so that `fileno` is readable at the next."""
+        os.read(self._reader, 1)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.count, self.last = self.count + 1, number
+        os.write(self._writer, b"x")
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._handle) for number in stop_signals()}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        os.close(self._reader)
+        os.close(self._writer)
