@@ -510,6 +510,10 @@ class ForgetsWindowsOfWhatItRotates(RotatesDecodesItself):
         return super().attend_fused_rope(q, k, v, replace(layer, sliding_window=None), rope, plan)
 
 
+class ReadsOneOfItsLayouts(RightAttention):
+    capabilities = replace(RightAttention.capabilities, layouts=("NHD", "HND"))
+
+
 class AnswersYesOrNo(RightAttention):
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> Any:

@@ -216,6 +216,13 @@ class AttentionBackendTests:
                     rig.step([(request, 1)])
                 rig.free(request)
 
+    def test_every_layout(self) -> None:
+        """All declared KV layouts, since the common one of two combined backends need not be the first."""
+        for spec in self.specs():
+            for index in range(len(self.provider.capabilities.layouts)):
+                rig = self.rig(spec, num_requests=2, max_seq_len=90, layout_index=index)
+                rig.step([(rig.request(40, 41), 1), (rig.request(20, 90), 70)], num_decodes=1)
+
     def test_scales(self) -> None:
         """Each layer has its own scale; scores reach 100."""
         for spec in self.specs():
@@ -318,13 +325,16 @@ class AttentionBackendTests:
         num_requests: int,
         max_seq_len: int,
         layers: Sequence[AttentionLayer] | None = None,
+        layout_index: int = 0,
     ) -> AttentionRig:
-        """Return a rig with a backend for exactly this number of requests and this length."""
+        """Return a rig with a backend for exactly this number of requests, this length and one of its layouts."""
         spec = replace(spec, max_seq_len=max_seq_len, max_batch=num_requests)
         assert self.provider.unsupported(spec) == [], f"the backend refuses {spec}"
         num_pages = 2 + num_requests * -(-max_seq_len // spec.page_size)
         layers = layers or [AttentionLayer(0, spec.head_dim**-0.5)]
-        return AttentionRig(self.provider, spec, layers, num_pages, tolerances=self.tolerances)
+        return AttentionRig(
+            self.provider, spec, layers, num_pages, tolerances=self.tolerances, layout_index=layout_index
+        )
 
     def run(
         self,

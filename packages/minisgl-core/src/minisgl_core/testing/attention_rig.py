@@ -76,13 +76,6 @@ def quarter_turns(num_tokens: int, like: torch.Tensor) -> Rope:
     return Rope(cos.to(like.dtype), sin.to(like.dtype))
 
 
-def inverse_rotated(x: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """Return `x`, [T, heads, D], after the inverse of `rope`."""
-    cos, sin = rope.cos[:, None], rope.sin[:, None]
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
-
-
 def _is_captured(x: torch.Tensor) -> bool:
     """Return True while a CUDA graph is captured, when values of `x` cannot be read."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -278,7 +271,8 @@ class AttentionRig:
         rope = quarter_turns(len(q), q)
         if not self.backend.supports_fused_rope(plan, rope):
             return self.backend.forward(q, k, v, layer, plan)
-        given = inverse_rotated(q, rope), inverse_rotated(k, rope), v
+        # RoPE with negative angles is the inverse, so the backend must compute the outputs of q and k.
+        given = *RotaryOps(q.device, q.dtype).apply_rope(q, k, rope.cos, -rope.sin), v
         before = [each.clone() for each in given]
         out = self.backend.attend_fused_rope(*given, layer, rope, plan)
         if not _is_captured(q):
