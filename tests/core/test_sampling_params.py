@@ -10,7 +10,7 @@ import tiny
 
 from minisgl_core.contracts.structured_outputs import StructuredOutputs
 from minisgl_core.errors import InvalidValueError
-from minisgl_core.protocol.messages import Decoder, encode
+from minisgl_core.protocol.messages import decoder, encode
 from minisgl_core.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 
 INTEGERS = sorted(
@@ -136,7 +136,7 @@ def test_collections_in_any_form() -> None:
         logit_bias={np.int64(7): np.float32(1.5)},  # type: ignore[dict-item]
     )
     assert given == SamplingParams(stop="a", stop_token_ids=(5, 6), logit_bias={7: 1.5})  # type: ignore[arg-type]
-    assert Decoder(SamplingParams)(encode(given)) == given  # type: ignore[arg-type]
+    assert decoder(SamplingParams)(encode(given)) == given  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("seed", [-(2**63), -1, 0, 5, 2**63 - 1])

@@ -17,7 +17,6 @@ from minisgl_core.contracts.structured_outputs import GrammarSource, StructuredO
 from minisgl_core.protocol.messages import (
     Abort,
     ApiRestarted,
-    Decoder,
     Detokenize,
     Ended,
     EngineInfo,
@@ -34,6 +33,7 @@ from minisgl_core.protocol.messages import (
     TokenLogprobs,
     TokenOut,
     ToolUse,
+    decoder,
     encode,
 )
 from minisgl_core.runtime.ipc import IpcAddresses, Receiver, Sender
@@ -212,7 +212,7 @@ def test_tokens_of_a_step_give_the_texts_of_single_outputs(engine_tokenizer: Any
         for place, token in enumerate(tokens):
             if is_batch and place > 0:
                 batch = TokenBatch([], request_ids=["stops", "gone", "chat"], token_ids=np.array([token] * 3, np.int32))
-                rig.worker.handle(Decoder(TokenBatch)(encode(batch)))
+                rig.worker.handle(decoder(TokenBatch)(encode(batch)))
             else:
                 outs = [TokenOut(request_id=name, token_ids=[token], **options) for name in ("stops", "chat")]
                 rig.worker.handle(TokenBatch(outs))

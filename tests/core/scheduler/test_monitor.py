@@ -10,7 +10,7 @@ import pytest
 import tiny
 
 from minisgl_core.protocol.engine_snapshot import EngineSnapshot, SnapshotRequest
-from minisgl_core.protocol.messages import Decoder, encode
+from minisgl_core.protocol.messages import decoder, encode
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_core.scheduler import monitor as monitor_module
 from minisgl_core.scheduler.monitor import MAX_MAPPED_PAGES, MAX_NODES, MAX_STEP_REQUESTS, MAX_STEPS, Monitor
@@ -119,7 +119,7 @@ def test_a_snapshot_of_many_requests_stays_small() -> None:
     assert len(state.steps[-1].requests) == MAX_STEP_REQUESTS
     data = encode(state)
     assert len(data) < 100_000
-    back = Decoder(EngineSnapshot | SnapshotRequest)(data)
+    back = decoder(EngineSnapshot | SnapshotRequest)(data)
     assert back.pages.map_owners.tolist() == state.pages.map_owners.tolist()
     assert back.steps[-1].requests.tolist() == state.steps[-1].requests.tolist()
     assert (back.nodes[5].text, back.nodes[5].token_ids.tolist()) == ("", state.nodes[5].token_ids.tolist())

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl_core.errors import InvalidValueError
-from minisgl_core.protocol.messages import Decoder, Submit, encode
+from minisgl_core.protocol.messages import Submit, decoder, encode
 from minisgl_core.sampling_params import MAX_BAD_WORDS, SamplingParams
 from minisgl_core.scheduler.token_rules import TokenRules
 
@@ -168,6 +168,6 @@ def test_a_vocabulary_of_biases_is_decoded_fast() -> None:
     ids = tuple(range(2**17))
     sampling = SamplingParams(logit_bias=dict.fromkeys(ids, 1.0), allowed_token_ids=ids)
     data = encode(Submit(request_id="r", token_ids=np.array([5], np.int32), sampling=sampling))
-    decode = Decoder(Submit)
+    decode = decoder(Submit)
     assert (decode(data).bias_ids == ids).all()
     assert min(timeit.repeat(lambda: decode(data), number=1, repeat=10)) < 2e-3

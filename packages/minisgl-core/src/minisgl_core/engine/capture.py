@@ -47,7 +47,7 @@ def capture_sizes(
                 captured[size] = capture(size, pool)
                 pool = pool or captured[size].graphs[0].pool()
     except BaseException as error:
-        free(captured)
+        free_graphs(captured)
         if isinstance(error, Exception):
             why = " ".join(str(error).split())
             raise MinisglError(f"{what} cannot be captured: {type(error).__name__}: {why} ({remedy})") from error
@@ -55,7 +55,7 @@ def capture_sizes(
     return captured
 
 
-def free(captured: Mapping[int, CapturedStep]) -> None:
+def free_graphs(captured: Mapping[int, CapturedStep]) -> None:
     """Free the graphs even if references exist. A rank can leave a communicator only when no graph has its collectives."""
     for step in captured.values():
         for graph in step.graphs:

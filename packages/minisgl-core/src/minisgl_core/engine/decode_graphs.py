@@ -19,7 +19,7 @@ from minisgl_core.contracts.model import Model
 from minisgl_core.contracts.ops import Ops
 from minisgl_core.contracts.platform import Platform
 from minisgl_core.engine.bound_attention import BoundAttention
-from minisgl_core.engine.capture import capture_sizes, free
+from minisgl_core.engine.capture import capture_sizes, free_graphs
 from minisgl_core.engine.step import ForwardOutput, update_table
 from minisgl_core.engine.zero_copy_io import ZeroCopyIO
 from minisgl_core.errors import MinisglError
@@ -110,7 +110,7 @@ class DecodeGraphs:
 
     def close(self) -> None:
         """Free the graphs."""
-        free(self._captured)
+        free_graphs(self._captured)
         self._captured.clear()
 
     def fits(self, plan: BatchPlan) -> bool:
@@ -182,7 +182,7 @@ class DecodeGraphs:
         )
         attend = BoundAttention(self._attention, self._attention.plan_capture(batch), self._ops.rotary)
         step, sampling, last_tokens = self._ops.step, self._ops.sampling, self._last_tokens
-        table, on_host = self._table, self._platform.has_host_graphs
+        table, has_host_graphs = self._table, self._platform.has_host_graphs
         results: list[torch.Tensor] = []
 
         def run(ref: Callable[[torch.Tensor], torch.Tensor] = self._platform.weak_ref) -> torch.Tensor:
@@ -200,17 +200,16 @@ class DecodeGraphs:
             results[:] = ref(hidden), ref(logits), ref(tokens)
             return tokens
 
-        if not on_host:
+        if not has_host_graphs:
             run()  # warm-up: compiles kernels and lets libraries allocate workspaces
             io.restart()
         self._platform.synchronize()
         graph, _ = self._platform.capture_graph(run, pool)
         io.restart()
         captured = _Captured(io, inputs, batch, attend, [graph], *results)
-        if on_host:
-            # A kernel that is called neither through torch nor through `cpu_graphs.call` is missing in the graph, so check a
-            # replay.
-            # Each request has token 1 at position 1, so its sequence has 2 tokens.
+        if has_host_graphs:
+            # Check a replay, since a kernel that is called neither through torch nor through `cpu_graphs.call` is missing in the
+            # graph. Each request has token 1 at position 1, so its sequence has 2 tokens.
             first[1:3], first[4], batch.seq_lens_host[:] = 1, 2, 2
             self._platform.fill(inputs, first)
             self._attention.plan_replay(batch)

@@ -82,7 +82,7 @@ def main() -> None:
         os.nice(19)
     try:
         compile_kernels(EngineConfig.from_flat(**options["config"]))
-    except Exception as error:  # of a compiler or of the device, too
+    except Exception as error:  # also an error of a compiler or of the device
         if os.environ.get("MINISGL_DEBUG") == "1":
             raise
         text = str(error) if isinstance(error, MinisglError) else f"{type(error).__name__}: {error}"

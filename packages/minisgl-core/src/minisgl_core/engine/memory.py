@@ -112,12 +112,12 @@ def size_pool(
             f"the ranks' memory for KV differs by more than 2 GiB ({shown}); free the devices that other programs use"
         )
     num_pages = min(budgets) // spec.bytes_per_page
-    is_short = num_pages < 2
+    has_too_little = num_pages < 2
     num_pages = groups.min_over_stages(num_pages, platform.device)
     if peak is None:
         max_pages = -(-context_length(config) // spec.page_size)
         num_pages = min(num_pages, max_pages * (config.scheduler.max_running_requests + CPU_CACHED_SEQUENCES) + 1)
-    if num_pages < 2 and not is_short:
+    if num_pages < 2 and not has_too_little:
         raise OutOfMemoryError("another pipeline stage has no memory for a page of KV; its error says how much is left")
     if num_pages < 2:
         raise OutOfMemoryError(

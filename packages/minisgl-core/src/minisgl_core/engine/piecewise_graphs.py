@@ -21,7 +21,7 @@ from minisgl_core.contracts.model import Model
 from minisgl_core.contracts.ops import Rope, RotaryOps
 from minisgl_core.contracts.platform import Platform
 from minisgl_core.engine.bound_attention import has_fused_store, rope_and_store
-from minisgl_core.engine.capture import capture_sizes, free
+from minisgl_core.engine.capture import capture_sizes, free_graphs
 from minisgl_core.engine.step import StepInputs
 from minisgl_core.protocol.batch_plan import BatchPlan
 
@@ -51,7 +51,7 @@ class _Call:
 
 
 class _Capture:
-    """`Attend` that records the attention calls while a size is captured; see `minisgl_core.contracts.model`.
+    """`Attend` that appends the attention calls to `calls` while a size is captured; see `minisgl_core.contracts.model`.
 
     Steps of this size have more tokens than `smaller_size`, the next smaller capture size. `between` ends one graph and begins
     the next, at each attention call.
@@ -65,11 +65,11 @@ class _Capture:
         slots: torch.Tensor,
         smaller_size: int,
         between: Callable[[], None],
+        calls: list[_Call],
     ) -> None:
         self._platform, self._backend, self._rotary = platform, backend, rotary
         self._slots = slots if has_fused_store(backend, rotary) else None
-        self._smaller_size, self._between = smaller_size, between
-        self.calls: list[_Call] = []
+        self._smaller_size, self._between, self._calls = smaller_size, between, calls
 
     def __call__(
         self,
@@ -83,7 +83,7 @@ class _Capture:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         out[self._smaller_size :].zero_()  # attention does not write the output of padding tokens
         weak_ref = self._platform.weak_ref
-        self.calls.append(_Call(weak_ref(q), weak_ref(k), weak_ref(v), weak_ref(out), layer, is_stored))
+        self._calls.append(_Call(weak_ref(q), weak_ref(k), weak_ref(v), weak_ref(out), layer, is_stored))
         self._between()
         return out
 
@@ -135,7 +135,7 @@ class PiecewiseGraphs:
 
     def close(self) -> None:
         """Free the graphs."""
-        free(self._captured)
+        free_graphs(self._captured)
         self._captured.clear()
 
     def fits(self, plan: BatchPlan) -> bool:
@@ -178,21 +178,15 @@ class PiecewiseGraphs:
         captured.graphs[-1].replay()
         return captured.hidden[: num_sampled if self._uses_logits_index(size) else count]
 
-    def _run(self, size: int, between: Callable[[], None]) -> tuple[torch.Tensor, list[_Call]]:
-        smaller_size = int(max(self._sizes[self._sizes < size], default=0))
-        attend = _Capture(self._platform, self._attention, self._rotary, self._slots[:size], smaller_size, between)
+    def _run(self, size: int, between: Callable[[], None], calls: list[_Call]) -> torch.Tensor:
+        smaller_size, slots = int(max(self._sizes[self._sizes < size], default=0)), self._slots[:size]
+        attend = _Capture(self._platform, self._attention, self._rotary, slots, smaller_size, between, calls)
         index = self._logits_index if self._uses_logits_index(size) else None
-        return self._model.forward(self._ids[:size], self._positions[:size], attend, index), attend.calls
+        return self._model.forward(self._ids[:size], self._positions[:size], attend, index)
 
     def _capture(self, size: int, pool: Any) -> _Captured:
         calls: list[_Call] = []
-
-        def run(between: Callable[[], None]) -> torch.Tensor:
-            hidden, found = self._run(size, between)
-            calls.extend(found)
-            return hidden
-
-        self._run(size, lambda: None)  # warm-up: compiles kernels and lets libraries allocate workspaces
+        self._run(size, lambda: None, [])  # warm-up: compiles kernels and lets libraries allocate workspaces
         self._platform.synchronize()
-        graphs, hidden = self._platform.capture_piecewise(run, pool)
+        graphs, hidden = self._platform.capture_piecewise(lambda between: self._run(size, between, calls), pool)
         return _Captured(graphs, calls, self._platform.weak_ref(hidden))

@@ -73,8 +73,7 @@ def upload(plan: BatchPlan, platform: Platform, table: PageTable, last_tokens: t
         packed, [len(part) for part in parts]
     )
     if len(plan.page_table_writes):
-        table_rows, columns, pages = table_writes.chunk(3)
-        table.write(table_rows, columns, pages)
+        table.write(*table_writes.chunk(3))
     if (plan.token_ids == FROM_DEVICE).any():
         ids = torch.where(ids == FROM_DEVICE, last_tokens[token_rows], ids)
     batch = AttentionBatch(

@@ -11,7 +11,7 @@ from minisgl_core.utils.fp8 import FP8, to_fp8
 
 
 class KVPool:
-    """KV pool of one group of layers; see `KVPages`.
+    """KV pool of one group of layers; `KVPages` documents its methods.
 
     Attributes:
         spec: shape of the pool.
@@ -36,19 +36,15 @@ class KVPool:
         self._head_offsets = torch.arange(spec.num_kv_heads, device=spec.device) * spec.page_size
 
     def k(self, layer: int) -> torch.Tensor:
-        """Return the K pages of a layer, [P, S, Hkv, D] or [P, Hkv, S, D]."""
         return self._k[layer]
 
     def v(self, layer: int) -> torch.Tensor:
-        """Return the V pages of a layer, shaped like `k`."""
         return self._v[layer]
 
     def kv(self, layer: int) -> torch.Tensor:
-        """Return K and V pages of a layer as one tensor, with a leading dimension of 2 before those of `k`."""
         return self._layers[layer]
 
     def store_index(self, slots: torch.Tensor) -> torch.Tensor:
-        """Return the index for `store` from a step's slots, int64 [T]. It is the same for all layers."""
         if self.spec.layout == "NHD":
             return slots
         size = self.spec.page_size
@@ -63,15 +59,6 @@ class KVPool:
         index: torch.Tensor,
         scales: tuple[float, float] = (1.0, 1.0),
     ) -> None:
-        """Write K and V of a layer to their slots.
-
-        Args:
-            layer: index of the layer in the pool.
-            k: [T, Hkv, D].
-            v: like k.
-            index: result of `store_index` for their slots.
-            scales: `AttentionLayer.kv_scales`; k and v are divided by them if the pool is FP8.
-        """
         rows = self._k_rows[layer]
         rows.index_copy_(0, index, self._encode(k, scales[0]).reshape(-1, rows.shape[1]))
         self._v_rows[layer].index_copy_(0, index, self._encode(v, scales[1]).reshape(-1, rows.shape[1]))

@@ -18,7 +18,7 @@ One tokenizer worker serves a request in both directions, so that one process ha
 it has most of the protocol. `batch_plan` and `engine_snapshot` define the other messages.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -501,12 +501,6 @@ def encode(message: msgspec.Struct) -> bytes:
     return _encoder.encode(message)
 
 
-class Decoder:
-    """Decoder of messages of one type or union: ``Decoder(Submit | Abort)``."""
-
-    def __init__(self, kind: Any) -> None:
-        self._decoder = msgspec.msgpack.Decoder(kind, dec_hook=_decode_extra)
-
-    def __call__(self, data: bytes) -> Any:
-        """Decode one message."""
-        return self._decoder.decode(data)
+def decoder(kind: Any) -> Callable[[bytes], Any]:
+    """Return a function that decodes messages of one type or union: ``decoder(Submit | Abort)``."""
+    return msgspec.msgpack.Decoder(kind, dec_hook=_decode_extra).decode

@@ -35,7 +35,7 @@ import zmq.asyncio
 from zmq.auth.thread import ThreadAuthenticator
 
 from minisgl_core.errors import InvalidValueError
-from minisgl_core.protocol.messages import Decoder, encode
+from minisgl_core.protocol.messages import decoder, encode
 from minisgl_core.runtime.curve import secure
 
 M = TypeVar("M")
@@ -222,7 +222,7 @@ class Receiver(_Channel, Generic[M]):
 
     def __init__(self, address: str, kind: Any, max_messages: int = 0) -> None:
         super().__init__(zmq.PULL, zmq.Context(), max_messages)
-        self._decode = Decoder(kind)
+        self._decode = decoder(kind)
         self._bind(address)
 
     def receive(self, timeout_s: float | None = None) -> M | None:
@@ -246,7 +246,7 @@ class AsyncReceiver(_Channel, Generic[M]):
 
     def __init__(self, address: str, kind: Any) -> None:
         super().__init__(zmq.PULL, zmq.asyncio.Context())
-        self._decode = Decoder(kind)
+        self._decode = decoder(kind)
         self._bind(address)
 
     async def receive(self) -> M:

@@ -25,7 +25,7 @@ import msgspec
 import setproctitle
 
 from minisgl_core.errors import USER_ERRORS, MinisglError, WorkerDiedError, WorkerRefusedError
-from minisgl_core.protocol.messages import Decoder, Ready, encode
+from minisgl_core.protocol.messages import Ready, decoder, encode
 from minisgl_core.utils import logs
 from minisgl_core.utils.exit_status import describe_exit
 
@@ -73,7 +73,7 @@ class Supervisor:
         self._processes: dict[str, Any] = {}
         self._pipes: dict[str, Any] = {}
         self._ending: set[str] = set()
-        self._decode = Decoder(Ready | _Failed)
+        self._decode = decoder(Ready | _Failed)
         self.ready: dict[str, Ready] = {}
         """Ready messages of the children that have started, by name."""
         atexit.register(self.terminate)

@@ -19,7 +19,7 @@ import msgspec
 
 from minisgl_core.contracts.structured_outputs import GrammarSource
 from minisgl_core.errors import InvalidValueError, MinisglError, PluginError
-from minisgl_core.protocol.messages import Decoder, encode
+from minisgl_core.protocol.messages import decoder, encode
 from minisgl_core.utils.exit_status import describe_exit
 
 CPU_LIMIT_S = 0.5
@@ -122,7 +122,7 @@ class TrialProcess:
         self._lock = Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
-        self._decode = Decoder(Verdict)
+        self._decode = decoder(Verdict)
         self._number = 0
         """Number of the newest trial."""
 

@@ -19,7 +19,7 @@ from minisgl_core.contracts.grammar import GrammarBackend
 from minisgl_core.contracts.structured_outputs import GrammarSource
 from minisgl_core.errors import InvalidValueError, MinisglError
 from minisgl_core.plugins.registry import Registry
-from minisgl_core.protocol.messages import Decoder, encode
+from minisgl_core.protocol.messages import decoder, encode
 from minisgl_core.scheduler.grammar_checker import MEMORY_LIMIT_BYTES, Trial, Verdict
 
 _STACK_BYTES = 1024**2
@@ -76,7 +76,7 @@ def _serve(pipe: Connection, backend: type[GrammarBackend], cpu_limit_s: float) 
     with suppress(Exception):  # it also fails in the trials, which report it
         backend.check("json_object", "", "")  # what the provider makes once does not count as memory of a trial
     _limit_memory()
-    decode = Decoder(Trial)
+    decode = decoder(Trial)
     while True:
         try:
             trial: Trial = decode(pipe.recv_bytes())

@@ -18,7 +18,6 @@ from minisgl_core.protocol.engine_snapshot import SnapshotRequest
 from minisgl_core.protocol.messages import (
     Abort,
     CacheEvents,
-    Decoder,
     Ended,
     EngineInfo,
     NoSnapshot,
@@ -26,6 +25,7 @@ from minisgl_core.protocol.messages import (
     ReplicaLost,
     RequestCounts,
     Submit,
+    decoder,
     encode,
 )
 from minisgl_core.runtime.ipc import AsyncReceiver, IpcAddresses, Sender
@@ -83,7 +83,7 @@ class API:
         if isinstance(engines, str):
             engines = serve.get_deployment_handle("Engine", engines)
         self._engines, self._config, self._options, self._digests = engines, config, options, api_key_digests
-        info: EngineInfo = Decoder(EngineInfo)(await engines.describe.remote())
+        info: EngineInfo = decoder(EngineInfo)(await engines.describe.remote())
         entries = replace(options, replicas=options.replicas + SPARE_ENTRIES)
         self._table = RoutingTable(make_router(entries, info, Registry.from_environment()), info)
         request_router.table = self._table
@@ -179,7 +179,7 @@ class API:
 
     async def _take_outputs(self) -> None:
         """Pass the engines' output on to the tokenizer workers, and events of their prefix caches to the policy."""
-        decode = Decoder(CacheEvents)
+        decode = decoder(CacheEvents)
         while True:
             source, message = await self._outputs.socket.recv_multipart()
             if len(source) == 1:  # index of a tokenizer worker; else the id of the replica that sends a heartbeat

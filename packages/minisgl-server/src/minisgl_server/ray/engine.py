@@ -17,13 +17,13 @@ from minisgl_core.plugins.registry import Registry
 from minisgl_core.protocol.messages import (
     Abort,
     CacheEvents,
-    Decoder,
     EngineInfo,
     Rejected,
     RequestCounts,
     Submit,
     TokenBatch,
     TokenOut,
+    decoder,
     encode,
 )
 from minisgl_core.runtime.ipc import AsyncReceiver, IpcAddresses, Sender
@@ -77,7 +77,7 @@ class Engine:
         self._callers = Connections()
         self._health: asyncio.Future[None] | None = None
         self._num_missed_checks = 0
-        self._decode = Decoder(Submit)
+        self._decode = decoder(Submit)
         try:
             info = await asyncio.to_thread(self._start)
         except BaseException:

@@ -22,7 +22,7 @@ import setproctitle
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.errors import InvalidValueError, WorkerDiedError
 from minisgl_core.plugins.registry import Registry
-from minisgl_core.protocol.messages import Decoder, EngineInfo
+from minisgl_core.protocol.messages import EngineInfo, decoder
 from minisgl_server.launch.allowed_hosts import allowed_hosts
 from minisgl_server.launch.launcher import listen, url_host
 from minisgl_server.launch.stop_signals import stop_signals
@@ -118,7 +118,7 @@ def _deploy(config: EngineConfig, options: ServerOptions, name: str, environment
     logging.getLogger("ray.serve").setLevel(options.log_level.upper())
     try:
         handle = serve.run(app.engines(config, options, {}, environment), name=name, route_prefix=None)
-        info: EngineInfo = Decoder(EngineInfo)(handle.describe.remote().result())
+        info: EngineInfo = decoder(EngineInfo)(handle.describe.remote().result())
         serve.run(app.api(config, options, name, environment), name=API_APP, route_prefix="/")
     except RuntimeError as error:
         raise WorkerDiedError(f"The replicas did not start: {error} {_reasons()}", "replicas") from None
