@@ -103,12 +103,12 @@ class ServerOptions:
     metrics: bool = option(True, "Serve Prometheus metrics at /metrics.")
     page: bool = option(
         True,
-        "Serve a page for chatting and watching the engine at /, and the engine's state at /engine/state, which needs an API"
+        "Serve a web UI at / to chat and to watch the engine, and the engine's state at /engine/state, which needs an API"
         " key like the other routes.",
     )
     page_prompts: bool = option(
         False,
-        "Show the start of cached prompts and the end of running outputs on the page and at /engine/state. Every user sees"
+        "Show the start of cached prompts and the end of running outputs in the web UI and at /engine/state. Every user sees"
         " those of all users.",
     )
     plugin_routes: bool = option(False, "Serve the routes that installed plugins add to the API.")
