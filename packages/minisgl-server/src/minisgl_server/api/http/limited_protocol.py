@@ -148,9 +148,6 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._num_unfinished_bytes = 0
         super().on_message_complete()
 
-    def _should_upgrade(self) -> bool:
-        return False
-
     def _count_header_bytes(self, number: int) -> None:
         self._num_header_bytes += number
         if self._num_header_bytes > MAX_HEADER_BYTES:

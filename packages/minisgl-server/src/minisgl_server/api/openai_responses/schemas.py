@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, Tag
 
 from minisgl_server.api.limits import Bound
-from minisgl_server.api.openai.schemas import CommonSamplingFields, FunctionName
+from minisgl_server.api.openai.schemas import CommonSamplingFields, Function, FunctionName
 from minisgl_server.api.strict_model import Caller, Int, Metadata, StrictModel, type_discriminator
 
 
@@ -107,14 +107,10 @@ Item = Annotated[
 ]
 
 
-class FunctionTool(StrictModel):
+class FunctionTool(Function):
     """Function that the model may call; functions are the only kind of tool."""
 
     type: Literal["function"]
-    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
-    description: str | None = None
-    parameters: dict[str, Any] | None = Field(None, description="JSON schema of the arguments.")
-    strict: bool | None = Field(None, description="Arguments always conform to the parameters.")
     defer_loading: Literal[False] | None = None
     allowed_callers: list[Literal["direct"]] | None = None
 

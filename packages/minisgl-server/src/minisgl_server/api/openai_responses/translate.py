@@ -8,7 +8,7 @@ import msgspec
 from minisgl_core.errors import InvalidValueError
 from minisgl_server.api.field_names import FieldNames
 from minisgl_server.api.openai.chat import effort_hints
-from minisgl_server.api.openai.schemas import CommonSamplingFields, TranslatedChat
+from minisgl_server.api.openai.schemas import CommonSamplingFields, Function, TranslatedChat
 from minisgl_server.api.openai.segments import Segment
 from minisgl_server.api.openai_responses.schemas import (
     AllowedTools,
@@ -148,7 +148,7 @@ def _reasoning(item: ReasoningItem) -> str:
 
 def _tools(request: PromptFields) -> dict[str, Any]:
     """Return the fields of a chat about tools."""
-    names = {"name", "description", "parameters", "strict"}
+    names = set(Function.model_fields)
     tools = [tool.model_dump(include=names, exclude_none=True) for tool in request.tools or ()]
     choice: Any = request.tool_choice
     if isinstance(choice, NamedFunction):
