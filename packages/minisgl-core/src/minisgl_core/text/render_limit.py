@@ -48,6 +48,7 @@ class _Watchdog:
 
     An exception can be raised in a Python thread between two bytecode instructions, and a template's loops consist of these.
     A single operation such as ``'x' * 10000000000`` fails by RLIMIT_DATA. On systems without this limit, nothing stops it.
+    Nothing stops a single operation that is slow but needs little memory, either, such as a comparison of nested lists.
     """
 
     def __init__(self) -> None:

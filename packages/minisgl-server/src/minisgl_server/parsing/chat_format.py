@@ -13,7 +13,7 @@ from minisgl_core.protocol.messages import Tokenize, ToolCallDelta, ToolUse
 from minisgl_core.text.chat import plain_messages, render_chat
 from minisgl_server.parsing.harmony import HARMONY, TAGS, HarmonySplitter
 from minisgl_server.parsing.reasoning_splitter import BEGIN, END, ReasoningSplitter, starts_with_reasoning
-from minisgl_server.parsing.request_template import render_in_process
+from minisgl_server.parsing.request_template import render_in_child_process
 from minisgl_server.parsing.tool_parser import TOOL_PARSERS, ToolParser, detect_tool_parser
 
 AUTO, NONE = "auto", "none"
@@ -133,7 +133,7 @@ class ChatFormat:
             continue_final_message=chat.continue_final_message,
             documents=chat.documents,
             chat_template=self._own_template,
-            apply=None if self._own_template is None else render_in_process,
+            apply=None if self._own_template is None else render_in_child_process,
         )
 
     def _hints(self, chat: Tokenize) -> dict[str, Any]:

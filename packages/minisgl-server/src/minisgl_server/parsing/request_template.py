@@ -1,4 +1,4 @@
-"""Renders the chat template of a request in a process of its own, with limits of time and memory."""
+"""Renders the chat template of a request in a child process, with limits on time and memory."""
 
 import multiprocessing
 import os
@@ -18,12 +18,13 @@ MAX_PROMPT_CHARS = 16 * 2**20
 """Maximum length of a rendered prompt."""
 
 
-def render_in_process(tokenizer: Any, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
+def render_in_child_process(tokenizer: Any, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
     """Return the result of ``tokenizer.apply_chat_template`` for an untrusted template.
 
-    A thread could not be stopped, and its memory not be limited. The process is forked, so that it starts within milliseconds
-    and has the tokenizer. It runs Python code only. If that waits for a lock that another thread held at the fork, the time limit
-    ends it.
+    The limits of `minisgl_core.text.render_limit`, which hold for the model's own template, are not enough here: a thread is
+    stopped between two operations only, and comparing nested lists is one operation that may take hours. The child is forked, so
+    that it starts within milliseconds and has the tokenizer. It runs Python code only. If that waits for a lock that another
+    thread held at the fork, the time limit ends it.
 
     Raises:
         ValueError: the template fails, or exceeds a limit.
