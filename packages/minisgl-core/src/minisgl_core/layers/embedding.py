@@ -73,7 +73,7 @@ class LMHead(MergedColumnParallelLinear):
     def __init__(
         self, vocab_size: int, hidden_size: int, build: BuildContext, tied: VocabParallelEmbedding | None = None
     ) -> None:
-        """Describe the weight. If `tied` is given, its weight is used, and nothing is allocated or loaded."""
+        """Set the shape of the weight. If `tied` is given, its weight is used, and nothing is allocated or loaded."""
         super().__init__(hidden_size, [vocab_size], build)
         self._tied, self._ops, self._embedding_provider = tied, build.ops, build.quantization
         self.shard = VocabShard(build.communicator, vocab_size) if build.tp_size > 1 else None

@@ -29,13 +29,13 @@ class ReplicatedLinear(Layer):
     may_be_quantized: ClassVar[bool] = False
 
     def __init__(self, in_features: int, out_features: int, build: BuildContext, *, bias: bool = False) -> None:
-        """Describe a weight of shape [out_features, in_features]."""
-        self._describe([Shard.whole(out_features)], Shard.whole(in_features), build, bias=bias)
+        """Set the shape of the weight, [out_features, in_features]."""
+        self._set_shape([Shard.whole(out_features)], Shard.whole(in_features), build, bias=bias)
 
-    def _describe(
+    def _set_shape(
         self, parts: list[Shard], columns: Shard, build: BuildContext, *, bias: bool, gated: bool = False
     ) -> None:
-        """Describe this rank's weight: shards of the rows, one per projection, and of the columns."""
+        """Set the shape of this rank's weight: shards of the rows, one per projection, and of the columns."""
         provider = build.quantization if self.may_be_quantized else None
         self._quantization = provider or build.unquantized
         self._parts, self._columns, self._has_bias, self._is_gated = parts, columns, bias, gated
@@ -91,7 +91,7 @@ class MergedColumnParallelLinear(ReplicatedLinear):
         bias: bool = False,
         silu_and_mul: bool = False,
     ) -> None:
-        """Describe this rank's rows of each projection.
+        """Set the shapes of the projections.
 
         Args:
             in_features: input features of all projections.
@@ -102,7 +102,7 @@ class MergedColumnParallelLinear(ReplicatedLinear):
         """
         assert not silu_and_mul or len(out_features) == 2, "silu_and_mul needs two projections: gate and up"
         parts = [Shard.of(n, build) for n in out_features]
-        self._describe(parts, Shard.whole(in_features), build, bias=bias, gated=silu_and_mul)
+        self._set_shape(parts, Shard.whole(in_features), build, bias=bias, gated=silu_and_mul)
 
 
 class QKVParallelLinear(ReplicatedLinear):
@@ -130,7 +130,7 @@ class QKVParallelLinear(ReplicatedLinear):
         bias: bool = False,
         interleaved_dim: int = 0,
     ) -> None:
-        """Describe this rank's heads.
+        """Set the shapes of the projections.
 
         Args:
             hidden_size: size of the input.
@@ -151,7 +151,7 @@ class QKVParallelLinear(ReplicatedLinear):
         kv_start, kv_size = first_kv * head_dim, self.num_kv_heads * head_dim
         self.kv_rows = Shard(kv_start, kv_start + kv_size, kv_size, num_kv_heads * head_dim)
         self.q_rows = Shard.of(num_q_heads * head_dim, build)
-        self._describe([self.q_rows, self.kv_rows, self.kv_rows], Shard.whole(hidden_size), build, bias=bias)
+        self._set_shape([self.q_rows, self.kv_rows, self.kv_rows], Shard.whole(hidden_size), build, bias=bias)
         self._order = _half_split(self.num_q_heads, self.num_kv_heads, head_dim, interleaved_dim, build.device)
         self._heads = [self.num_q_heads, self.num_kv_heads, self.num_kv_heads]
         self._view = (-1, sum(self._heads), head_dim)
@@ -184,7 +184,7 @@ class RowParallelLinear(ReplicatedLinear):
     def __init__(
         self, in_features: int, out_features: int, build: BuildContext, *, bias: bool = False, reduce: bool = True
     ) -> None:
-        """Describe this rank's columns.
+        """Set the shape of the weight.
 
         Args:
             in_features: input features of the layer in the whole model.
@@ -195,7 +195,7 @@ class RowParallelLinear(ReplicatedLinear):
         """
         # Only rank 0 adds the bias, since the ranks' outputs are summed.
         owns_bias = bias and build.tp_rank == 0
-        self._describe([Shard.whole(out_features)], Shard.of(in_features, build), build, bias=owns_bias)
+        self._set_shape([Shard.whole(out_features)], Shard.of(in_features, build), build, bias=owns_bias)
         self._skips_bias = bias and not owns_bias
         self._communicator = build.communicator if reduce and build.tp_size > 1 else None
 

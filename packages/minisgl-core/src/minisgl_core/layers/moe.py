@@ -33,7 +33,7 @@ class FusedMoE(Layer):
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
         interleaved: bool = False,
     ) -> None:
-        """Describe this rank's shard of the experts.
+        """Set the shapes of this rank's shard of the experts, which `weight_targets` allocates.
 
         Args:
             num_experts: E.

@@ -92,8 +92,8 @@ class CpuGraph(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         _current.graph = None
-        grouped = [(key, list(calls)) for key, calls in groupby(self.calls, lambda call: _sequence(call[0]))]
-        self.calls = [each for key, calls in grouped for each in (calls if key is None else [(key(calls), ())])]
+        grouped = groupby(self.calls, lambda call: getattr(call[0], "sequence", None))
+        self.calls = [each for key, calls in grouped for each in (calls if key is None else [(key(list(calls)), ())])]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -157,10 +157,6 @@ def _has_dynamic_shape(func: Any, args: tuple[Any, ...]) -> bool:
     if func is not torch.ops.aten.index.Tensor:
         return torch.Tag.dynamic_output_shape in func.tags
     return any(_is_tensor(each) and each.dtype in (torch.bool, torch.uint8) for each in args[1])
-
-
-def _sequence(function: Callable[..., object]) -> Callable[..., Any] | None:
-    return getattr(function, "sequence", None)
 
 
 def _is_tensor(value: object) -> bool:

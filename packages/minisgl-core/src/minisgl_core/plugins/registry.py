@@ -97,7 +97,8 @@ class Registry:
 
     def entries(self, kind: str) -> list[Entry]:
         """Return the providers of a kind, sorted by name. Imports nothing."""
-        _check_kind(kind)
+        if kind not in KINDS:
+            raise InvalidValueError("kind", kind, f"one of {', '.join(KINDS)}", did_you_mean(kind, KINDS))
         return [entry for entry in self._entries if entry.kind == kind]
 
     def names(self, kind: str) -> list[str]:
@@ -253,11 +254,6 @@ def _entries_of(distribution: Distribution, name: str, notes: list[str]) -> Iter
             notes.append(
                 f"{name} registers {point.name!r} in {point.group}, which is no known group. {did_you_mean(kind, KINDS)}".rstrip()
             )
-
-
-def _check_kind(kind: str) -> None:
-    if kind not in KINDS:
-        raise InvalidValueError("kind", kind, f"one of {', '.join(KINDS)}", did_you_mean(kind, KINDS))
 
 
 def _api_mismatch(provider: Any) -> str:

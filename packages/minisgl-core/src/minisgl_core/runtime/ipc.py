@@ -78,12 +78,8 @@ class IpcAddresses:
         directory = tempfile.mkdtemp(prefix="minisgl-")
         if len(directory.encode()) + len(_LONGEST_NAME) > MAX_PATH_BYTES:
             Path(directory).rmdir()
-            raise InvalidValueError(
-                "TMPDIR",
-                tempfile.gettempdir(),
-                "a shorter path, because Unix sockets are made there",
-                "Try TMPDIR=/tmp.",
-            )
+            allowed = "a shorter path, because Unix sockets are made there"
+            raise InvalidValueError("TMPDIR", tempfile.gettempdir(), allowed, "Try TMPDIR=/tmp.")
         return cls(directory, num_tokenizers, num_replicas, num_api_workers=num_api_workers)
 
     def remove(self) -> None:
@@ -141,9 +137,8 @@ class IpcAddresses:
     @property
     def own_tokenizer_in(self) -> dict[int, str]:
         """Addresses of the tokenizer workers of the API worker, by index."""
-        return dict(
-            list(enumerate(self.tokenizer_in))[self.api_worker_id % self.num_api_workers :: self.num_api_workers]
-        )
+        first, step = self.api_worker_id % self.num_api_workers, self.num_api_workers
+        return dict(list(enumerate(self.tokenizer_in))[first::step])
 
     def __enter__(self) -> Self:
         return self

@@ -258,15 +258,17 @@ def _serve(
         engine_id: id of the engine, for its messages.
         replica: index of the replica, for snapshots.
     """
-    monitor = Monitor(loop.scheduler, replica)
+    scheduler = loop.scheduler
+    monitor = Monitor(scheduler, replica)
     while True:
         for message in _arrivals(requests, loop):
             if isinstance(message, Submit):
-                _submit(loop.scheduler, message, tokenizers, engine_id)
+                _submit(scheduler, message, tokenizers, engine_id)
             elif isinstance(message, Abort):
-                loop.scheduler.abort(message.request_id, message.reason)
+                scheduler.abort(message.request_id, message.reason)
             elif isinstance(message, RequestCounts):
-                message.counts.update(_counts(loop.scheduler))
+                message.counts |= {"waiting": scheduler.num_waiting, "running": scheduler.num_running}
+                message.counts["locked pages"] = scheduler.pages.cache.num_locked
                 tokenizers[message.worker].send(message)
             elif isinstance(message, SnapshotRequest):
                 tokenizers[message.worker].send(monitor.snapshot(message))
@@ -309,14 +311,6 @@ def _submit(scheduler: Scheduler, submit: Submit, tokenizers: list[Sender], engi
         return
     reply.engine_id = engine_id
     tokenizers[submit.worker].send(reply)
-
-
-def _counts(scheduler: Scheduler) -> dict[str, int]:
-    return {
-        "waiting": scheduler.num_waiting,
-        "running": scheduler.num_running,
-        "locked pages": scheduler.pages.cache.num_locked,
-    }
 
 
 def _deliver(outputs: Outputs, tokenizers: list[Sender], engine_id: int) -> None:

@@ -182,7 +182,7 @@ class GrammarManager:
         Raises:
             QueueFullError: too much text waits to be compiled already.
         """
-        key, num_chars = _key(source), _num_chars(source)
+        key, num_chars = _key(source), len(source.text) + sum(len(schema) for _, schema in source.parts)
         with self._lock:
             if (compilation := self._cached.get(key)) is not None:
                 self._cached.move_to_end(key)
@@ -310,7 +310,3 @@ def _key(source: GrammarSource) -> bytes:
     """Return the key of a grammar in the cache. It has the names and `parts`, since error messages contain them."""
     plain = msgspec.structs.replace(source, reasoning_end_token=None, reasoning_begin_token=None)
     return hashlib.sha256(encode(plain)).digest()
-
-
-def _num_chars(source: GrammarSource) -> int:
-    return len(source.text) + sum(len(schema) for _, schema in source.parts)

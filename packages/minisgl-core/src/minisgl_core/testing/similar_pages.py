@@ -33,14 +33,10 @@ def similar_pages(page_size: int) -> list[TokenIds]:
     for number, (position, bit) in enumerate((position, bit) for position in positions for bit in range(31)):
         bits[number, position] ^= np.int32(1 << bit)
     drawn = draw.integers(2**31, dtype=np.int64, size=(_NUM_DRAWN, page_size)).astype(np.int32)
+    swapped = np.roll(drawn[:64], 1, axis=1), drawn[:64, ::-1]
     top = np.full((1, page_size), 2**31 - 1, np.int32)
-    pages = [base[None], bits, top, np.zeros_like(top), drawn[:2048], *_swapped(drawn[:64]), _colliding(drawn)]
+    pages = [base[None], bits, top, np.zeros_like(top), drawn[:2048], *swapped, _colliding(drawn)]
     return list(np.unique(np.concatenate(pages), axis=0))
-
-
-def _swapped(pages: TokenIds) -> list[TokenIds]:
-    """Return the pages with their tokens in two other orders."""
-    return [np.roll(pages, 1, axis=1), pages[:, ::-1]]
 
 
 def _colliding(drawn: TokenIds) -> TokenIds:

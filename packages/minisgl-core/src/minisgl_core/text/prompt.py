@@ -11,9 +11,9 @@ from minisgl_core.errors import InvalidValueError
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_core.text.chat import render_chat
 
-_FIRST_LOOK = 2**14
+_FIRST_CHARS = 2**14
 """Characters that are tokenized first, which takes about 10 ms."""
-_SLACK = 256
+_EXTRA_TOKENS = 256
 """Upper bound of the tokens that a cut adds: the beginning of a text may have more tokens alone than the whole text has."""
 
 
@@ -75,12 +75,12 @@ def encode_prompt(
     except UnicodeEncodeError as error:
         allowed = "text without lone surrogates"
         raise InvalidValueError(name, text[error.start :][:20], allowed) from None
-    length = len(text) if max_tokens is None else max(_FIRST_LOOK, max_tokens)
+    length = len(text) if max_tokens is None else max(_FIRST_CHARS, max_tokens)
     while True:
         part = text[:length] if truncation_side == "right" else text[-length:]
         ids: list[int] = tokenizer(part, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
         # The cut may change the tokens next to it, so their number has to be clearly too large.
-        if length >= len(text) or (max_tokens is not None and len(ids) > max_tokens + max_tokens // 8 + _SLACK):
+        if length >= len(text) or (max_tokens is not None and len(ids) > max_tokens + max_tokens // 8 + _EXTRA_TOKENS):
             return ids
         length *= 2
 

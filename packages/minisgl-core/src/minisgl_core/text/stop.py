@@ -12,8 +12,8 @@ from typing import NamedTuple
 class StopFinder:
     """Filter that passes a stream of text on and ends it before the first stop string.
 
-    Text that may be the beginning of a stop string is held back until that is decided. An Aho-Corasick automaton (Comm. ACM 18,
-    1975) of all stop strings makes this O(1) per character, however many and however long they are.
+    Text that may be the beginning of a stop string is held back until the next characters decide it. An Aho-Corasick automaton
+    (Comm. ACM 18, 1975) of all stop strings makes this O(1) per character, however many and however long they are.
     """
 
     def __init__(self, stop: tuple[str, ...], include_found: bool = False) -> None:
@@ -53,7 +53,7 @@ class StopFinder:
 
 
 class _Automaton(NamedTuple):
-    """Trie of the stop strings: each node is a beginning of some of them, and node 0 is empty. Nodes are in order of their depth.
+    """Trie of the stop strings: each node is a prefix of some of them, and node 0 is the empty one. Nodes are sorted by depth.
 
     Attributes:
         chars: last character of each node. Children of a node follow each other, in order of these characters.
@@ -89,7 +89,7 @@ def _automaton(stop: tuple[str, ...]) -> _Automaton:
     automaton = _Automaton(array("I", [0]), array("I"), array("I", [0]), array("I", [0]), array("I", [0]))
     chars, first_children, failures, depths, found = automaton
     ranges = deque([(0, len(texts))])
-    """Range of the texts that begin with each node, for nodes whose children are not there yet."""
+    """Range of the texts that begin with each node, for nodes whose children have not been added yet."""
     node = 0
     while ranges:
         (low, high), depth = ranges.popleft(), depths[node]

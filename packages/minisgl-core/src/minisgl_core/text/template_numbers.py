@@ -1,4 +1,4 @@
-"""Refuses chat templates that could compute huge numbers.
+"""Check that refuses chat templates which could compute huge numbers.
 
 Python computes a power in one operation that holds the GIL, so no thread can stop it. It may take hours. Other operations
 on numbers at most double their digits. The time limit of `minisgl_core.text.render_limit` ends a template between two of them.

@@ -19,7 +19,7 @@ _STD = 0.02
 _BLOCK_ELEMENTS = 4_000_037
 """Prime, so that no row length divides it and all rows differ."""
 _E8M0 = 121
-"""Scale of MXFP4: 2^-6."""
+"""Scale of MXFP4 weights, 2^-6, as a code of e8m0: its exponent plus 127."""
 
 
 class DummyWeights(FolderSource):
