@@ -39,8 +39,8 @@ from minisgl_core.cli.new_plugin import SCAFFOLDS
 from minisgl_core.config.provider_picker import PREFERENCES
 from minisgl_core.plugins import hookspecs
 from minisgl_core.plugins.kinds import KINDS
+from minisgl_core.plugins.plugin_filter import ALLOW_VARIABLE
 from minisgl_core.plugins.registry import Registry
-from minisgl_core.plugins.selection import ALLOW_VARIABLE
 from minisgl_core.runtime.ipc import IpcAddresses
 from minisgl_server.api.anthropic.schemas import CountTokensRequest, MessagesRequest
 from minisgl_server.api.app import create_app

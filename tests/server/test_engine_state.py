@@ -11,7 +11,7 @@ import httpx
 import numpy as np
 import pytest
 
-from minisgl_core.plugins.selection import BLOCK_VARIABLE
+from minisgl_core.plugins.plugin_filter import BLOCK_VARIABLE
 from minisgl_core.protocol.engine_snapshot import (
     EngineSnapshot,
     PagesSnapshot,

@@ -9,8 +9,8 @@ from minisgl_core.errors import DuplicateProviderError, InvalidValueError, Provi
 from minisgl_core.platforms.selection import pick_platform
 from minisgl_core.plugins import remedies
 from minisgl_core.plugins.kinds import KINDS
+from minisgl_core.plugins.plugin_filter import SHIPPED
 from minisgl_core.plugins.registry import Entry, Registry
-from minisgl_core.plugins.selection import SHIPPED
 
 POLICY = """
 from minisgl_core.contracts.policy import Policy

@@ -204,7 +204,7 @@ def _rope(keys: Keys, head_dim: int, max_position: int) -> RopeConfig:
 
 
 def _original_max_position(keys: Keys, rope: Keys, kind: str, max_position: int) -> int:
-    """Return the context of the unscaled model. As in transformers, a key beside the RoPE settings replaces theirs."""
+    """Return the context of the unscaled model. As in transformers, a key next to the RoPE settings overrides theirs."""
     key = "original_max_position_embeddings"
     if kind not in ("llama3", "yarn", "longrope"):
         return max_position

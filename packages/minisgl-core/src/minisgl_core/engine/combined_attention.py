@@ -47,7 +47,7 @@ class CombinedAttention(AttentionBackend):
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> list[str]:
-        """Return no reasons: both backends are asked themselves."""
+        """Return no reasons, since both backends were checked before."""
         return []
 
     def plan(self, batch: AttentionBatch) -> _Plan:

@@ -8,8 +8,8 @@ import torch
 from minisgl_core.config.options import AUTO
 from minisgl_core.contracts.platform import Hardware, Platform
 from minisgl_core.errors import ProviderLoadError, ProviderUnsupportedError
+from minisgl_core.plugins.plugin_filter import SHIPPED
 from minisgl_core.plugins.registry import Registry
-from minisgl_core.plugins.selection import SHIPPED
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from minisgl_core.errors import (
 )
 from minisgl_core.plugins import plugin_api, remedies
 from minisgl_core.plugins.kinds import KINDS
-from minisgl_core.plugins.selection import BLOCK_VARIABLE, SHIPPED, Selection
+from minisgl_core.plugins.plugin_filter import BLOCK_VARIABLE, SHIPPED, PluginFilter
 from minisgl_core.utils.suggestions import did_you_mean
 
 _PREFIX = "minisgl."
@@ -83,16 +83,16 @@ class Registry:
         Raises:
             InvalidValueError: an allow or block list is not well-formed.
         """
-        selection = Selection.from_environment(os.environ if environ is None else environ)
+        plugin_filter = PluginFilter.from_environment(os.environ if environ is None else environ)
         entries: list[Entry] = []
         hidden: dict[Entry, str] = {}
         notes: list[str] = []
         for entry in _scan(notes):
-            if why := selection.refusal(entry.kind, entry.name, entry.distribution):
+            if why := plugin_filter.hidden_reason(entry.kind, entry.name, entry.distribution):
                 hidden[entry] = why
             else:
                 entries.append(entry)
-        notes += selection.unmatched((entry.kind, entry.name, entry.distribution) for entry in (*entries, *hidden))
+        notes += plugin_filter.unmatched((entry.kind, entry.name, entry.distribution) for entry in (*entries, *hidden))
         return cls(entries, hidden, notes)
 
     def entries(self, kind: str) -> list[Entry]:

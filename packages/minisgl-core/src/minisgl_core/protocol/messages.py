@@ -475,7 +475,7 @@ class CacheEvents(msgspec.Struct, tag=True):
 
 
 class Stop(msgspec.Struct, tag=True):
-    """Tells a process to stop at once: rank 0 to the other ranks, and the launcher to the API workers.
+    """Rank 0 to the other ranks, and launcher to the API workers: stop at once.
 
     A rank also sends it to its own address, to end a wait for messages after a step or another rank has failed.
     """

@@ -151,7 +151,7 @@ class Request:
 
     @property
     def needs_mask(self) -> bool:
-        """True if a mask restricts its tokens. The host builds that mask once it knows all tokens before."""
+        """True if a mask restricts its tokens. The host builds that mask once it knows all earlier tokens."""
         return self.constraint is not None or (self.token_rules is not None and self.token_rules.needs_mask)
 
     def banned_tokens(self, eos_ids: frozenset[int]) -> frozenset[int]:

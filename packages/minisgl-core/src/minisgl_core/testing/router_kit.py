@@ -50,18 +50,18 @@ class RouterTests:
         for step in range(300):
             numbers = sorted(draw.sample(range(num_replicas), draw.randint(1, num_replicas)))
             replicas = [Replica(number, draw.choice((0, 1, 50)), draw.choice((0, 4000))) for number in numbers]
-            asked = prompt(draw.randrange(20), draw.choice((0, 1, 15, 16, 300)), draw.choice(("", "salt")))
-            chosen = router.route(asked, replicas)
+            routed = prompt(draw.randrange(20), draw.choice((0, 1, 15, 16, 300)), draw.choice(("", "salt")))
+            chosen = router.route(routed, replicas)
             assert type(chosen) is int, f"the index of the replica is a {type(chosen)}"
             assert chosen in numbers, f"replica {chosen} is not one of {numbers}"
             replica = draw.randrange(num_replicas)
-            note = draw.choice((router.inserted, router.evicted))
-            note(replica, prompt(draw.randrange(20), 300).block_keys())
+            report = draw.choice((router.inserted, router.evicted))
+            report(replica, prompt(draw.randrange(20), 300).block_keys())
             if step % 50 == 49:
                 router.lost(replica)
 
     def test_decisions_depend_on_the_calls_alone(self) -> None:
-        """Two routers with the same calls decide alike."""
+        """Two routers with the same calls make the same decisions."""
 
         def decisions() -> list[int]:
             draw, router = random.Random(0), self.router(5)
@@ -98,8 +98,8 @@ class RouterTests:
         replicas: list[Replica] = [Replica(number, number) for number in range(3)]
         keys = prompt(0).block_keys()
         given = keys.copy()
-        for note in (router.inserted, router.evicted):
-            note(0, keys)
+        for report in (router.inserted, router.evicted):
+            report(0, keys)
             assert (keys == given).all(), "the keys of an event were changed"
         router.route(prompt(0), replicas)
         assert replicas == [Replica(number, number) for number in range(3)], "the replicas were changed"
@@ -134,12 +134,12 @@ class RouterTests:
             pytest.skip("the router uses no events")
         for holder in range(4):
             router, replicas = self.router(4), [Replica(number) for number in range(4)]
-            asked = prompt(holder, 320)
-            router.inserted(holder, asked.block_keys())
-            assert router.route(asked, replicas) == holder, (
+            routed = prompt(holder, 320)
+            router.inserted(holder, routed.block_keys())
+            assert router.route(routed, replicas) == holder, (
                 "a prompt is not routed to the replica that reported its prefix"
             )
-            longer = RoutedPrompt(np.concatenate((asked.token_ids, asked.token_ids)), BLOCK_SIZE, asked.namespace)
+            longer = RoutedPrompt(np.concatenate((routed.token_ids, routed.token_ids)), BLOCK_SIZE, routed.namespace)
             assert router.route(longer, replicas) == holder, (
                 "a longer prompt is not routed to the replica that reported its prefix"
             )
@@ -147,10 +147,10 @@ class RouterTests:
             chosen = set()
             for holder in range(4):
                 router, replicas = self.router(4), [Replica(number) for number in range(4)]
-                asked = prompt(holder, 320)
-                router.inserted(holder, asked.block_keys())
-                router.evicted(holder, asked.block_keys()) if forget == "evicted" else router.lost(holder)
-                chosen.add(router.route(asked, replicas))
+                routed = prompt(holder, 320)
+                router.inserted(holder, routed.block_keys())
+                router.evicted(holder, routed.block_keys()) if forget == "evicted" else router.lost(holder)
+                chosen.add(router.route(routed, replicas))
             assert len(chosen) == 1, f"a prompt is routed to the replica that had its prefix, after {forget}()"
 
     def test_prefixes_of_other_namespaces_do_not_count(self) -> None:
@@ -160,7 +160,7 @@ class RouterTests:
         chosen = set()
         for holder in range(4):
             router, replicas = self.router(4), [Replica(number) for number in range(4)]
-            asked = prompt(0, 320, salt="mine")
-            router.inserted(holder, block_keys(asked.token_ids, BLOCK_SIZE))
-            chosen.add(router.route(asked, replicas))
+            routed = prompt(0, 320, salt="mine")
+            router.inserted(holder, block_keys(routed.token_ids, BLOCK_SIZE))
+            chosen.add(router.route(routed, replicas))
         assert len(chosen) == 1, "a prompt is routed to a replica that has its prefix only in another namespace"

@@ -1,1 +1,1 @@
-"""Helpers that know nothing of the engine."""
+"""Helpers that do not depend on the engine."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from minisgl_core.config.options import ModelOptions
 from minisgl_core.errors import InvalidValueError, MinisglError, ModelFormatError, ModelNotFoundError, PluginError
-from minisgl_core.plugins.selection import SHIPPED
+from minisgl_core.plugins.plugin_filter import SHIPPED
 
 if TYPE_CHECKING:
     from minisgl_core.contracts.weights import WeightSource

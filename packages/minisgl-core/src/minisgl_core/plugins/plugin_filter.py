@@ -16,10 +16,10 @@ SHIPPED = frozenset({"minisgl-core", "minisgl-backends", "minisgl-models", "mini
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
-    """Allow and block lists. An item is a distribution's name, ``kind:name`` or ``distribution:kind:name``.
+class PluginFilter:
+    """Filter of plugins by an allow list and a block list, of which the block list takes precedence.
 
-    The block list takes precedence.
+    An item is a distribution's name, ``kind:name`` or ``distribution:kind:name``.
 
     Attributes:
         allow: if not empty, all other providers are hidden, except shipped ones.
@@ -30,7 +30,7 @@ class Selection:
     block: frozenset[str] = frozenset()
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str]) -> "Selection":
+    def from_environment(cls, environ: Mapping[str, str]) -> "PluginFilter":
         """Read both variables, whose items are separated by commas. Unset and empty variables mean no list.
 
         Raises:
@@ -38,7 +38,7 @@ class Selection:
         """
         return cls(*(_parse(name, environ.get(name, "")) for name in (ALLOW_VARIABLE, BLOCK_VARIABLE)))
 
-    def refusal(self, kind: str, name: str, distribution: str) -> str:
+    def hidden_reason(self, kind: str, name: str, distribution: str) -> str:
         """Return the reason why a provider is hidden, as a phrase; empty if it is not hidden."""
         keys = _keys(kind, name, distribution)
         if keys & self.block:
