@@ -72,11 +72,7 @@ def check_plugin(registry: Registry, name: str, kind: str | None) -> None:
 @plugins.command("new")
 @click.argument("name")
 @click.option(
-    "--kind",
-    type=click.Choice(list(SCAFFOLDS)),
-    default="attention",
-    show_default=True,
-    help="Kind of the plugin.",
+    "--kind", type=click.Choice(list(SCAFFOLDS)), default="attention", show_default=True, help="Kind of the plugin."
 )
 def new_plugin(name: str, kind: str) -> None:
     """Write a package called NAME into a new folder, with a working provider and tests of its contract."""

@@ -61,9 +61,7 @@ class ModelOptions:
     """Options of the model and its precision."""
 
     model: str | None = option(
-        None,
-        "Folder, .gguf file or hub id; the embedded SmolLM2-135M-Instruct by default.",
-        metavar="PATH_OR_ID",
+        None, "Folder, .gguf file or hub id; the embedded SmolLM2-135M-Instruct by default.", metavar="PATH_OR_ID"
     )
     model_source: str = option("huggingface", "Hub of model ids.", choices=("huggingface", "modelscope"))
     revision: str | None = option(None, "Branch, tag or commit on the hub.")
@@ -75,9 +73,7 @@ class ModelOptions:
         choices=(AUTO, "minisgl", "transformers"),
     )
     chat_template: str | None = option(
-        None,
-        "Jinja chat template, or a file with one, to use instead of the model's.",
-        metavar="FILE_OR_TEXT",
+        None, "Jinja chat template, or a file with one, to use instead of the model's.", metavar="FILE_OR_TEXT"
     )
     max_seq_len_override: int | None = option(
         None, "Longest sequence in tokens, prompt and output together; the model's context length by default.", low=1

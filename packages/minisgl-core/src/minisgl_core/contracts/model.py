@@ -82,12 +82,7 @@ class Attend(Protocol):
     """Attention of the current step: it stores k and v in the KV pool and attends over the pool."""
 
     def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: AttentionLayer,
-        rope: Rope | None = None,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, rope: Rope | None = None
     ) -> torch.Tensor:
         """Return the output [T, Hq, D] of q [T, Hq, D], k and v [T, Hkv, D].
 

@@ -40,10 +40,7 @@ class Policy(ABC):
 
     @abstractmethod
     def order(
-        self,
-        waiting: Sequence[RequestView],
-        running: Sequence[RequestView],
-        num_cached: Callable[[RequestView], int],
+        self, waiting: Sequence[RequestView], running: Sequence[RequestView], num_cached: Callable[[RequestView], int]
     ) -> Sequence[RequestView]:
         """Return `waiting` in the order of admission.
 

@@ -53,12 +53,7 @@ class BoundAttention:
         self._has_fused_rope = backend.capabilities.fused_rope_decode
 
     def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: AttentionLayer,
-        rope: Rope | None = None,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, rope: Rope | None = None
     ) -> torch.Tensor:
         backend, plan = self._backend, self._plan
         if rope is not None and self._has_fused_rope and backend.supports_fused_rope(plan, rope):

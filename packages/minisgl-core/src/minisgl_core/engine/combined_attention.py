@@ -5,12 +5,7 @@ from typing import Any
 
 import torch
 
-from minisgl_core.contracts.attention import (
-    AttentionBackend,
-    AttentionBatch,
-    AttentionLayer,
-    AttentionSpec,
-)
+from minisgl_core.contracts.attention import AttentionBackend, AttentionBatch, AttentionLayer, AttentionSpec
 from minisgl_core.contracts.kv_cache import KVPages
 from minisgl_core.contracts.ops import Rope
 

@@ -72,12 +72,7 @@ class _Capture:
         self._smaller_size, self._between, self._calls = smaller_size, between, calls
 
     def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: AttentionLayer,
-        rope: Rope | None = None,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, rope: Rope | None = None
     ) -> torch.Tensor:
         q, k, is_stored = rope_and_store(self._backend, self._rotary, q, k, v, layer, rope, self._slots)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

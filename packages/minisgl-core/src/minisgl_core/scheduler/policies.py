@@ -13,10 +13,7 @@ class FirstComeFirstServed(Policy):
     """Order by priority, then by arrival."""
 
     def order(
-        self,
-        waiting: Sequence[RequestView],
-        running: Sequence[RequestView],
-        num_cached: Callable[[RequestView], int],
+        self, waiting: Sequence[RequestView], running: Sequence[RequestView], num_cached: Callable[[RequestView], int]
     ) -> Sequence[RequestView]:
         return waiting
 
@@ -31,10 +28,7 @@ class LongestPrefixMatch(Policy):
     window = 128
 
     def order(
-        self,
-        waiting: Sequence[RequestView],
-        running: Sequence[RequestView],
-        num_cached: Callable[[RequestView], int],
+        self, waiting: Sequence[RequestView], running: Sequence[RequestView], num_cached: Callable[[RequestView], int]
     ) -> Sequence[RequestView]:
         totals = accumulate(request.num_prompt_tokens for request in waiting[: self.window])
         size = sum(total <= _MAX_MATCHED_TOKENS for total in totals)
@@ -52,9 +46,6 @@ class LongestOutputFirst(Policy):
     """
 
     def order(
-        self,
-        waiting: Sequence[RequestView],
-        running: Sequence[RequestView],
-        num_cached: Callable[[RequestView], int],
+        self, waiting: Sequence[RequestView], running: Sequence[RequestView], num_cached: Callable[[RequestView], int]
     ) -> Sequence[RequestView]:
         return sorted(waiting, key=lambda request: (request.priority, -request.max_tokens_left, request.arrival))

@@ -145,18 +145,8 @@ class AttentionRig:
         self.expected_pool = self._normal(*shape) * min(STALE, largest)  # the pool, [layers, 2, N, Hkv, D]
         self._scales = torch.tensor([layer.kv_scales for layer in self.layers]).view(-1, 2, 1, 1, 1)
         self._before_storing = self.expected_pool * self._scales  # K and V before they were stored
-        self.pool = KVPool(
-            KVPoolSpec(
-                num_layers=len(self.layers),
-                num_pages=self.num_pages,
-                page_size=spec.page_size,
-                num_kv_heads=spec.num_kv_heads,
-                head_dim=spec.head_dim,
-                dtype=spec.kv_dtype,
-                device=spec.device,
-                layout=self.layout,
-            )
-        )
+        sizes = len(self.layers), self.num_pages, spec.page_size, spec.num_kv_heads, spec.head_dim
+        self.pool = KVPool(KVPoolSpec(*sizes, spec.kv_dtype, spec.device, self.layout))
         self.pool.data.copy_(self._laid_out(self.expected_pool))
         self.table = PageTable(2 * spec.max_batch, spec.max_seq_len, spec.page_size, spec.device)
         stale_pages = torch.randint(self.num_pages, self.table.data.shape, generator=self.random, dtype=torch.int32)

@@ -78,9 +78,8 @@ class QuantizationTests:
                 layer = self.column_parallel(provider, {"m.proj": module})
                 for num_tokens in (1, 2, 16, 17, 130):
                     x = self.random(num_tokens, shape[1], provider)
-                    self.check(
-                        layer.forward(x), self.expected_linear(x, module), f"{num_tokens} tokens, weight {shape}"
-                    )
+                    label = f"{num_tokens} tokens, weight {shape}"
+                    self.check(layer.forward(x), self.expected_linear(x, module), label)
 
     @pytest.mark.parametrize("has_bias", [False, True])
     def test_gated(self, has_bias: bool) -> None:
@@ -100,20 +99,15 @@ class QuantizationTests:
 
     def test_fused_checkpoint_tensors(self) -> None:
         """A checkpoint may store the gate and up projections as one tensor."""
+        name = "m.gate_up_proj"
         for provider, checkpoint in self.cases():
             fused = self.module(checkpoint, self.shapes[0], provider, True)
             x = self.random(_BATCH, self.shapes[0][1], provider)
             gate, up = self.expected_linear(x, fused).chunk(2, dim=-1)
             for size in (1, 2):
                 outputs = []
-                for rank in range(size):
-                    layer = self.column_parallel(
-                        provider,
-                        {"m.gate_up_proj": fused},
-                        "m.gate_up_proj",
-                        gated=True,
-                        communicator=AnyRank(rank, size),
-                    )
+                for rank in (AnyRank(rank, size) for rank in range(size)):
+                    layer = self.column_parallel(provider, {name: fused}, name, gated=True, communicator=rank)
                     outputs.append(layer.forward(x))
                 self.check(torch.cat(outputs, -1), F.silu(gate) * up, f"{size} ranks", 2 * self.loss)
 

@@ -26,12 +26,7 @@ class DenseAttention:
         self._past: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: AttentionLayer,
-        rope: Rope | None = None,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, rope: Rope | None = None
     ) -> torch.Tensor:
         """Attend with q [T, Hq, D], k and v [T, Hkv, D] of the sequence's next T tokens, and return [T, Hq, D]."""
         if rope is not None:
@@ -52,11 +47,7 @@ def batched(attends: Sequence[Attend], lengths: Sequence[int]) -> Attend:
     """
 
     def attend(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: AttentionLayer,
-        rope: Rope | None = None,
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, rope: Rope | None = None
     ) -> torch.Tensor:
         tensors = (torch.split_with_sizes(x, list(lengths)) for x in (q, k, v))
         parts = zip(attends, *tensors, _split(rope, lengths), strict=True)

@@ -12,11 +12,7 @@ from minisgl_core.contracts.prefix_cache import TokenIds
 _NUM_DRAWN = 1 << 18
 """Number of random pages among which collisions are searched. A 32-bit checksum has about eight colliding pairs."""
 _NUM_PAIRS = 8
-_CHECKSUMS: tuple[Callable[[bytes], int], ...] = (
-    zlib.crc32,
-    zlib.adler32,
-    lambda page: hash(page) & 0xFFFFFFFF,
-)
+_CHECKSUMS: tuple[Callable[[bytes], int], ...] = (zlib.crc32, zlib.adler32, lambda page: hash(page) & 0xFFFFFFFF)
 """Checksums that a cache might compare instead of tokens. Collisions of 64-bit checksums are too rare to be found."""
 
 
