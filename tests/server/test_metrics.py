@@ -32,7 +32,7 @@ from minisgl_core.protocol.batch_plan import BatchPlan, StepResult
 from minisgl_core.protocol.messages import EngineInfo
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_server.metrics import engine_metrics
-from minisgl_server.metrics.endpoint import make_router
+from minisgl_server.metrics.endpoint import metrics_router
 from minisgl_server.metrics.engine_metrics import EngineMetrics
 from minisgl_server.metrics.families import WeightedHistogram
 
@@ -322,7 +322,7 @@ async def test_concurrent_scrapes_collect_once() -> None:
         return []
 
     app = FastAPI()
-    app.include_router(make_router(collect))
+    app.include_router(metrics_router(collect))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
         answers = await asyncio.gather(*(client.get("/metrics") for _ in range(20)))
         assert {answer.status_code for answer in answers} == {200}

@@ -144,8 +144,8 @@ class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
 
     def ignored_weights(self) -> tuple[str, ...]:
         """Return the patterns of the vision model, too."""
-        own = (f"language_model.{name}" for name in ("lm_head.weight",) if self.config.tie_embeddings)
-        return *super().ignored_weights(), *own, "vision_tower.*", "multi_modal_projector.*"
+        tied = ("language_model.lm_head.weight",) if self.config.tie_embeddings else ()
+        return *super().ignored_weights(), *tied, "vision_tower.*", "multi_modal_projector.*"
 
     def weights_of_other_stages(self) -> tuple[str, ...]:
         """Return the text model's patterns, with the prefix that its tensors have in this checkpoint."""

@@ -6,6 +6,8 @@ from typing import Any
 from minisgl_core.config.options import option
 from minisgl_core.errors import InvalidValueError
 
+MAX_REPLICAS = 64
+
 
 class ReplicaRange(int):
     """Value ``MIN:MAX`` of ``--replicas``. As a number it is the minimum."""
@@ -20,15 +22,12 @@ class ReplicaRange(int):
             return text
         if not (low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high) <= MAX_REPLICAS):
             raise InvalidValueError(name, text, f"a number, or MIN:MAX with 1 <= MIN <= MAX <= {MAX_REPLICAS}")
-        made = cls(low)
-        made.high = int(high)
-        return made
+        converted = cls(low)
+        converted.high = int(high)
+        return converted
 
     def __repr__(self) -> str:
         return f'"{int(self)}:{self.high}"'
-
-
-MAX_REPLICAS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

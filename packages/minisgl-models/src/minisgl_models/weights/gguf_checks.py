@@ -148,8 +148,8 @@ def check_shapes(path: Path, config: Mapping[str, Any], tensors: Mapping[str, Gg
         raise ModelFormatError(f"{path}: tensor {missing[0]} is missing")
     expected = _matrices(config)
     for name, tensor in tensors.items():
-        *_, stem, suffix = (".", *name.split("."))
-        if shape := expected.get(stem):
+        block_and_stem, _, suffix = name.rpartition(".")
+        if shape := expected.get(block_and_stem.rpartition(".")[2]):
             wanted = shape[:-1] if suffix == "bias" else shape
             if tensor.shape != wanted:
                 raise ModelFormatError(

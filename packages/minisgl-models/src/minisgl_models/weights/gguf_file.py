@@ -122,11 +122,11 @@ class GgufWeights(WeightSource):
         """
         types = {}
         for name, tensor in self._tensors.items():
-            block, stem, suffix = match.groups() if (match := _NAME.fullmatch(name)) else (None, "", "")
-            target = self._architecture.names.get(stem, "{}")
-            is_matrix = len(tensor.shape) == (3 if "{}." in target else 2) and target != "{}"
-            if suffix == "weight" and is_matrix and tensor.is_quantized:
-                module = (f"model.layers.{block}." if block else "") + target.replace("{}.", "")
+            if not ((match := _NAME.fullmatch(name)) and match[3] == "weight" and tensor.is_quantized):
+                continue
+            target = self._architecture.names.get(match[2])
+            if target is not None and len(tensor.shape) == (3 if "{}." in target else 2):
+                module = (f"model.layers.{match[1]}." if match[1] else "") + target.replace("{}.", "")
                 types[module] = tensor.ggml_type.name
         return {"quant_method": "gguf", "types": types} if types else None
 

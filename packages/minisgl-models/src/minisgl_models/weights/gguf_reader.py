@@ -31,6 +31,7 @@ _MAX_ITEMS = 2**22
 """Most array elements of a header. A large vocabulary has about 2**20 tokens, types and merges."""
 _MAX_DIMS = 4
 _MIN_KEY_BYTES, _MIN_TENSOR_BYTES = 8 + 4 + 1, 8 + 4 + 8 + 4 + 8
+"""Smallest entries: a key's length, type and value; a name's length, number of dimensions, one dimension, type and offset."""
 _TORCH_DTYPES = {
     gguf.GGMLQuantizationType.F32: "float32",
     gguf.GGMLQuantizationType.F16: "float16",

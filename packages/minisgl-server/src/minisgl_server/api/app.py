@@ -21,7 +21,7 @@ from minisgl_server.api.openai_responses import routes as responses
 from minisgl_server.api.openai_responses.store import ResponseStore
 from minisgl_server.api.openapi import openapi_document
 from minisgl_server.api.public_paths import PublicPaths
-from minisgl_server.metrics.endpoint import Families, collect_local, make_router
+from minisgl_server.metrics.endpoint import Families, collect_local, metrics_router
 from minisgl_server.options import ServerOptions
 
 _PAGE_HOOKS = "page"
@@ -57,7 +57,7 @@ def create_app(
     for module in (chat, completions, responses, messages, generate, tokenize, models, health):
         app.include_router(module.router)
     if options.metrics:
-        app.include_router(make_router(collect_metrics))
+        app.include_router(metrics_router(collect_metrics))
     if hook := _api_routes(options):
         hook(app=app)
     return app

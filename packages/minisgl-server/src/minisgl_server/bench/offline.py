@@ -46,13 +46,13 @@ def run_offline(config: EngineConfig, options: SimpleNamespace) -> None:
         _print_about(about)
         results = [asdict(result) for group in groups for result in group]
         print_results(COLUMNS, results)
-        comparisons = [_compare(ours, other) for ours, *others in groups for other in others]
+        comparisons = [_compare(minisgl, other) for minisgl, *others in groups for other in others]
         for each in comparisons:
             click.echo(COMPARISON.format_map(each))
-        for ours, *_ in groups:
-            if cached := max(run.num_cached_tokens for run in ours.runs):
-                share = cached / ours.num_prompt_tokens
-                click.echo(f"{ours.workload}: up to {share:.2%} of the prompts' tokens came from the prefix cache")
+        for minisgl, *_ in groups:
+            if cached := max(run.num_cached_tokens for run in minisgl.runs):
+                share = cached / minisgl.num_prompt_tokens
+                click.echo(f"{minisgl.workload}: up to {share:.2%} of the prompts' tokens came from the prefix cache")
         settings = config.flat() | vars(options)
         write_json(options.json_file, **about, results=results, comparisons=comparisons, options=settings)
 
@@ -110,6 +110,6 @@ def _print_about(about: dict[str, Any]) -> None:
     click.echo(f"versions {', '.join(map(' '.join, packages))}\n")
 
 
-def _compare(ours: Result, other: Result) -> dict[str, Any]:
-    speed_up = other.seconds / ours.seconds
-    return {"workload": ours.workload, "with": other.engine, "speed_up": speed_up, "time_ratio": 1 / speed_up}
+def _compare(minisgl: Result, other: Result) -> dict[str, Any]:
+    speed_up = other.seconds / minisgl.seconds
+    return {"workload": minisgl.workload, "with": other.engine, "speed_up": speed_up, "time_ratio": 1 / speed_up}

@@ -13,7 +13,7 @@ _NAME = re.compile(r"\*|(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*|\[[0-9a-f:.]+\]")
 def allowed_hosts(options: ServerOptions, address: str) -> tuple[str, ...]:
     """Return the allowed names in lower case, or a single "*" for any name.
 
-    The names of this host are always allowed, as pages of other sites cannot have them as their origin.
+    The names of this host are always allowed. DNS rebinding, which this check prevents, needs a name of the attacker's domain.
     """
     given = [name.lower() for name in options.allowed_hosts]
     for name in given:

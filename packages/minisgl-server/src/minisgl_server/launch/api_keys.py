@@ -17,14 +17,11 @@ def api_key_digests(options: ServerOptions) -> list[bytes]:
     """Return the SHA-256 of every key; empty if no key is required. Error messages do not contain keys.
 
     Raises:
-        InvalidValueError: a key cannot be sent in a header, a file cannot be read, or a source has no keys: it was meant to
-            protect the server, and must not leave it open.
+        InvalidValueError: a key cannot be sent in a header, a file cannot be read, or a source has no keys. An empty source is
+            a mistake, which must not leave the server without authentication.
     """
-    if (
-        os.environ.get(API_KEY_VARIABLE) is not None
-        and not os.environ[API_KEY_VARIABLE].strip()
-        and not options.api_key
-    ):
+    variable = os.environ.get(API_KEY_VARIABLE)
+    if variable is not None and not variable.strip() and not options.api_key:
         raise InvalidValueError(API_KEY_VARIABLE, "", "an API key", "Unset it to serve without one.")
     keys = [("--api-key", key) for key in options.api_key]
     if options.api_key_file is not None:

@@ -214,8 +214,8 @@ def _wait_ready(
         if not wait(lambda: supervisor.ready.keys() >= set(_tokenizers(addresses))):
             return False
     phases.done("waited for the tokenizer workers")
-    most = max(supervisor.ready[name].max_token_bytes for name in _tokenizers(addresses))
-    replicas.info = msgspec.structs.replace(info, max_token_bytes=most)
+    max_token_bytes = max(supervisor.ready[name].max_token_bytes for name in _tokenizers(addresses))
+    replicas.info = msgspec.structs.replace(info, max_token_bytes=max_token_bytes)
     apis.broadcast(replicas.info)
     if not wait(apis.is_ready):
         return False

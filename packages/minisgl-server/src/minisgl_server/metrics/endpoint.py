@@ -26,7 +26,7 @@ async def collect_local() -> Families:
     return await asyncio.to_thread(_collect)
 
 
-def make_router(collect: Callable[[], Awaitable[Families]] = collect_local) -> APIRouter:
+def metrics_router(collect: Callable[[], Awaitable[Families]] = collect_local) -> APIRouter:
     """Return the route; `collect` returns what it serves. Requests that arrive while it runs wait for the same result."""
     router = APIRouter()
     running: asyncio.Future[Families] | None = None

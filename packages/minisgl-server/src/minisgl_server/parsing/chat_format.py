@@ -11,8 +11,8 @@ from minisgl_core.contracts.structured_outputs import GrammarSource
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.protocol.messages import Tokenize, ToolCallDelta, ToolUse
 from minisgl_core.text.chat import plain_messages, render_chat
-from minisgl_server.parsing.harmony import HARMONY, TAGS, HarmonySplitter
-from minisgl_server.parsing.reasoning_splitter import BEGIN, END, ReasoningSplitter, starts_with_reasoning
+from minisgl_server.parsing.harmony import HARMONY, HARMONY_TAGS, HarmonySplitter
+from minisgl_server.parsing.reasoning_splitter import THINK_END, THINK_START, ReasoningSplitter, starts_with_reasoning
 from minisgl_server.parsing.request_template import render_in_child_process
 from minisgl_server.parsing.tool_parser import TOOL_PARSERS, ToolParser, detect_tool_parser
 
@@ -140,7 +140,7 @@ class ChatFormat:
         """Return the hints that are variables of the template. Turning reasoning off is allowed for models without it."""
         hints = {name: value for name, value in chat.template_hints.items() if name in self._template}
         only_disables_reasoning = chat.template_hints.get("enable_thinking") is False
-        has_no_effect = only_disables_reasoning and BEGIN not in self._template
+        has_no_effect = only_disables_reasoning and THINK_START not in self._template
         if chat.hints_name and not hints and not has_no_effect:
             allowed = f"left out, as the model's chat template has no variable {' or '.join(chat.template_hints)}"
             raise InvalidValueError(chat.hints_name, "given", allowed)
@@ -148,7 +148,7 @@ class ChatFormat:
 
     def _check_reasoning(self, chat: Tokenize) -> None:
         """Refuse to leave reasoning content out if the server cannot separate it."""
-        if self._reasoning_parser is not None or BEGIN not in self._template:
+        if self._reasoning_parser is not None or THINK_START not in self._template:
             return
         if not chat.include_reasoning:
             allowed = "left out, as the server does not separate reasoning content from content"
@@ -177,7 +177,7 @@ class ChatFormat:
         if chat.continue_final_message and chat.messages:
             content = plain_messages(chat.messages[-1:])[0]["content"]
             if content.strip():
-                return bool(content.rfind(BEGIN) > content.rfind(END))
+                return bool(content.rfind(THINK_START) > content.rfind(THINK_END))
         return starts_with_reasoning(self._reasoning_parser, prompt)
 
     def needs_special_tokens(self, chat: Tokenize) -> bool:
@@ -186,7 +186,7 @@ class ChatFormat:
         With a reasoning parser, this holds even if the request has ``separate_reasoning=false``: the tags then stay in the
         content, so that the client can separate it.
         """
-        tags = set() if self._reasoning_parser is None else {BEGIN, END, *TAGS}
+        tags = set() if self._reasoning_parser is None else {THINK_START, THINK_END, *HARMONY_TAGS}
         if chat.tools is not None:
             parser = self._parser_for_tools()
             tags |= {parser.begin, parser.end}
@@ -202,10 +202,10 @@ class ChatFormat:
             source = self._tool_grammar(chat.tools, source)
         if source is None or self._reasoning_parser in (None, HARMONY):
             return source
-        has_begun, end = self._begins_with_reasoning(chat, prompt), self._token(END)
+        has_begun, end = self._begins_with_reasoning(chat, prompt), self._token(THINK_END)
         if has_begun is False or end is None:
             return source
-        begin = None if has_begun else self._token(BEGIN)
+        begin = None if has_begun else self._token(THINK_START)
         return msgspec.structs.replace(source, reasoning_end_token=end, reasoning_begin_token=begin)
 
     def _token(self, tag: str) -> int | None:

@@ -12,7 +12,7 @@ from minisgl_core.text.stop import StopFinder
 HARMONY = "gpt_oss"
 """Value of ``--reasoning-parser``."""
 
-TAGS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
+HARMONY_TAGS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
 
 _RECIPIENT = re.compile(r" ?(|t|to|to=\S{0,256}( \w{0,16})?)")
 """Matches ``to=NAME`` at the start of an output, and every prefix of it, so that a stream can be held back. The prompt ends with
@@ -29,7 +29,7 @@ class HarmonySplitter:
     """
 
     def __init__(self) -> None:
-        self._finder = StopFinder(TAGS)
+        self._finder = StopFinder(HARMONY_TAGS)
         self._part: Literal["start", "header", "channel", "message"] = "start"
         self._start = ""
         """Start of the output, as long as it may be a recipient."""

@@ -4,7 +4,7 @@ from typing import Literal
 
 from minisgl_server.parsing.harmony import HARMONY
 
-BEGIN, END = "<think>", "</think>"
+THINK_START, THINK_END = "<think>", "</think>"
 REASONING_PARSERS = {"qwen3": False, "deepseek_r1": True, HARMONY: False}
 """Values of ``--reasoning-parser``; True if outputs begin with reasoning content even without a tag."""
 
@@ -12,9 +12,9 @@ REASONING_PARSERS = {"qwen3": False, "deepseek_r1": True, HARMONY: False}
 def starts_with_reasoning(parser: str, prompt: str) -> bool | None:
     """Return True if the output begins with reasoning content, by the end of the prompt; None if it does not tell."""
     end = prompt.rstrip()
-    if end.endswith(BEGIN):
+    if end.endswith(THINK_START):
         return True
-    if end.endswith(END):
+    if end.endswith(THINK_END):
         return False
     return True if REASONING_PARSERS[parser] else None
 
@@ -46,9 +46,10 @@ class ReasoningSplitter:
         if self._state == "start":
             space, text = self._read_start(text, finished)
         if self._state == "inside":
-            text, end, rest = text.partition(END)
+            text, end, rest = text.partition(THINK_END)
             if not end and not finished:
-                num_held = next((length for length in range(len(END), 0, -1) if text.endswith(END[:length])), 0)
+                lengths = range(len(THINK_END), 0, -1)
+                num_held = next((length for length in lengths if text.endswith(THINK_END[:length])), 0)
                 text, self._held = text[: len(text) - num_held], text[len(text) - num_held :]
             reasoning, text = self._stripped(text), rest
             self._state = "after" if end else "inside"
@@ -61,13 +62,13 @@ class ReasoningSplitter:
         """Look for the opening tag, if it is not too early to tell. Return the whitespace before content, and the other text."""
         start = text.lstrip()
         self._space.append(text[: len(text) - len(start)])
-        if BEGIN.startswith(start) and start != BEGIN and not finished:
+        if THINK_START.startswith(start) and start != THINK_START and not finished:
             self._held = start
             return "", ""
         space, self._space = "".join(self._space), []
-        if start.startswith(BEGIN) or self._inside_without_tag:
+        if start.startswith(THINK_START) or self._inside_without_tag:
             self._state, self.has_begun = "inside", True
-            return "", start.removeprefix(BEGIN)
+            return "", start.removeprefix(THINK_START)
         self._state = "outside"
         return space, start
 

@@ -99,9 +99,9 @@ class ToolParser:
                 self._start_call("", known_only=True)
                 self._step_call(char)
                 return
-        shown, found = self._finder.push(char)
+        shown, tag = self._finder.push(char)
         self._show(shown)
-        if found is not None:
+        if tag is not None:
             self._at_start = False
             self._finder = StopFinder((self.begin,))
             self._start_call(self.begin)
@@ -131,10 +131,10 @@ class ToolParser:
         """Read a call whose JSON breaks off: the text up to the end tag belongs to the arguments, unless they had ended."""
         assert self._rest is not None
         assert self._reader is not None
-        shown, found = self._rest.push(char)
+        shown, tag = self._rest.push(char)
         if self._reader.in_arguments:
             self._arguments.append(shown)
-        if found is not None:
+        if tag is not None:
             self._flush_arguments()
             self._rest = self._reader = None
             self._after = None

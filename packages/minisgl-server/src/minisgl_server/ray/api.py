@@ -102,8 +102,8 @@ class API:
             self._supervisor.start(name, RUN_TOKENIZER, config, options, index, self._addresses)
             self._workers[index].send(info)
         await asyncio.to_thread(self._supervisor.wait_ready)
-        most = max(self._supervisor.ready[name].max_token_bytes for name in names)
-        self.client.info = msgspec.structs.replace(info, max_token_bytes=most)
+        max_token_bytes = max(self._supervisor.ready[name].max_token_bytes for name in names)
+        self.client.info = msgspec.structs.replace(info, max_token_bytes=max_token_bytes)
         self.client.ready.set()
         tasks = (self._take_requests(), self._take_outputs(), self._watch_engines())
         self._tasks = [asyncio.create_task(each) for each in tasks]

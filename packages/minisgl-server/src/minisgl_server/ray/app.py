@@ -65,7 +65,7 @@ def engines(
     check_providers(config.flat(), registry)
     registry.entry("router", options.router)
     actor = _actor_options(environment)
-    place: dict[str, Any] = {}
+    deployment_options: dict[str, Any] = {}
     spec = ExecutorSpec(parallel.tp, parallel.pp, parallel.placement, config.backends.platform)
     bundles, strategy = registry.load("executor", "ray").bundles(spec, ray.cluster_resources())
     if parallel.size == 1:  # its process is a child of the replica, which needs no other actor
@@ -74,14 +74,14 @@ def engines(
     else:
         config = replace(config, parallel=replace(parallel, executor="ray"))
         actor["num_cpus"] = 0
-        place = {"placement_group_bundles": bundles, "placement_group_strategy": strategy}
-    most_running = config.scheduler.max_running_requests
+        deployment_options = {"placement_group_bundles": bundles, "placement_group_strategy": strategy}
+    max_running = config.scheduler.max_running_requests
     low, high = options.replica_range
     if low < high:
-        scaling = {"target_ongoing_requests": most_running, **scaling, "min_replicas": low, "max_replicas": high}
-        place["autoscaling_config"] = AutoscalingConfig(**scaling)
+        scaling = {"target_ongoing_requests": max_running, **scaling, "min_replicas": low, "max_replicas": high}
+        deployment_options["autoscaling_config"] = AutoscalingConfig(**scaling)
     else:
-        place["num_replicas"] = low
+        deployment_options["num_replicas"] = low
     deployment = serve.deployment(
         Engine,
         name="Engine",
@@ -94,7 +94,7 @@ def engines(
         request_router_config=RequestRouterConfig(
             request_router_class="minisgl_server.ray.request_router.PolicyRequestRouter"
         ),
-        **place,
+        **deployment_options,
     )
     return deployment.bind(config, _without_keys(options))
 

@@ -72,7 +72,7 @@ class Engine:
             os.environ[ROUTER_EVENTS_VARIABLE] = self._addresses.router_events
         self._supervisor = Supervisor(self._addresses.directory, options.log_level, options.log_format)
         timeout_s = options.startup_timeout
-        self._engine = Replicas(config, registry, self._supervisor, self._addresses, timeout_s)
+        self._replicas = Replicas(config, registry, self._supervisor, self._addresses, timeout_s)
         self._running: dict[str, _Running] = {}
         self._callers = Connections()
         self._health: asyncio.Future[None] | None = None
@@ -82,7 +82,7 @@ class Engine:
             info = await asyncio.to_thread(self._start)
         except BaseException:
             self._supervisor.terminate()
-            self._engine.close()
+            self._replicas.close()
             self._addresses.remove()
             raise
         self._info = encode(info)
@@ -92,9 +92,9 @@ class Engine:
         threading.Thread(target=self._watch, name="minisgl: watch", daemon=True).start()
 
     def _start(self) -> EngineInfo:
-        self._engine.start()
-        wait_and_restart(self._supervisor, (self._engine,), self._engine.are_ready, wake=None)
-        return self._engine.mark_ready()
+        self._replicas.start()
+        wait_and_restart(self._supervisor, (self._replicas,), self._replicas.are_ready, wake=None)
+        return self._replicas.mark_ready()
 
     def _watch(self) -> None:
         """End this replica with its engine: its calls fail, and the callers send them to another replica."""

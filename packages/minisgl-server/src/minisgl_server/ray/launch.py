@@ -138,26 +138,26 @@ def _deploy(config: EngineConfig, options: ServerOptions, name: str, environment
 
 def _wait_replaced(name: str) -> bool:
     """Wait until the engines have been removed, or the head of the cluster is lost. Return False if it is lost."""
-    seen, over = time.monotonic(), threading.Event()
+    answered_s, is_over = time.monotonic(), threading.Event()
 
     def poll() -> None:
-        nonlocal seen
-        while not over.wait(POLL_S):
+        nonlocal answered_s
+        while not is_over.wait(POLL_S):
             with suppress(Exception):
                 if name not in _applications():
-                    over.set()
-                seen = time.monotonic()
+                    is_over.set()
+                answered_s = time.monotonic()
 
     # Calls to a lost head take a minute.
     thread = threading.Thread(target=poll, name="minisgl: head", daemon=True)
     thread.start()
     try:
-        while not over.wait(POLL_S):
-            if time.monotonic() - seen > HEAD_S:
+        while not is_over.wait(POLL_S):
+            if time.monotonic() - answered_s > HEAD_S:
                 return False
         return True
     finally:
-        over.set()
+        is_over.set()
         thread.join(POLL_S)
 
 

@@ -124,7 +124,7 @@ class RouterWorker:
             case NoReplica():
                 self._has_failed, waiting, self._waiting = True, self._waiting, {}
                 for submit in waiting.values():
-                    self._enqueue(submit)
+                    self._enqueue(submit)  # refuses it, since `_has_failed` is set
             case RequestCounts():
                 self._count(message)
             case SnapshotRequest():

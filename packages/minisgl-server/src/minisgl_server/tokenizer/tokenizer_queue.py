@@ -76,7 +76,7 @@ class TokenizerQueue:
                 self._worker.handle(message)
 
     def run_next(self) -> None:
-        """Handle the prompt that the thread has tokenized, or the next waiting message. A long prompt is started on a thread."""
+        """Handle the prompt that the thread has tokenized, or else the next waiting message: a thread tokenizes a long prompt."""
         self._num_skips = 0
         if self._in_background is not None and self._in_background[1].done():
             (message, encoded), self._in_background = self._in_background, None

@@ -68,7 +68,7 @@ Message = (
 
 
 MAX_ATTEMPTS = 3
-"""Engines that are tried for a request. A request that ends every engine must not end all of them in turn."""
+"""Engines that are tried for a request, so that a request that crashes engines does not crash all of them in turn."""
 
 
 @dataclass(slots=True)
@@ -124,7 +124,7 @@ class TokenizerWorker:
         self._requests: dict[str, RequestOutput] = {}
         self._num_replicas, self._has_router = num_replicas, num_replicas > 1
         self._retries: dict[str, _Retry] = {}
-        """How to submit each request again that has sent no text. Empty without a router."""
+        """Requests that have sent no text yet, which are submitted again if their engine is lost. Empty without a router."""
         self._lost: dict[int, int] = {}
         """By replica: id of its newest lost engine. All older engines of the replica were lost too."""
 

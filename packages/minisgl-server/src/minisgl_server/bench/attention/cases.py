@@ -70,10 +70,10 @@ class Case:
         new = [length if num_new is None else num_new for length in lengths]
         slots = []
         for row, (length, count, queries) in enumerate(zip(lengths, counts, new, strict=True), 1):
-            mine, pages = pages[:count], pages[count:]
-            self._table.data[row, :count] = mine
+            own_pages, pages = pages[:count], pages[count:]
+            self._table.data[row, :count] = own_pages
             positions = torch.arange(length - queries, length)
-            slots.append(mine[positions // size] * size + positions % size)
+            slots.append(own_pages[positions // size] * size + positions % size)
         starts = np.concatenate(([0], np.cumsum(new)))
         self.batch = AttentionBatch(
             num_decodes=len(lengths) if num_new == 1 else 0,
@@ -114,8 +114,8 @@ class Case:
         k, v = (part.flatten(0, 1)[:length].cpu() for part in parts)
         queries = slice(int(ends[index]) - num_new, int(ends[index]))
         expected = dense_attention(self._q[queries].cpu(), k, v, layer)
-        off = (out[queries].cpu().double() - expected).abs().max().item()
-        return (off if np.isfinite(off) else float("inf")) / TOLERANCES[self.spec.dtype]
+        error = (out[queries].cpu().double() - expected).abs().max().item()
+        return (error if np.isfinite(error) else float("inf")) / TOLERANCES[self.spec.dtype]
 
     @property
     def num_kv_bytes(self) -> int:

@@ -56,9 +56,8 @@ def run_route(options: SimpleNamespace) -> None:
     print_results(COLUMNS, results)
     pages = num_distinct_blocks(fitting) * BLOCK_TOKENS / (options.replicas * num_tokens)
     click.echo(f"{len(fitting)} requests, {len(trace) - len(fitting)} left out because they do not fit in a replica.")
-    click.echo(
-        f"{num_pages} pages of {options.page_size} per replica; the distinct pages are {pages:.2f} of all pages."
-    )
+    click.echo(f"{num_pages} pages of {options.page_size} tokens per replica.")
+    click.echo(f"The requests have {pages:.2f} times as many distinct pages as all replicas together.")
     click.echo("Decision and busy are times of this machine; all else is simulated.")
     write_json(options.json_file, options=vars(options), results=results)
 

@@ -113,8 +113,8 @@ class SimpleReplica(Replica):
         """Find the cached prefix, and reserve pages. None if there are too few."""
         page_size = self._limits.page_size
         keys: list[int] = block_keys(request.sequence, page_size).tolist()
-        most = (request.num_prompt - 1) // page_size
-        num_cached = next((index for index, key in enumerate(keys[:most]) if key not in self._cache), most)
+        max_cached = (request.num_prompt - 1) // page_size
+        num_cached = next((index for index, key in enumerate(keys[:max_cached]) if key not in self._cache), max_cached)
         num_own = -(-(len(request.sequence) - 1) // page_size) - num_cached
         if num_own + self._num_own > self._num_pages - num_cached:
             return None

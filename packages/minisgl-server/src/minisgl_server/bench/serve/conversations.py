@@ -123,6 +123,7 @@ def trace_conversations(
         variant: number of the variant, which determines the content.
     """
     num_blocks = 1 + max((max(request.hash_ids, default=0) for request in requests), default=0)
+    # Added to the hashes, so that each seed and variant has other content. Knuth's multiplier spreads consecutive seeds.
     shift = seed * 0x9E3779B1 % 2**40 + variant * num_blocks
     for number, request in enumerate(requests):
         content = block_content_ids(np.array(request.hash_ids, np.int64) + shift, num_content_ids)

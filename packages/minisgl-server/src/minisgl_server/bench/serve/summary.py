@@ -100,8 +100,8 @@ def _percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
     if not seconds:
         return None
     values = 1e3 * np.asarray(seconds)
-    p50, p90, p99, most = np.percentile(values, [50, 90, 99, 100]).tolist()
-    return {"mean": float(values.mean()), "p50": p50, "p90": p90, "p99": p99, "max": most}
+    p50, p90, p99, maximum = np.percentile(values, [50, 90, 99, 100]).tolist()
+    return {"mean": float(values.mean()), "p50": p50, "p90": p90, "p99": p99, "max": maximum}
 
 
 def _grouped(messages: Iterable[str]) -> dict[str, int]:
