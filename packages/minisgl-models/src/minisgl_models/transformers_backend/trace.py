@@ -26,6 +26,7 @@ from minisgl_models.transformers_backend.identity_backbone import detach_backbon
 
 _NUM_TOKENS = 5
 _FACTORS = ("partial_rotary_factor", "rope_theta")
+"""Keys whose numbers may be integers in a config, though they are used as floats."""
 _SIZES = {
     **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "head_dim"), MAX_INT),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), MAX_INT),

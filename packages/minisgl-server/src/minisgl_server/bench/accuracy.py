@@ -34,7 +34,7 @@ VARIANTS = ((AUTO, "none"), ("fp8", "none"), (AUTO, "fp8"), ("fp8", "fp8"), (AUT
 _CHUNK_TOKENS = 128
 """Tokens whose logits are compared at a time: [128, V] in float32 is 75 MB for a vocabulary of 150,000."""
 _NO_TARGET = -100
-"""Next token of the last one of a window, which has no loss."""
+"""Target of the last token of a window. It has no next token, so it has no loss."""
 
 
 def run_accuracy(

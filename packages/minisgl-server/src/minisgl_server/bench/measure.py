@@ -54,6 +54,7 @@ def measure(
     first = make(0)
     runs: dict[str, list[Run]] = {engine.name: [] for engine in engines}
     prefills: dict[str, list[Run]] = {engine.name: [] for engine in engines}
+    # The measured runs have the first `repeats` variants, the prefills the next ones, and the warm-up the one after these.
     for engine in engines:
         advance(f"{first.name}: warming up {engine.name}")
         engine.run(make(2 * repeats).capped(WARM_UP_TOKENS))

@@ -84,11 +84,11 @@ class API:
             engines = serve.get_deployment_handle("Engine", engines)
         self._engines, self._config, self._options, self._digests = engines, config, options, api_key_digests
         info: EngineInfo = decoder(EngineInfo)(await engines.describe.remote())
-        entries = replace(options, replicas=options.replicas + SPARE_ENTRIES)
-        self._table = RoutingTable(make_router(entries, info, Registry.from_environment()), info)
+        with_spares = replace(options, replicas=options.replicas + SPARE_ENTRIES)
+        self._table = RoutingTable(make_router(with_spares, info, Registry.from_environment()), info)
         request_router.table = self._table
         info = msgspec.structs.replace(info, max_requests=self._max_requests(options.replicas))
-        self._addresses = IpcAddresses.create(options.num_tokenizers or 1, entries.replicas)
+        self._addresses = IpcAddresses.create(options.num_tokenizers or 1, with_spares.replicas)
         self._supervisor = Supervisor(self._addresses.directory, options.log_level, options.log_format)
         self._workers = [Sender(address) for address in self._addresses.tokenizer_in]
         self._calls: dict[str, asyncio.Task[None]] = {}

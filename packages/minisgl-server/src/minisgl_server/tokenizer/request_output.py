@@ -44,6 +44,7 @@ class RequestOutput:
     def push(self, out: TokenOut) -> Piece:
         """Add new tokens to `pending`. Return their text, and the finish reason if the output ends with them."""
         if self.only_prompt:
+            # The generated token is not returned, so the output does not end because of it.
             end = "length" if out.finish_reason == "stop" else out.finish_reason
             out = msgspec.structs.replace(out, token_ids=[], logprobs=None, stop_token_id=None, finish_reason=end)
         piece = self._push_tokens(out.token_ids, out.finish_reason, out.stop_token_id)

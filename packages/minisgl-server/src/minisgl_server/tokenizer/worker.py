@@ -158,7 +158,7 @@ class TokenizerWorker:
             case ApiRestarted(api_worker_id):
                 self._switch_api_worker(api_worker_id)
             case RequestCounts(counts=counts):
-                from_scheduler = bool(counts)
+                from_scheduler = bool(counts)  # the API server sends none, and the scheduler adds its own
                 counts[f"tokenizer {self._index}"] = len(self._requests)
                 (self._to_api if from_scheduler else self._to_scheduler)(message)
             case SnapshotRequest():

@@ -61,11 +61,11 @@ def simulated_requests(trace: Sequence[TraceRequest], time_scale: float = 1.0) -
         next_turns.setdefault(request.parent_chat_id, request)
     for number, request in enumerate(trace):
         num_prompt, size = request.input_length, request.input_length + request.output_length
-        whole = num_prompt // BLOCK_TOKENS
+        num_whole = num_prompt // BLOCK_TOKENS
         later = next_turns.get(request.chat_id)
-        continued = later is not None and later.hash_ids[:whole] == request.hash_ids[:whole]
-        hashes = later.hash_ids[: later.input_length // BLOCK_TOKENS] if later and continued else request.hash_ids
-        known = _block_tokens(hashes)[: size if continued else num_prompt]
+        is_continued = later is not None and later.hash_ids[:num_whole] == request.hash_ids[:num_whole]
+        hashes = later.hash_ids[: later.input_length // BLOCK_TOKENS] if later and is_continued else request.hash_ids
+        known = _block_tokens(hashes)[: size if is_continued else num_prompt]
         own = _NUM_SHARED_IDS + (number * _UNIQUE_IDS_STRIDE + np.arange(size - len(known))) % _NUM_SHARED_IDS
         sequence = np.concatenate((known, own)).astype(np.int32)
         yield SimulatedRequest(number, (request.timestamp - trace[0].timestamp) * time_scale, sequence, num_prompt)
