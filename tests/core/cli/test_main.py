@@ -167,9 +167,9 @@ def cli_options():
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ("[click.Option(['--fail'])]", "--fail, which dance has already"),
-        ("[click.Option(['--mine/--fail'])]", "--fail, which dance has already"),
-        ("[click.Option(['--mine']), click.Option(['--mine'])]", "--mine, which dance has already"),
+        ("[click.Option(['--fail'])]", "--fail, which dance has."),
+        ("[click.Option(['--mine/--fail'])]", "--fail, which dance has."),
+        ("[click.Option(['--mine']), click.Option(['--mine'])]", "--mine, which dance has."),
         ("['--mine']", "must return a list of click options, but it contains '--mine'"),
     ],
 )

@@ -109,7 +109,7 @@ def test_the_config_is_read_from_either_key() -> None:
         ({"quant_method": "compressed-tensors", "config_groups": [3]}, "config_groups must map"),
         (
             {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": 3}}},
-            "weights of a group must be a mapping",
+            "config_groups: weights must be a mapping",
         ),
     ],
 )
@@ -123,7 +123,7 @@ def test_sizes_of_blocks() -> None:
     assert block_shape({"weight_block_size": [128, 64]}) == (128, 64)
     assert block_shape({"block_structure": [128, 128], "strategy": "block"}) == (128, 128)
     for wrong in ([128], [0, 128], "128x128", [1.5, 2]):
-        with pytest.raises(ModelFormatError, match="which must be two integers above 0"):
+        with pytest.raises(ModelFormatError, match="must be two integers above 0"):
             block_shape({"weight_block_size": wrong})
 
 

@@ -210,9 +210,7 @@ def _biases(logit_bias: Any) -> dict[int, float]:
     if type(biases) is dict and _are_plain(biases):
         return dict(biases)
     if not isinstance(biases, Mapping) or not all(_is_token_id(token) for token in biases):
-        raise InvalidValueError(
-            "logit_bias", logit_bias, "a mapping from token ids, which are whole numbers, to numbers"
-        )
+        raise InvalidValueError("logit_bias", logit_bias, "a mapping from token ids, as whole numbers, to numbers")
     for token, bias in biases.items():
         is_number = isinstance(bias, Real) and not isinstance(bias, bool)
         if not is_number or not -100 <= bias <= 100:

@@ -114,9 +114,7 @@ def _with_plugin_options(command: click.Command, name: str, registry: Registry) 
 
     hook = Hooks(registry).cli_options
     groups = hook(command=name) if hook is not None else None
-    extra = [
-        option for options in groups or () for option in (options if isinstance(options, list | tuple) else [options])
-    ]
+    extra = [option for each in groups or () for option in (each if isinstance(each, list | tuple) else [each])]
     taken = {flag for param in command.params for flag in (*param.opts, *param.secondary_opts)}
     for option in extra:
         if not isinstance(option, click.Option):
@@ -125,9 +123,7 @@ def _with_plugin_options(command: click.Command, name: str, registry: Registry) 
             )
         flags = {*option.opts, *option.secondary_opts}
         if clash := taken & flags:
-            raise ProviderLoadError(
-                f"a plugin's hook cli_options adds {', '.join(sorted(clash))}, which {name} has already."
-            )
+            raise ProviderLoadError(f"a plugin's hook cli_options adds {', '.join(sorted(clash))}, which {name} has.")
         taken |= flags
         option.expose_value = False
     command = copy(command)

@@ -221,9 +221,7 @@ def _scaled_context(max_position: int, rope: RopeConfig) -> int:
         return max_position
     stretched = max(max_position, rope.original_max_position * rope.factor)
     if stretched > MAX_CONTEXT:
-        raise ModelFormatError(
-            f"config: factor={rope.factor:g} of the RoPE settings gives more than {MAX_CONTEXT} tokens"
-        )
+        raise ModelFormatError(f"config: factor={rope.factor:g} of RoPE gives a context of over {MAX_CONTEXT} tokens")
     return int(stretched)
 
 

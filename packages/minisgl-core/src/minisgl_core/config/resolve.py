@@ -208,9 +208,8 @@ def _check_parallel(
         raise InvalidValueError("--pp", parallel.pp, f"at most {model.num_layers}, the layers of the model")
     if hardware.torch_name != "cpu" and parallel.size > num_devices:
         max_pp = num_devices // parallel.tp
-        raise InvalidValueError(
-            "--pp", parallel.pp, f"at most {max_pp} with --tp {parallel.tp} and {num_devices} devices"
-        )
+        allowed = f"at most {max_pp} with --tp {parallel.tp} and {num_devices} devices"
+        raise InvalidValueError("--pp", parallel.pp, allowed)
 
 
 def torch_dtype(config: EngineConfig) -> torch.dtype:

@@ -54,9 +54,7 @@ class CheckpointQuantization:
         if self.method == _GGUF:
             types = config.get("types")
             if not isinstance(types, Mapping) or not all(isinstance(each, str) for each in types.values()):
-                raise ModelFormatError(
-                    "config: quantization_config.types must map the modules of a GGUF file to GGML's types"
-                )
+                raise ModelFormatError("config: quantization_config.types must map the modules of a GGUF file to types")
         if self.method != _COMPRESSED:
             excluded = _excluded(config) if self.method == "gptq" else _NONE
             self._ignored = _Modules(config, "modules_to_not_convert", excluded)
@@ -68,9 +66,7 @@ class CheckpointQuantization:
         for group in groups.values():
             weights = group.get("weights") or {}
             if not isinstance(weights, Mapping):
-                raise ModelFormatError(
-                    "config: in quantization_config.config_groups, the weights of a group must be a mapping"
-                )
+                raise ModelFormatError("config: quantization_config.config_groups: weights must be a mapping")
             self._groups.append((_Modules(group, "targets"), weights))
 
     @property
@@ -127,9 +123,7 @@ def block_shape(weights: Mapping[str, Any]) -> tuple[int, int] | None:
         return None
     is_pair = isinstance(sizes, list | tuple) and [type(each) for each in sizes] == [int, int]
     if not is_pair or min(sizes) <= 0:
-        raise ModelFormatError(
-            f"config: quantization_config has the block size {sizes!r}, which must be two integers above 0"
-        )
+        raise ModelFormatError(f"config: block size {sizes!r} of quantization_config must be two integers above 0")
     return sizes[0], sizes[1]
 
 
@@ -254,9 +248,7 @@ def _excluded(config: Mapping[str, Any]) -> Mapping[str, str]:
         raise ModelFormatError("config: quantization_config.modules_in_block_to_quantize is not supported")
     rules = config.get("dynamic") or {}
     if not isinstance(rules, Mapping) or not all(isinstance(each, str) and each.startswith("-:") for each in rules):
-        raise ModelFormatError(
-            "config: quantization_config.dynamic has rules other than those that exclude modules ('-:PATTERN')"
-        )
+        raise ModelFormatError("config: quantization_config.dynamic has rules that exclude no modules ('-:PATTERN')")
     return {f"re:{each.removeprefix('-:')}": "dynamic" for each in rules}
 
 

@@ -95,7 +95,7 @@ def model_provider(model_impl: str, architecture: str, registry: Registry) -> tu
 
 
 _SAMPLING_DEFAULTS = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
-_UNSUPPORTED_KEYS = {
+_IGNORED_KEYS = {
     "bad_words_ids": None,
     "begin_suppress_tokens": None,
     "epsilon_cutoff": 0.0,
@@ -124,9 +124,7 @@ def default_sampling(generation_config: Any) -> dict[str, Any]:
     Raises:
         ModelFormatError: a value is not allowed.
     """
-    ignored = [
-        name for name, neutral in _UNSUPPORTED_KEYS.items() if generation_config.get(name) not in (None, neutral, [])
-    ]
+    ignored = [key for key, neutral in _IGNORED_KEYS.items() if generation_config.get(key) not in (None, neutral, [])]
     if ignored:
         logger.warning("generation_config.json: the engine does not follow %s", ", ".join(ignored))
     if generation_config.get("do_sample") is False:

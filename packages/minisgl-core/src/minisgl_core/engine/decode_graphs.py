@@ -192,10 +192,8 @@ class DecodeGraphs:
             batch.slots.copy_(slots)
             hidden = self._model.forward(input_ids, inputs[2], attend)
             logits, shard = self._model.compute_logits(hidden), self._model.vocab_shard
-            numbers = temperature, uniform
-            tokens = (
-                sampling.sample(logits, *numbers) if shard is None else sampling.sample_shard(logits, *numbers, shard)
-            )
+            args = logits, temperature, uniform
+            tokens = sampling.sample(*args) if shard is None else sampling.sample_shard(*args, shard)
             step.decode_outputs(tokens, rows, last_tokens, io.tokens, io.buffer_index)
             results[:] = ref(hidden), ref(logits), ref(tokens)
             return tokens

@@ -46,9 +46,8 @@ def weights_must_fit() -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         # The allocator of CPUs raises a plain RuntimeError.
         is_allocation = isinstance(error, torch.OutOfMemoryError | MemoryError)
-        if not is_allocation and not any(
-            part in str(error) for part in ("allocate memory", "size calculation overflowed")
-        ):
+        texts = "allocate memory", "size calculation overflowed"
+        if not is_allocation and not any(text in str(error) for text in texts):
             raise
         cause = str(error).strip().partition("\n")[0]
         raise OutOfMemoryError(

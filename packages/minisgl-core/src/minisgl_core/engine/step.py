@@ -149,10 +149,9 @@ class PendingStep:
         plan = self._plan
         logprobs: list[TokenLogprobs | None] = []
         if self._logprobs is not None:
-            entries = _logprob_entries(self._logprobs, tokens.tolist(), plan.sample.num_logprobs.tolist())
-            logprobs = [
-                entry if wanted >= 0 else None for entry, wanted in zip(entries, plan.sample.num_logprobs, strict=True)
-            ]
+            num_logprobs = plan.sample.num_logprobs.tolist()
+            entries = _logprob_entries(self._logprobs, tokens.tolist(), num_logprobs)
+            logprobs = [entry if num >= 0 else None for entry, num in zip(entries, num_logprobs, strict=True)]
         return StepResult(tokens, logprobs, self._prompt_result())
 
     def _prompt_result(self) -> list[list[TokenLogprobs]]:

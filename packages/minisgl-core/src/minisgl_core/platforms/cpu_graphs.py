@@ -63,9 +63,8 @@ class MemoryPool:
         start = -memory.ctypes.data % _ALIGNMENT
         used = memory[start : start + size]
         blocks.append((memory, weakref.ref(used)))
-        return (
-            torch.from_numpy(used).view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-        )
+        flat = torch.from_numpy(used).view(tensor.dtype)
+        return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 class CpuGraph(TorchDispatchMode):  # type: ignore[no-untyped-call]

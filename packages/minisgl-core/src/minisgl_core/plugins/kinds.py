@@ -22,9 +22,8 @@ class Kind:
     @property
     def label(self) -> str:
         """Phrase for one provider of the kind in messages."""
-        return {"commands": "command", "hooks": "hook module", "models": "model"}.get(
-            self.name, f"{self.name} provider"
-        )
+        nouns = {"commands": "command", "hooks": "hook module", "models": "model"}
+        return nouns.get(self.name, f"{self.name} provider")
 
     @property
     def group(self) -> str:

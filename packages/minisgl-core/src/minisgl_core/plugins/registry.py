@@ -68,10 +68,8 @@ class Registry:
         """Store `entries`, and `hidden` ones with the reason why they cannot be used."""
         self._entries = tuple(sorted(set(entries)))
         self._hidden = dict(hidden or {})
-        hidden_notes = [
-            f"{entry.kind} {entry.name!r} of {entry} is {why}" for entry, why in sorted(self._hidden.items())
-        ]
-        self.notes = (*notes, *hidden_notes)
+        reasons = [f"{entry.kind} {entry.name!r} of {entry} is {why}" for entry, why in sorted(self._hidden.items())]
+        self.notes = (*notes, *reasons)
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> "Registry":
@@ -215,9 +213,7 @@ def reasons_of(entry: Entry, provider: Any, *spec: Any) -> list[str]:
         cause = " ".join(f"{type(error).__name__}: {error}".split())
         raise ProviderLoadError(f"{what}: its unsupported() failed: {cause}.") from error
     if not isinstance(reasons, list) or not all(isinstance(reason, str) for reason in reasons):
-        raise ProviderLoadError(
-            f"{what}: its unsupported() must return a list of strings, but returned {reasons!r:.80}."
-        )
+        raise ProviderLoadError(f"{what}: its unsupported() must return a list of strings, not {reasons!r:.80}.")
     return reasons
 
 

@@ -59,7 +59,6 @@ def for_import_failure(kind: str, name: str, distribution: str, error: BaseExcep
     if shipped := requirement(kind, name):
         return f"Try: {install(shipped)}"
     if isinstance(error, ModuleNotFoundError) and error.name:
-        return (
-            f"Install what {distribution} needs ({error.name.partition('.')[0]}), or another version of {distribution}."
-        )
+        module = error.name.partition(".")[0]
+        return f"Install what {distribution} needs ({module}), or another version of {distribution}."
     return f"Install another version of {distribution}, or uninstall it."

@@ -84,9 +84,8 @@ class Supervisor:
         A target of the form ``module:function`` is imported in the child only. `END_SIGNAL` raises `SystemExit` in the child.
         """
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(
-            target=_child, args=(name, theirs, self._setup, target, args), name=name, daemon=True
-        )
+        child_args = name, theirs, self._setup, target, args
+        process = self._context.Process(target=_child, args=child_args, name=name, daemon=True)
         # The child inherits a signal mask, as a signal before it sets its handlers would end it. Multiprocessing's resource
         # tracker must not inherit the mask, so it is started first.
         resource_tracker.ensure_running()

@@ -113,9 +113,7 @@ class Constraint:
         before = time.thread_time()
         is_allowed = self._state.accept(token)
         if why := self._state.error:
-            self.error = (
-                f"The output cannot follow the grammar of {self.param} any further ({why}). Use a simpler grammar."
-            )
+            self.error = f"The output cannot follow the grammar of {self.param} further ({why}). Use a simpler grammar."
         elif not is_allowed:
             self.error = f"The grammar does not allow the token {token}."
         elif time.thread_time() - before > _ACCEPT_LIMIT_S:
@@ -300,9 +298,7 @@ class GrammarManager:
         num_bytes = 0 if self._checker is None else self._checker.check(source, is_quick)
         state = backend.compile(source.kind, source.text, source.name)
         if not isinstance(state, GrammarState):
-            raise PluginError(
-                f"{type(backend).__qualname__}.compile() must return a GrammarState, but returned {state!r}"
-            )
+            raise PluginError(f"{type(backend).__qualname__}.compile() must return a GrammarState, not {state!r}")
         return CompiledGrammar(state, max(num_bytes, _MIN_BYTES_PER_CHARACTER * len(source.text)))
 
 

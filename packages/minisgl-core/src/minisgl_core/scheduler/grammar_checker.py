@@ -93,9 +93,8 @@ class GrammarChecker:
         if is_quick and verdict.exit_status == -signal.SIGPROF:
             raise QuickLimitError
         if verdict.exit_status:
-            raise InvalidValueError(
-                source.name, source.text, _limit(verdict.exit_status), "Ask for a simpler structure."
-            )
+            allowed = _limit(verdict.exit_status)
+            raise InvalidValueError(source.name, source.text, allowed, "Ask for a simpler structure.")
         if verdict.allowed:
             text = dict(source.parts).get(verdict.name, source.text)
             raise InvalidValueError(verdict.name, text, verdict.allowed, verdict.remedy)
@@ -173,9 +172,7 @@ class TrialProcess:
             verdict = self._decode(ours.recv_bytes())
         except (EOFError, OSError):
             self._end()
-            raise MinisglError(
-                "the process that checks grammars does not start; see its messages on standard error"
-            ) from None
+            raise MinisglError("the process that checks grammars does not start; see standard error") from None
         if verdict.plugin_error:
             self._end()
             raise PluginError(verdict.plugin_error)

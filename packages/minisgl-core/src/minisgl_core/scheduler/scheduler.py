@@ -79,9 +79,7 @@ class Scheduler:
         self._running = RunningRequests(limits)
         self.pages = PageManager(limits.num_pages, limits.page_size, cache, self._running, hooks)
         capacity = self.pages.allocator.capacity * limits.page_size
-        assert limits.max_seq_len <= capacity, (
-            f"a sequence of {limits.max_seq_len} does not fit in {capacity} tokens of KV"
-        )
+        assert limits.max_seq_len <= capacity, f"{limits.max_seq_len} tokens do not fit in a pool for {capacity} tokens"
         self.planner = Planner(limits.max_running, limits.vocab_size, self._running)
         self.policy = policy
         self.stats = SchedulerStats()

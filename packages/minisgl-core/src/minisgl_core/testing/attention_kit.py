@@ -170,9 +170,7 @@ class AttentionBackendTests:
                 assert reasons, f"a spec with {feature} must be refused, because the capabilities do not declare it"
             else:
                 assert not reasons, f"the backend declares {feature} but refuses it: {reasons}"
-                assert feature not in ("value_head_dim", "mla"), (
-                    f"{feature} is not defined yet, so no backend can support it"
-                )
+                assert feature not in ("value_head_dim", "mla"), f"{feature} is reserved and must be False"
 
     def test_soft_caps(self) -> None:
         """Layers with different soft caps, or without one, with scores far above the caps; one has a window, too."""

@@ -182,9 +182,8 @@ class AttentionRig:
         self.table.data[request.row, : len(request.pages)] = entries
         fresh = self.slots(request, num_shared * size, num_cached)
         if len(fresh):
-            self.expected_pool[:, :, fresh] = self._normal(
-                *self.expected_pool.shape[:2], len(fresh), *self.expected_pool.shape[3:]
-            )
+            shape = *self.expected_pool.shape[:2], len(fresh), *self.expected_pool.shape[3:]
+            self.expected_pool[:, :, fresh] = self._normal(*shape)
             self._before_storing[:, :, fresh] = self.expected_pool[:, :, fresh] * self._scales
             self.pool.data.copy_(self._laid_out(self.expected_pool))
         return request

@@ -42,9 +42,8 @@ class Rank:
     def join(self, rendezvous: str, timeout_s: float | None = None) -> Communicator:
         """Join the group with this rendezvous name."""
         url = f"file://{self.folder}/{rendezvous}"
-        return self.provider(
-            CommunicatorSpec(self.rank, self.size, self.device, url, timeout_s or self.default_timeout_s)
-        )
+        spec = CommunicatorSpec(self.rank, self.size, self.device, url, timeout_s or self.default_timeout_s)
+        return self.provider(spec)
 
     def tensors(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
         """Return the inputs of all ranks in rank order: small integers, which all dtypes add exactly."""
@@ -113,9 +112,8 @@ def check_all_reduce_add_norm(me: Rank, group: Communicator) -> None:
             expected, weight = residual.double(), torch.randn(size, generator=generator).to(me.device, dtype)
             for layer in range(3):
                 parts = [torch.randn(shape, generator=generator).to(me.device, dtype) for _ in range(me.size)]
-                norm, residual = group.all_reduce_add_norm(
-                    parts[me.rank].clone(), residual, weight, 1e-6, ops.add_rms_norm
-                )
+                own = parts[me.rank].clone()
+                norm, residual = group.all_reduce_add_norm(own, residual, weight, 1e-6, ops.add_rms_norm)
                 expected = expected + torch.stack(parts).double().sum(0)
                 scaled = ops.rms_norm(expected, weight.double(), 1e-6)
                 error = (norm.double() - scaled).norm() / scaled.norm()

@@ -55,9 +55,7 @@ class CommunicatorTests:
                 while not ranks.join(max(0.0, deadline - time.monotonic())):
                     if time.monotonic() >= deadline:
                         checks = ", ".join(file.read_text() for file in Path(folder).glob("check of *"))
-                        pytest.fail(
-                            f"{size} ranks did not end in {self.limit_s} s; their checks: {checks or 'none began'}"
-                        )
+                        pytest.fail(f"{size} ranks did not end in {self.limit_s} s; checks: {checks or 'none began'}")
             except ProcessException as error:
                 note = Path(folder, f"check of rank {error.error_index}")
                 check = note.read_text() if note.exists() else "its start"

@@ -31,9 +31,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run an operator, and count the storages that it allocates."""
         result = func(*args, **(kwargs or {}))
-        inputs = {
-            each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)
-        }
+        inputs = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         for each in tree_leaves(result):
             if isinstance(each, torch.Tensor):
                 storage = each.untyped_storage()

@@ -179,9 +179,7 @@ class ModelTests:
             actual, expected = getattr(sparse, name), getattr(self._config, name)
             # Every checkpoint sets its token ids; transformers' defaults are those of the family's first model.
             if name not in ("raw", "bos_token_id", "eos_token_ids"):
-                assert actual == expected, (
-                    f"{name} is {actual} if its key is missing; transformers' default is {expected}"
-                )
+                assert actual == expected, f"{name} is {actual} if its key is missing; transformers has {expected}"
 
     def test_attention_layers_are_in_order(self) -> None:
         """`attention_layers` returns one layer per layer of the config, in order, with its sliding window."""

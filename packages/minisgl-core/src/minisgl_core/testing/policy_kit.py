@@ -97,6 +97,5 @@ class PolicyTests:
         """The policy calls `num_cached` at most once per request, since each call matches the whole prompt."""
         queue = Queue(300, 2, seed=0)
         queue.ordered_by(self.provider())
-        assert not queue.num_calls or max(queue.num_calls.values()) == 1, (
-            "the policy calls num_cached several times per request"
-        )
+        num_calls = max(queue.num_calls.values(), default=0)
+        assert num_calls <= 1, "the policy calls num_cached several times per request"

@@ -71,9 +71,7 @@ class PrefixCacheTests:
                 cache.insert(tokens, pages_array([1] * num_before + [ids[page.tobytes()]]))
             for page in pages:
                 matched = cache.match(np.concatenate((beginning, page))).pages.tolist()
-                assert matched == [1] * num_before + [ids[page.tobytes()]], (
-                    "the cache found another page for these tokens"
-                )
+                assert matched == [1] * num_before + [ids[page.tobytes()]], "the cache found other pages"
             cache.check()
 
     @each_page_size

@@ -124,9 +124,7 @@ class RouterTests:
             grown, _ = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
-        assert grown < 400_000, (
-            f"{grown} bytes were kept of 200 prompts and 100000 events, for 1024 blocks of all caches"
-        )
+        assert grown < 400_000, f"200 prompts and 100000 events left {grown} bytes, for 1024 blocks of all caches"
 
     def test_prefers_the_replica_that_holds_the_prefix(self) -> None:
         """A router that uses events routes a prompt to the replica that reported its prefix, until it reports the eviction."""
@@ -136,13 +134,9 @@ class RouterTests:
             router, replicas = self.router(4), [Replica(number) for number in range(4)]
             routed = prompt(holder, 320)
             router.inserted(holder, routed.block_keys())
-            assert router.route(routed, replicas) == holder, (
-                "a prompt is not routed to the replica that reported its prefix"
-            )
+            assert router.route(routed, replicas) == holder, "the replica that reported the prefix is not selected"
             longer = RoutedPrompt(np.concatenate((routed.token_ids, routed.token_ids)), BLOCK_SIZE, routed.namespace)
-            assert router.route(longer, replicas) == holder, (
-                "a longer prompt is not routed to the replica that reported its prefix"
-            )
+            assert router.route(longer, replicas) == holder, "a longer prompt is not routed like its prefix"
         for forget in ("evicted", "lost"):
             chosen = set()
             for holder in range(4):

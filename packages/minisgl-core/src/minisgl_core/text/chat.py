@@ -158,9 +158,7 @@ def _plain(message: Mapping[str, Any], index: int, knows_developer: bool) -> dic
     role = message.get("role")
     if role not in ROLES:
         raise InvalidValueError(f"{where}.role", role, f"one of {', '.join(ROLES)}")
-    given = {
-        name: value for name, value in message.items() if value is not None and not (name in _EMPTY and value == [])
-    }
+    given = {key: value for key, value in message.items() if value is not None and not (key in _EMPTY and value == [])}
     more = {name: value for name, value in given.items() if name not in ("role", "content")}
     for name in sorted(more):
         if name != "name" and name not in _FIELDS.get(role, ()):

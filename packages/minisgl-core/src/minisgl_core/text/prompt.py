@@ -111,9 +111,8 @@ def bad_word_tokens(tokenizer: Any, sampling: SamplingParams) -> list[list[int]]
     """
     found: list[list[int]] = []
     for word in sampling.bad_words:
-        plain, spaced = (
-            encode_prompt(tokenizer, text, False, name="bad_words") for text in (word.lstrip(), f" {word.lstrip()}")
-        )
+        texts = word.lstrip(), f" {word.lstrip()}"
+        plain, spaced = (encode_prompt(tokenizer, text, False, name="bad_words") for text in texts)
         if not plain:
             raise InvalidValueError("bad_words", word, "more than white space")
         found.append(plain)

@@ -129,9 +129,7 @@ class ScaledTensor:
             self._sizes = block
         else:
             blocks = f"blocks of {block[0]} by {block[1]}" if block else "no block size in the config"
-            raise ModelFormatError(
-                f"{name} has shape {list(self.shape)} and scales of shape {list(shape)}, with {blocks}"
-            )
+            raise ModelFormatError(f"{name}, {list(self.shape)}, has scales of shape {list(shape)}, with {blocks}")
 
     def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
         import torch

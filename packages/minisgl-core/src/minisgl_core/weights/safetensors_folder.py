@@ -51,9 +51,7 @@ class SafetensorsWeights(FolderSource):
             for file in set(weight_map.values()):
                 # Links are followed, because the cache of the hub consists of links.
                 if Path(file).is_absolute() or ".." in Path(file).parts:
-                    raise ModelFormatError(
-                        f"{self._path / _INDEX}: weight_map has {file!r}, which is not a file in the folder"
-                    )
+                    raise ModelFormatError(f"{self._path / _INDEX}: weight_map has {file!r}, not a file in the folder")
             files = defaultdict[Path, set[str]](set)
             for name, file in weight_map.items():
                 files[self._path / file].add(name)
@@ -83,9 +81,7 @@ class SafetensorsWeights(FolderSource):
             return join_scales(self._stored(), self.config, wanted)
         if any(name in wanted and not name.endswith(_PLAIN) for name, _ in self._stored()):
             return self._stored()
-        remedy = (
-            "name a provider that multiplies by its packed weights (--quantization NAME), or use another checkpoint"
-        )
+        remedy = "select a provider that reads packed weights (--quantization NAME), or use another checkpoint"
         raise ModelFormatError(f"{self._path} cannot be dequantized: {'; '.join(reasons)}; {remedy}")
 
     def _stored(self) -> Iterator[tuple[str, _Slice]]:
