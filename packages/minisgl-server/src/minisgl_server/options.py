@@ -144,5 +144,5 @@ class ServerOptions:
 
     @property
     def replica_range(self) -> tuple[int, int]:
-        """Least and most replicas."""
+        """Minimum and maximum number of replicas."""
         return int(self.replicas), getattr(self.replicas, "high", self.replicas)

@@ -39,13 +39,13 @@ def fill_buffers(model: Any, device: torch.device) -> None:
 
 def allocate_parameters(model: nn.Module, device: torch.device) -> None:
     """Allocate the parameters of a model on the meta device, uninitialized. Tied ones stay tied."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    allocated: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                if parameter not in made:
-                    made[parameter] = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False)
-                module._parameters[name] = made[parameter]
+                if parameter not in allocated:
+                    allocated[parameter] = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False)
+                module._parameters[name] = allocated[parameter]
 
 
 def stored_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

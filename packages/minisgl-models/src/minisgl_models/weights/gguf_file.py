@@ -217,13 +217,16 @@ class GgufWeights(WeightSource):
                 kind = "qweight" if is_packed else suffix
                 for expert, matrix in enumerate(expert_matrices(tensor.packed() if is_packed else tensor)):
                     yield f"{target.format(expert)}.{kind}", matrix
+            elif stem == "ffn_up_exps":
+                continue  # it comes with the gate
             elif stem.endswith("_exps"):
-                if stem != "ffn_up_exps":  # which comes with the gate
+                parts = [tensor]
+                if stem == "ffn_gate_exps":
                     up_name = name.replace("gate", "up")
                     if up_name not in self._tensors:
                         raise ModelFormatError(f"{self._path}: tensor {up_name} is missing beside {name}")
-                    others = [tensor, self._tensors[up_name]] if "gate" in stem else [tensor]
-                    yield target + ("_bias" if suffix == "bias" else ""), InterleavedExperts(*others)
+                    parts.append(self._tensors[up_name])
+                yield target + ("_bias" if suffix == "bias" else ""), InterleavedExperts(*parts)
             elif stem == "attn_sinks":
                 yield target, TensorView(tensor)
             elif suffix == "weight" and tensor.is_quantized and f"{target}.qweight" in wanted:

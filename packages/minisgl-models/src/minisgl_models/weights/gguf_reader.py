@@ -28,7 +28,7 @@ _STRING, _ARRAY = 8, 9
 _MAX_HEADER_BYTES = 2**26
 """Largest header. With a large vocabulary, a header has about 2**24 bytes."""
 _MAX_ITEMS = 2**22
-"""Most array elements of a header. A large vocabulary has about 2**20 tokens, types and merges."""
+"""Maximum number of array elements of a header. A large vocabulary has about 2**20 tokens, types and merges."""
 _MAX_DIMS = 4
 _MIN_KEY_BYTES, _MIN_TENSOR_BYTES = 8 + 4 + 1, 8 + 4 + 8 + 4 + 8
 """Smallest entries: a key's length, type and value; a name's length, number of dimensions, one dimension, type and offset."""

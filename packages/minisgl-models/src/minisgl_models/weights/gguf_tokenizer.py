@@ -20,7 +20,7 @@ _KEEP_SPACES_AFTER = ("<unk>", "<s>", "<|endoftext|>")
 _MAX_PIECE_LENGTH = 256
 """Longest token of a SentencePiece vocabulary, in characters. Its merges take time in the square of its length."""
 _MAX_MERGES = 2**22
-"""Most merges of a SentencePiece vocabulary. Gemma 3's has about 2**19."""
+"""Maximum number of merges of a SentencePiece vocabulary. Gemma 3's has about 2**19."""
 
 
 def build_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Any:

@@ -114,4 +114,4 @@ def _single_tokens(tokenizer: Any, words: Iterable[str]) -> Iterable[str]:
     listed = sorted(words)
     first = tokenizer(listed, add_special_tokens=False)["input_ids"]
     pairs = tokenizer([f"{word} {word}" for word in listed], add_special_tokens=False)["input_ids"]
-    return (word for word, one, two in zip(listed, first, pairs, strict=True) if len(one) == 1 and len(two) == 2)
+    return (word for word, alone, pair in zip(listed, first, pairs, strict=True) if len(alone) == 1 and len(pair) == 2)

@@ -31,8 +31,8 @@ def statistics(requests: Sequence[TraceRequest]) -> dict[str, float]:
     lengths = np.array([request.input_length for request in requests])
     by_id = {request.chat_id: request for request in requests}
     later = [(by_id[each.parent_chat_id], each) for each in requests if each.parent_chat_id in by_id]
-    shared = [BLOCK_TOKENS * _num_shared(one.hash_ids, two.hash_ids) for one, two in later] or [0]
-    gaps = [two.timestamp - one.timestamp for one, two in later] or [0.0]
+    shared = [BLOCK_TOKENS * _num_shared(parent.hash_ids, request.hash_ids) for parent, request in later] or [0]
+    gaps = [request.timestamp - parent.timestamp for parent, request in later] or [0.0]
     num_roots = len(requests) - len(later)
     span_s = requests[-1].timestamp - requests[0].timestamp
     return {
@@ -44,7 +44,8 @@ def statistics(requests: Sequence[TraceRequest]) -> dict[str, float]:
         "text requests": float(np.mean([request.type == "text" for request in requests])),
         "search requests": float(np.mean([request.type == "search" for request in requests])),
         "later turns": len(later) / len(requests),
-        "conversations of several turns": len({one.chat_id for one, two in later if two.turn == 2}) / num_roots,
+        "conversations of several turns": len({parent.chat_id for parent, request in later if request.turn == 2})
+        / num_roots,
         **_reuse(requests),
         "shared with the turn before, median": float(np.median(shared)),
         "shared with the turn before, p95": float(np.percentile(shared, 95)),
