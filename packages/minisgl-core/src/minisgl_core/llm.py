@@ -219,10 +219,8 @@ class LLM:
             WorkerDiedError: another rank has ended; this object is closed then.
         """
         listed = list_prompts(prompts)
-        each = _list_sampling(self.default_sampling if sampling is None else sampling, len(listed))
-        work = [
-            self._checked(prompt, one) for prompt, params in zip(listed, each, strict=True) for one in params.split()
-        ]
+        params = _list_sampling(self.default_sampling if sampling is None else sampling, len(listed))
+        work = [self._checked(prompt, one) for prompt, each in zip(listed, params, strict=True) for one in each.split()]
         return self._run(work, progress and len(work) > 1)
 
     def chat(

@@ -260,9 +260,8 @@ def _info(
     config, model = resolved.config, checkpoint.config
     tokens = (num_pages - 1) * int(config.cache.page_size)
     pool = Choice("num_pages", str(num_pages), f"room for {tokens:,} tokens of KV")
-    impl = (
-        [Choice("model_impl", TRANSFORMERS, checkpoint.provider_reason)] if checkpoint.provider == TRANSFORMERS else []
-    )
+    is_transformers = checkpoint.provider == TRANSFORMERS
+    impl = [Choice("model_impl", TRANSFORMERS, checkpoint.provider_reason)] if is_transformers else []
     return EngineInfo(
         model=checkpoint.name,
         architecture=model.architecture,

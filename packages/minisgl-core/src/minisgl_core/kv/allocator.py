@@ -5,7 +5,7 @@ import numpy.typing as npt
 
 from minisgl_core.errors import OutOfPagesError
 
-Int32 = npt.NDArray[np.int32]
+Int32Array = npt.NDArray[np.int32]
 
 
 class PageAllocator:
@@ -36,7 +36,7 @@ class PageAllocator:
         """Flag per page of the pool, bool [P]: True if the page is free. Read-only."""
         return self._is_free
 
-    def allocate(self, num_pages: int) -> Int32:
+    def allocate(self, num_pages: int) -> Int32Array:
         """Allocate `num_pages` pages; return their ids, int32 [num_pages].
 
         Raises:
@@ -50,7 +50,7 @@ class PageAllocator:
         self._is_free[pages] = False
         return pages
 
-    def free(self, pages: Int32) -> None:
+    def free(self, pages: Int32Array) -> None:
         """Free pages. Each must have been allocated and not freed since."""
         if len(pages) == 0:
             return

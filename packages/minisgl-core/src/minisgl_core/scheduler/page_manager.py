@@ -20,7 +20,7 @@ pages that the same step writes, apart from that of their own token.
 import numpy as np
 
 from minisgl_core.contracts.prefix_cache import PrefixCache, PrefixInsert, PrefixMatch
-from minisgl_core.kv.allocator import Int32, PageAllocator
+from minisgl_core.kv.allocator import Int32Array, PageAllocator
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.scheduler.request import Request
 from minisgl_core.scheduler.running_requests import RunningRequests
@@ -38,7 +38,7 @@ class PageManager:
         self._running, self._hooks = running, hooks
         self._num_insertions = 0
         """Insertions into the cache that added pages. Until the next one, no match becomes longer."""
-        self._table_writes: list[tuple[Int32, Int32, Int32]] = []
+        self._table_writes: list[tuple[Int32Array, Int32Array, Int32Array]] = []
         """(rows, columns, pages) of the writes that no plan has yet: several pages of one request, or one page of each decode."""
 
     @property
@@ -118,13 +118,13 @@ class PageManager:
         if missing > 0:
             self._extend(request, self._allocate(missing))
 
-    def decodes_without_page(self, rows: Int32) -> Int32:
+    def decodes_without_page(self, rows: Int32Array) -> Int32Array:
         """Return those of the decoding rows that need a page for their next token."""
         running = self._running
-        without_page: Int32 = rows[running.num_computed[rows] == running.num_pages[rows] * self.page_size]
+        without_page: Int32Array = rows[running.num_computed[rows] == running.num_pages[rows] * self.page_size]
         return without_page
 
-    def take_one_each(self, rows: Int32) -> None:
+    def take_one_each(self, rows: Int32Array) -> None:
         """Give each row a page. They must be available."""
         if len(rows):
             pages = self._allocate(len(rows))
@@ -137,7 +137,7 @@ class PageManager:
         missing = -(-(running.lengths[rows] + 1) // self.page_size) - running.num_pages[rows]
         return int(np.maximum(missing, 0).sum())
 
-    def _allocate(self, num_pages: int) -> Int32:
+    def _allocate(self, num_pages: int) -> Int32Array:
         """Allocate pages, and evict cached pages if too few are free."""
         shortfall = num_pages - self.allocator.num_free
         if shortfall > 0:
@@ -180,7 +180,7 @@ class PageManager:
         request.matched_at = -1
         request.reset()
 
-    def _insert(self, request: Request, tokens: Int32, pages: Int32) -> PrefixInsert:
+    def _insert(self, request: Request, tokens: Int32Array, pages: Int32Array) -> PrefixInsert:
         """Insert pages into the cache, and call the hook for the pages that the cache took."""
         inserted = self.cache.insert(tokens, pages, request.namespace)
         if len(inserted.pages) == inserted.num_present:
@@ -193,7 +193,7 @@ class PageManager:
             )
         return inserted
 
-    def drain_table_writes(self) -> Int32:
+    def drain_table_writes(self) -> Int32Array:
         """Return the page-table writes since the last call: rows, columns, pages, int32 [3 * N]; each entry once."""
         if not self._table_writes:
             return np.empty(0, np.int32)
@@ -208,7 +208,7 @@ class PageManager:
         keep = np.sort(len(keys) - 1 - last) if len(last) < len(keys) else slice(None)
         return np.concatenate((rows[keep], columns[keep], pages[keep]))
 
-    def _extend(self, request: Request, pages: Int32) -> None:
+    def _extend(self, request: Request, pages: Int32Array) -> None:
         row, start = request.row, request.num_pages
         end = start + len(pages)
         self._running.pages[row, start:end], self._running.num_pages[row] = pages, end

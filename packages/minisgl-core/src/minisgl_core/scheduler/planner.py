@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from minisgl_core.kv.allocator import Int32
+from minisgl_core.kv.allocator import Int32Array
 from minisgl_core.protocol.batch_plan import FROM_DEVICE, BatchPlan, BiasState, PenaltyState, SamplePlan
 from minisgl_core.scheduler.random_numbers import uniforms
 from minisgl_core.scheduler.request import Request
@@ -59,7 +59,7 @@ class Planner:
         has_changes = sampling.has_penalties or len(request.bias_ids) > 0 or sampling.min_tokens > 0
         self._has_logit_adjustments[row] = has_mask or has_changes
 
-    def plan(self, decodes: Int32, chunks: list[Chunk], page_table_writes: Int32) -> BatchPlan:
+    def plan(self, decodes: Int32Array, chunks: list[Chunk], page_table_writes: Int32Array) -> BatchPlan:
         """Return the plan of a step: the rows that decode, and the chunks after them."""
         running, num_decodes = self._running, len(decodes)
         rows, starts = decodes, running.num_computed[decodes]
@@ -92,7 +92,7 @@ class Planner:
             prompt_targets=np.concatenate([_targets(chunks[i]) for i in with_logprobs]) if with_logprobs else _NO_INTS,
         )
 
-    def _sample_plan(self, index: Int32, all_rows: Int32) -> SamplePlan:
+    def _sample_plan(self, index: Int32Array, all_rows: Int32Array) -> SamplePlan:
         rows = all_rows[index]
         counters = self._running.lengths[rows] - self._running.num_prompt_tokens[rows]
         return SamplePlan(
@@ -106,14 +106,14 @@ class Planner:
             **self._logit_adjustments(rows),
         )
 
-    def _logit_adjustments(self, rows: Int32) -> dict[str, Any]:
+    def _logit_adjustments(self, rows: Int32Array) -> dict[str, Any]:
         """Return the plan's fields of penalties, logit biases, banned tokens and masks, which few requests have."""
         penalty_states: list[PenaltyState] = []
         bias_states: list[BiasState] = []
         biased: list[int] = []
         masked: list[int] = []
-        banned_index: list[Int32] = [_NO_INTS]
-        banned_token: list[Int32] = [_NO_INTS]
+        banned_index: list[Int32Array] = [_NO_INTS]
+        banned_token: list[Int32Array] = [_NO_INTS]
         has_penalties = False
         for i in np.flatnonzero(self._has_logit_adjustments[rows]).tolist():
             row = int(rows[i])
@@ -145,7 +145,7 @@ class Planner:
         }
 
 
-def _banned(request: Request) -> Int32:
+def _banned(request: Request) -> Int32Array:
     """Return the tokens that a request without a mask must not sample next."""
     banned: frozenset[int] = frozenset() if request.token_rules is None else request.token_rules.banned
     if request.length - request.num_prompt_tokens < request.sampling.min_tokens:
@@ -153,7 +153,7 @@ def _banned(request: Request) -> Int32:
     return np.fromiter(banned, np.int32, len(banned)) if banned else _NO_INTS
 
 
-def _targets(chunk: Chunk) -> Int32:
+def _targets(chunk: Chunk) -> Int32Array:
     """Return the token after each token of the chunk; -1 past the end of the prompt."""
     targets = np.full(chunk.num_new, -1, np.int32)
     end = min(chunk.start + chunk.num_new + 1, chunk.request.num_prompt_tokens)

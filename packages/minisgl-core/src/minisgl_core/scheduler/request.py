@@ -5,7 +5,7 @@ import time
 import numpy as np
 
 from minisgl_core.contracts.prefix_cache import CacheNamespace
-from minisgl_core.kv.allocator import Int32
+from minisgl_core.kv.allocator import Int32Array
 from minisgl_core.plugins.hookspecs import RequestRecord
 from minisgl_core.protocol.messages import Submit, TokenLogprobs
 from minisgl_core.scheduler.constraints import Constraint
@@ -66,7 +66,7 @@ class Request:
         self.scheduled_s: float | None = None
         self.first_token_s: float | None = None
         self.num_preemptions = 0
-        self._tokens: Int32 = submit.token_ids
+        self._tokens: Int32Array = submit.token_ids
         """Tokens without a row."""
         self.num_prompt_tokens = len(submit.token_ids)
         self.max_length = self.num_prompt_tokens + sampling.max_tokens
@@ -99,7 +99,7 @@ class Request:
         return int(self._running.num_tokens[self.row]) if self.row else len(self._tokens)
 
     @property
-    def tokens(self) -> Int32:
+    def tokens(self) -> Int32Array:
         """Prompt and output tokens known to the host; a view that is valid until the next change."""
         return self._running.tokens[self.row, : self.num_tokens] if self.row else self._tokens
 
@@ -109,9 +109,9 @@ class Request:
         return int(self._running.num_pages[self.row])
 
     @property
-    def pages(self) -> Int32:
+    def pages(self) -> Int32Array:
         """Page ids in order; a view that is valid until the next change. `PageManager` changes them."""
-        pages: Int32 = self._running.pages[self.row, : self.num_pages]
+        pages: Int32Array = self._running.pages[self.row, : self.num_pages]
         return pages
 
     @property
@@ -165,7 +165,7 @@ class Request:
         return banned | eos_ids if has_grammar and self.sampling.ignore_eos else banned
 
     @property
-    def known_computed(self) -> Int32:
+    def known_computed(self) -> Int32Array:
         """Tokens known to the host whose KV is in the pool, or will be once the launched steps are done."""
         return self.tokens[: self.num_computed]
 

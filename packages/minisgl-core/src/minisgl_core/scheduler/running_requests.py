@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from minisgl_core.kv.allocator import Int32
+from minisgl_core.kv.allocator import Int32Array
 
 if TYPE_CHECKING:
     from minisgl_core.scheduler.limits import SchedulerLimits
@@ -50,7 +50,7 @@ class RunningRequests:
         """Number of admitted requests that each token stops."""
         self._requests: dict[int, Request] = {}
         """Admitted requests by row, in order of admission."""
-        self._rows: Int32 | None = None
+        self._rows: Int32Array | None = None
         self._free_rows = list(range(limits.max_running, 0, -1))
 
     @property
@@ -86,7 +86,7 @@ class RunningRequests:
         request.row = 0
 
     @property
-    def rows(self) -> Int32:
+    def rows(self) -> Int32Array:
         """Rows of the running requests in order of admission."""
         if self._rows is None:
             self._rows = np.fromiter(self._requests, np.int32, len(self._requests))
@@ -103,12 +103,12 @@ class RunningRequests:
         return list(self._requests.values())
 
     @property
-    def lengths(self) -> Int32:
+    def lengths(self) -> Int32Array:
         """`Request.length` of every row."""
-        lengths: Int32 = self.num_tokens + self.num_pending
+        lengths: Int32Array = self.num_tokens + self.num_pending
         return lengths
 
-    def schedulable(self) -> tuple[Int32, Int32]:
+    def schedulable(self) -> tuple[Int32Array, Int32Array]:
         """Return the rows that can decode, and those that have more tokens to prefill."""
         lengths, rows = self.lengths, self.rows
         num_left = lengths - self.num_computed
@@ -117,18 +117,18 @@ class RunningRequests:
         prefills = wants_step & (num_left > 0) & ~decodes
         return rows[decodes[rows]], rows[prefills[rows]]
 
-    def launch(self, rows: Int32, sampled: Int32, decodes: Int32) -> None:
+    def launch(self, rows: Int32Array, sampled: Int32Array, decodes: Int32Array) -> None:
         """Update the counts for a launched step: all of its rows, those that sample a token, and those that decode."""
         self.num_inflight[rows] += 1
         self.num_pending[sampled] += 1
         self.num_computed[decodes] += 1
 
-    def complete(self, rows: Int32, sampled: Int32) -> None:
+    def complete(self, rows: Int32Array, sampled: Int32Array) -> None:
         """Update the counts for a step that is processed."""
         self.num_inflight[rows] -= 1
         self.num_pending[sampled] -= 1
 
-    def add_tokens(self, rows: Int32, token_ids: Int32) -> Bools:
+    def add_tokens(self, rows: Int32Array, token_ids: Int32Array) -> Bools:
         """Append a sampled token to each row. Return True for each row whose output of the step is only the token.
 
         These are the rows of plain requests, unless the token is the request's first or may be its last.
@@ -141,9 +141,9 @@ class RunningRequests:
         is_token_only: Bools = continues & self.is_plain[rows] & (lengths > self.num_prompt_tokens[rows] + 1)
         return is_token_only
 
-    def add_pages(self, rows: Int32, pages: Int32) -> Int32:
+    def add_pages(self, rows: Int32Array, pages: Int32Array) -> Int32Array:
         """Append a page to each row. Return the index of each page in its row."""
-        columns: Int32 = self.num_pages[rows]
+        columns: Int32Array = self.num_pages[rows]
         self.pages[rows, columns] = pages
         self.num_pages[rows] += 1
         return columns
@@ -152,12 +152,12 @@ class RunningRequests:
         """Exclude a request from further steps. `remove` clears its row."""
         self.max_length[request.row] = 0
 
-    def is_live(self, rows: Int32) -> Bools:
+    def is_live(self, rows: Int32Array) -> Bools:
         """Return True for each row whose request has not ended."""
         is_live: Bools = self.max_length[rows] > 0
         return is_live
 
-    def removable(self, rows: Int32) -> list[Request]:
+    def removable(self, rows: Int32Array) -> list[Request]:
         """Return the requests among the rows that have ended and are in no step in flight."""
         is_removable = (self.num_inflight[rows] + self.max_length[rows] == 0) & (self.num_prompt_tokens[rows] > 0)
         return [self._requests[row] for row in rows[is_removable].tolist()]

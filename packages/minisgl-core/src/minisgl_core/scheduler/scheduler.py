@@ -23,7 +23,7 @@ import numpy.typing as npt
 from minisgl_core.contracts.policy import Policy, RequestView
 from minisgl_core.contracts.prefix_cache import PrefixCache
 from minisgl_core.errors import InvalidValueError, PluginError, QueueFullError
-from minisgl_core.kv.allocator import Int32
+from minisgl_core.kv.allocator import Int32Array
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.protocol.batch_plan import BatchPlan, StepResult, TokenMasks
 from minisgl_core.protocol.messages import Rejected, Submit, TokenBatch, TokenLogprobs, TokenOut
@@ -247,12 +247,12 @@ class Scheduler:
         aborted, self._aborted = self._aborted, []
         return self._batches(aborted, _NO_ROWS, _NO_ROWS)
 
-    def _at(self, plan: BatchPlan, indices: Int32) -> list[Request]:
+    def _at(self, plan: BatchPlan, indices: Int32Array) -> list[Request]:
         """Return the requests at these indices of a step in flight."""
         return [self._running[row] for row in plan.rows[indices].tolist()]
 
     def _batches(
-        self, outputs: list[tuple[int, TokenOut]], rows: Int32, tokens: npt.NDArray[np.integer[Any]]
+        self, outputs: list[tuple[int, TokenOut]], rows: Int32Array, tokens: npt.NDArray[np.integer[Any]]
     ) -> list[tuple[int, TokenBatch]]:
         """Return the message for each tokenizer worker, from outputs and from the tokens of rows that have no other output."""
         batches: dict[int, TokenBatch] = {}
@@ -267,7 +267,7 @@ class Scheduler:
 
     # Decodes.
 
-    def _schedule_decodes(self) -> tuple[Int32, Int32] | None:
+    def _schedule_decodes(self) -> tuple[Int32Array, Int32Array] | None:
         """Return the rows that decode, after giving them pages, and the rows that have more tokens to prefill."""
         running, pages = self._running, self.pages
         decodes, prefills = self._next_rows()
@@ -279,7 +279,7 @@ class Scheduler:
         pages.take_one_each(without_page)
         return decodes, prefills
 
-    def _next_rows(self) -> tuple[Int32, Int32]:
+    def _next_rows(self) -> tuple[Int32Array, Int32Array]:
         """Return the rows that decode in the next step, and those of prefills."""
         decodes, prefills = self._running.schedulable()
         if self.limits.num_micro_batches > 1:
@@ -322,7 +322,7 @@ class Scheduler:
             self.stats.num_aborted += 1
             self._aborted.append((request.worker, self._finish(request, "abort", [])))
 
-    def _schedule_prefills(self, num_decodes: int, rows: Int32) -> list[Chunk]:
+    def _schedule_prefills(self, num_decodes: int, rows: Int32Array) -> list[Chunk]:
         limit = self.limits.max_prefill_tokens
         budget = self.step_times.prompt_tokens(num_decodes, limit)
         # A shorter step returns the first tokens of its prompts earlier. So if `max_step_s` limits the prompt tokens, the first

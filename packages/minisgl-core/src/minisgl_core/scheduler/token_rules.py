@@ -7,7 +7,7 @@ from typing import Self
 import numpy as np
 
 from minisgl_core.contracts.grammar import Masks
-from minisgl_core.kv.allocator import Int32
+from minisgl_core.kv.allocator import Int32Array
 from minisgl_core.protocol.messages import Submit
 
 
@@ -26,7 +26,7 @@ class TokenRules:
         max_prefix_len: tokens of the longest prefix.
     """
 
-    allowed: Int32 | None
+    allowed: Int32Array | None
     banned: frozenset[int]
     sequences: dict[int, list[tuple[bytes, int]]] = field(default_factory=dict)
     max_prefix_len: int = 0
@@ -58,7 +58,7 @@ class TokenRules:
         """True if a fixed set of banned tokens cannot express the rules."""
         return self.allowed is not None or bool(self.sequences)
 
-    def banned_after(self, output: Int32) -> frozenset[int]:
+    def banned_after(self, output: Int32Array) -> frozenset[int]:
         """Return the tokens that would complete a bad word after these output tokens."""
         if not self.sequences or not len(output):
             return self.banned

@@ -171,9 +171,8 @@ class ModelTests:
     def test_missing_keys_have_their_defaults(self) -> None:
         """Keys missing in ``config.json`` have the defaults of transformers' config class."""
         defaults = type(self._reference.config)().to_dict()
-        given = {
-            key: value for key, value in self._source.config.items() if key not in defaults or value != defaults[key]
-        }
+        items = self._source.config.items()
+        given = {key: value for key, value in items if key not in defaults or value != defaults[key]}
         sparse = model_config(self.provider.standard_config(given))
         for name in (each.name for each in fields(sparse)):
             actual, expected = getattr(sparse, name), getattr(self._config, name)

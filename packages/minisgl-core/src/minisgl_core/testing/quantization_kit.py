@@ -86,9 +86,7 @@ class QuantizationTests:
         """Gate rows precede up rows, and the two projections have different scales."""
         for provider, checkpoint in self.cases():
             for rows, columns in self.shapes:
-                gate, up = (
-                    self.module(checkpoint, (rows // 2, columns), provider, has_bias, size) for size in (1.0, 16.0)
-                )
+                gate, up = (self.module(checkpoint, (rows // 2, columns), provider, has_bias, size) for size in (1, 16))
                 modules = {"m.gate_proj": gate, "m.up_proj": up}
                 layer = self.column_parallel(provider, modules, "m.gate_up_proj", gated=True)
                 for num_tokens in (1, 16, _BATCH):

@@ -14,7 +14,7 @@ from minisgl_core.errors import ModelFormatError
 from minisgl_core.utils.dtypes import dtype_name
 from minisgl_core.utils.progress import progress_bar
 
-Targets = Mapping[str, Sequence[WeightTarget]]
+TargetsByName = Mapping[str, Sequence[WeightTarget]]
 
 _NUM_NAMES_SHOWN = 5
 """Names of tensors that an error lists."""
@@ -74,14 +74,14 @@ def load_weights(model: Model, source: WeightSource, progress: bool = True) -> N
     prepare_all(model)
 
 
-def _targets(model: Model) -> Targets:
+def _targets(model: Model) -> TargetsByName:
     targets: dict[str, list[WeightTarget]] = {}
     for name, target in model.weight_targets("", model.fused_projections):
         targets.setdefault(name, []).append(target)
     return targets
 
 
-def _generate(source: WeightGenerator, targets: Targets, advance: Callable[[], None]) -> None:
+def _generate(source: WeightGenerator, targets: TargetsByName, advance: Callable[[], None]) -> None:
     for name, destinations in targets.items():
         for target in destinations:
             if not target.optional:
@@ -89,7 +89,7 @@ def _generate(source: WeightGenerator, targets: Targets, advance: Callable[[], N
         advance()
 
 
-def _copy(model: Model, source: WeightSource, targets: Targets, advance: Callable[[], None]) -> None:
+def _copy(model: Model, source: WeightSource, targets: TargetsByName, advance: Callable[[], None]) -> None:
     missing, unexpected = {name for name in targets if not targets[name][0].optional}, []
     ignored = *model.ignored_weights(), *model.weights_of_other_stages()
     for stored, tensor in source.stored_tensors(model.config, targets):

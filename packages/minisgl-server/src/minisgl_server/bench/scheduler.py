@@ -9,7 +9,7 @@ import click
 import numpy as np
 
 from minisgl_core.cli.table import print_table
-from minisgl_core.kv.allocator import Int32
+from minisgl_core.kv.allocator import Int32Array
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.protocol.batch_plan import BatchPlan, StepResult
 from minisgl_core.protocol.messages import Submit, encode
@@ -132,7 +132,7 @@ class _Loop:
             encode(batch)
         return StepTimes(scheduled - start, processed - begin, thread_time() - processed)
 
-    def _fill_cache(self) -> list[Int32]:
+    def _fill_cache(self) -> list[Int32Array]:
         """Insert random prefixes; return them."""
         pages, prefixes, page_size = self._scheduler.pages, [], self._options.page_size
         for start in range(0, self._options.cached_pages, _PREFIX_PAGES):
@@ -141,5 +141,5 @@ class _Loop:
             pages.cache.insert(prefixes[-1], pages.allocator.allocate(count))
         return prefixes or [self._tokens(1)]
 
-    def _tokens(self, count: int) -> Int32:
+    def _tokens(self, count: int) -> Int32Array:
         return self._rng.integers(_FIRST_ID, _VOCAB_SIZE, count, dtype=np.int32)
