@@ -240,11 +240,8 @@ def _sliding_windows(keys: Keys, num_layers: int, architecture: str) -> tuple[in
     kinds = keys.get("layer_types")
     if kinds is None:
         return windows
-    if (
-        not isinstance(kinds, (list, tuple))
-        or len(kinds) != num_layers
-        or any(kind not in ("full_attention", "sliding_attention") for kind in kinds)
-    ):
+    has_all = isinstance(kinds, (list, tuple)) and len(kinds) == num_layers
+    if not has_all or any(kind not in ("full_attention", "sliding_attention") for kind in kinds):
         fault = f"must have full_attention or sliding_attention per layer (num_hidden_layers={num_layers})"
         raise keys.error("layer_types", fault)
     if "sliding_attention" in kinds and window is None:

@@ -46,8 +46,5 @@ def check_tp_size(num_q_heads: int, num_kv_heads: int, tp_size: int) -> None:
     """
     allowed = allowed_tp_sizes(num_q_heads, num_kv_heads)
     if tp_size not in allowed:
-        raise InvalidValueError(
-            "--tp",
-            tp_size,
-            f"one of {', '.join(map(str, allowed))} for this model ({num_q_heads} query heads, {num_kv_heads} KV heads)",
-        )
+        heads = f"{num_q_heads} query heads, {num_kv_heads} KV heads"
+        raise InvalidValueError("--tp", tp_size, f"one of {', '.join(map(str, allowed))} for this model ({heads})")

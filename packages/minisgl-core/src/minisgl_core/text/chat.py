@@ -104,12 +104,8 @@ def render_chat(
     """
     template = tokenizer.chat_template if chat_template is None else chat_template
     if template is None:
-        raise InvalidValueError(
-            "messages",
-            "a conversation",
-            "sent to a model that has a chat template",
-            "This model has none and takes plain prompts only; --chat-template can supply one.",
-        )
+        remedy = "This model has none and takes plain prompts only; --chat-template can supply one."
+        raise InvalidValueError("messages", "a conversation", "sent to a model that has a chat template", remedy)
     if not messages:
         raise InvalidValueError("messages", [], "at least one message")
     for name in chat_template_kwargs or {}:
