@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import signal
@@ -27,6 +28,7 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Order parallel runs so that files with slow tests begin: otherwise one process may end long after the others."""
+    gc.freeze()  # a garbage collection during a test need not visit the modules and the items
     if hasattr(config, "workerinput"):
         num_slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
         items.sort(key=lambda item: -num_slow[item.path])
