@@ -310,11 +310,11 @@ def post(client: Any, path: str, **body: Any) -> Any:
 class StubResponse:
     """Stands in for `ResponseObject`, with the parts that the route uses."""
 
-    def __init__(self, *_: Any) -> None:
-        self.segments = Segments()
+    def __init__(self, request: Any, model: str, is_stored: bool, choices: Any) -> None:
+        self.segments, self.is_stored = Segments(), is_stored
 
-    def finished(self, is_stored: bool) -> dict[str, Any]:
-        return {"id": "resp_1", "store": is_stored}
+    def finished(self) -> dict[str, Any]:
+        return {"id": "resp_1", "store": self.is_stored}
 
 
 def test_items_of_a_large_response_are_made_on_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,9 +41,11 @@ MAX_UNSENT_PROMPT_BYTES = 2**27
 """Limit on the approximate memory of unsent prompts, which requests with ``echo`` or ``prompt_logprobs`` return. Room for
 the log-probabilities of one prompt that fills the context is added."""
 _BYTES_PER_TEXT, _BYTES_PER_TOKEN, _BYTES_PER_LOGPROB = 500, 40, 100
+"""Approximate memory of a `Text` without contents, of a token id, and of a log-probability."""
 Incoming = (
     EngineInfo | TextBatch | TokenizerReply | Rejected | RequestCounts | EngineSnapshot | NoSnapshot | NoReplica | Stop
 )
+"""Messages that `EngineClient` receives."""
 
 
 class Generation:
@@ -188,12 +190,13 @@ class EngineClient:
         self.no_replica: NoReplica | None = None
         self._receiver = AsyncReceiver[Any](addresses.api_in, Incoming)
         self._api_worker_id = addresses.api_worker_id
-        self._name = (
-            f"api {addresses.api_worker_id % addresses.num_api_workers}" if addresses.num_api_workers > 1 else "api"
-        )
+        index = f" {addresses.api_worker_id % addresses.num_api_workers}" if addresses.num_api_workers > 1 else ""
+        self._name = f"api{index}"
         self._workers = {index: Sender(address) for index, address in addresses.own_tokenizer_in.items()}
+        """Socket of each tokenizer worker, by its index."""
         self._next_worker = itertools.cycle(self._workers)
         self._routes: dict[str, tuple[Generation, int]] = {}
+        """Generation of each running request, and index of the tokenizer worker that has it."""
         self._waiting_prompts = WaitingPrompts()
         self._pending_queries: dict[str | int, asyncio.Future[Any]] = {}
         """Queries that wait for an answer, by id of the message to a tokenizer worker, or by correlation id."""
@@ -258,15 +261,14 @@ class EngineClient:
             ClientDisconnect: the client disconnected.
         """
         worker = next(self._next_worker)
-        answer = asyncio.create_task(self._ask(worker, message, message.request_id))
+        answer: asyncio.Task[TokenizerReply] = asyncio.create_task(self._ask(worker, message, message.request_id))
         gone = asyncio.create_task(_disconnected(receive))
         try:
             await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
                 self._workers[worker].send(Abort(message.request_id))
                 raise ClientDisconnect
-            tokens: TokenizerReply = answer.result()
-            return tokens
+            return answer.result()
         finally:
             answer.cancel()
             gone.cancel()

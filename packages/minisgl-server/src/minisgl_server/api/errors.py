@@ -18,7 +18,7 @@ from minisgl_core.errors import InvalidValueError
 from minisgl_core.protocol.messages import Rejected
 from minisgl_core.utils.logs import REQUEST_ID
 from minisgl_server.api.http.request_log import access_record
-from minisgl_server.api.unsupported_fields import NOT_TEXT, UNSUPPORTED_REASONS
+from minisgl_server.api.unsupported_fields import UNSUPPORTED_PARTS, UNSUPPORTED_REASONS
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ _REJECTIONS = {
     "queue_full": (429, "queue_full"),
     "replica_lost": (503, "replica_lost"),
 }
-"""Status and code by `Rejected.kind`; others are internal errors."""
+"""Status and code by `Rejected.kind`. For no_replica see `no_replica`; all other kinds are internal errors."""
 ANTHROPIC_PATH = "/v1/messages"
 """Prefix of the paths whose errors are in Anthropic's format."""
 ANTHROPIC_ID_HEADER = "request-id"
@@ -140,15 +140,14 @@ def invalid_value(error: InvalidValueError) -> ApiError:
 
 
 def invalid_fields(errors: Sequence[ErrorDetails]) -> ApiError:
-    """Return the most specific error of the first invalid field, of pydantic's errors of a request."""
+    """Return the error of the first invalid field among pydantic's errors of a request, the most specific one of the field."""
     # A field with a union of types has an error for each of them. The type that the client meant is the one whose error is
     # deepest, or is not about the type, or comes last in a list.
     field_errors = [each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]]
     first = max(field_errors, key=_specificity)
     param = _field(first["loc"])
     if first["type"] == "extra_forbidden":
-        param = ".".join(filter(None, (_field(first["loc"][:-1]), str(first["loc"][-1]))))
-        param = _truncate(param, MAX_PARAM)
+        param = _truncate(".".join(filter(None, (_field(first["loc"][:-1]), str(first["loc"][-1])))), MAX_PARAM)
         message = f"The field {param!r} is not supported.{_reason(param)}"
         return ApiError(400, message, param, "unsupported_field")
     where = _truncate(param or "", MAX_PARAM)
@@ -183,9 +182,8 @@ def add_error_handlers(app: FastAPI) -> None:
         response = ApiError(error.status_code, f"{request.method} {path}: {error.detail}.").response(path)
         response.headers.update(error.headers or {})
         if error.status_code == 405 and (route := request.scope.get("route")) is not None:
-            methods = (
-                app.openapi()["paths"].get(route.path_format) or route.methods
-            )  # Starlette lists those of one route
+            # Starlette lists the methods of one route only, and a path may have several.
+            methods = app.openapi()["paths"].get(route.path_format) or route.methods
             response.headers["Allow"] = ", ".join(sorted(method.upper() for method in methods))
         return response
 
@@ -201,7 +199,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
 def _reason(param: str | None) -> str:
     names = re.split(r"[.[]", param or "")
-    reason = NOT_TEXT.get(names[-1]) or UNSUPPORTED_REASONS.get(names[0])
+    reason = UNSUPPORTED_PARTS.get(names[-1]) or UNSUPPORTED_REASONS.get(names[0])
     return f" {reason}" if reason else ""
 
 

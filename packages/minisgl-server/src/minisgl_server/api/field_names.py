@@ -39,10 +39,8 @@ class FieldNames:
         """Rename the fields of errors that are raised inside."""
         try:
             yield
-        except InvalidValueError as error:
-            raise self._renamed(invalid_value(error)) from None
-        except ApiError as error:
-            raise self._renamed(error) from None
+        except (ApiError, InvalidValueError) as error:
+            raise self._renamed(invalid_value(error) if isinstance(error, InvalidValueError) else error) from None
 
     def _renamed(self, error: ApiError) -> ApiError:
         if error.param is None or (name := self.name(error.param)) == error.param:

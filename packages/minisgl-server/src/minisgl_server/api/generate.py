@@ -27,8 +27,9 @@ router = APIRouter()
 GENERATE_MAX_TOKENS = 128
 """SGLang's default of max_new_tokens."""
 _MAX_REPEATS = 64
-"""An event repeats the whole output, as in SGLang, and is sent when the output has grown by one part in this many. So all events
-together have about as many times the bytes of the last one. With an event per token, bytes would be quadratic in the length."""
+"""Approximate maximum ratio of the bytes of all events of an output to those of its last event. Each event repeats the whole
+output, as in SGLang, so that the bytes would be quadratic in the length with an event per token. An event is sent when the output
+has grown by 1 / `_MAX_REPEATS`."""
 
 
 class GenerateSamplingParams(SamplingFields, SglangStructuredFields):
@@ -185,7 +186,7 @@ def _finish_reason(last: Text, token_ids: list[int]) -> dict[str, Any] | None:
 
 
 def _prompts(body: GenerateRequest) -> tuple[dict[str, Any], bool]:
-    """Return the prompts by field name, see `prompts_by_field`, and if the field holds one prompt instead of a list."""
+    """Return the prompts by field name, see `prompts_by_field`, and True if the field holds one prompt instead of a list."""
     given = {name: value for name in ("text", "prompt", "input_ids") if (value := getattr(body, name)) is not None}
     if len(given) != 1:
         raise InvalidValueError("text", ", ".join(given) or None, "exactly one of text, prompt and input_ids")

@@ -34,6 +34,7 @@ _OTHER_NAMES = {
 _TEMPLATE = "#/components/schemas/{model}"
 
 _models: set[type[BaseModel]] = {Error, AnthropicErrorResponse}
+"""Models that the document defines; `route_docs` adds those of its route."""
 
 
 def route_docs(

@@ -48,7 +48,7 @@ class Version(BaseModel):
 
 
 class Counts(RootModel[dict[str, int]]):
-    """Requests per process, and the number of locked pages."""
+    """Number of requests per process, and of locked KV cache pages."""
 
 
 class Model(BaseModel):

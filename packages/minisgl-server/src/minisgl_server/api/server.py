@@ -22,7 +22,7 @@ from minisgl_server.api.http.middleware import add_middleware
 from minisgl_server.options import ServerOptions
 
 SEND_TIMEOUT_S = 2
-"""Time that clients have to receive complete responses when the server stops."""
+"""Time that clients have to receive the rest of their responses when the server stops."""
 OPEN_FILES = 65536
 """Limit of open files to ask for: each connection is one, and the default of many systems is only 1024."""
 
@@ -45,12 +45,16 @@ async def serve_api(
     then it reports that it is ready. While it drains, it answers 503 to new requests, so that load balancers that poll /ready
     notice.
     """
-    client, index = EngineClient(addresses), addresses.api_worker_id % addresses.num_api_workers
+    client = EngineClient(addresses)
+    worker_index = (
+        addresses.api_worker_id % addresses.num_api_workers
+    )  # a restarted worker has a new id, but the same index
     with open(addresses.request_counts, "r+b") as file:
-        counts = memoryview(mmap.mmap(file.fileno(), 0)).cast("i")
-    connections = ConnectionLimits(max_open_files() * 7 // 8, options.max_connections_per_address)
+        request_counts = memoryview(mmap.mmap(file.fileno(), 0)).cast("i")
+    max_connections = max_open_files() * 7 // 8  # the rest is for the sockets of the engine and other files
+    connections = ConnectionLimits(max_connections, options.max_connections_per_address)
     config = uvicorn.Config(
-        add_middleware(create_app(client, options), options, api_key_digests, counts, index),
+        add_middleware(create_app(client, options), options, api_key_digests, request_counts, worker_index),
         http=limited_protocol_class(connections),
         ws="none",
         log_config=None,
@@ -95,8 +99,7 @@ class _Server(uvicorn.Server):
 def max_open_files() -> int:
     """Raise this process's limit of open files to `OPEN_FILES`, or as far as the system allows, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    target = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
-    if soft == resource.RLIM_INFINITY or soft >= target:
-        return OPEN_FILES if soft == resource.RLIM_INFINITY else soft
-    resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
-    return target
+    current, maximum = (OPEN_FILES if limit == resource.RLIM_INFINITY else limit for limit in (soft, hard))
+    if current < (target := min(OPEN_FILES, maximum)):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+    return max(current, target)

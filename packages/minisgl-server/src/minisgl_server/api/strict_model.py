@@ -82,7 +82,7 @@ class StrictModel(BaseModel):
 
 
 class Caller(StrictModel):
-    """Caller of a tool."""
+    """Caller of a tool, as in the tool calls of responses: the model itself."""
 
     type: Literal["direct"]
 

@@ -36,7 +36,7 @@ UNSUPPORTED_REASONS = {
 }
 """Sentence that follows the error message, by field."""
 
-NOT_TEXT = dict.fromkeys(
+UNSUPPORTED_PARTS = dict.fromkeys(
     ("audio_url", "file", "image_embeds", "image_url", "input_audio", "source", "video_url"), _TEXT_ONLY
 )
-"""The same, by the field of a message's part that is not text, such as an image."""
+"""The same for parts of messages that are not text, by their field or type."""

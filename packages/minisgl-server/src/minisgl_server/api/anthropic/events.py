@@ -2,17 +2,15 @@
 
 from typing import Any
 
-import msgspec
 from pydantic import TypeAdapter
 
 from minisgl_core.protocol.messages import Text
 from minisgl_core.utils.logs import REQUEST_ID
 from minisgl_server.api.errors import ApiError, anthropic_body
 from minisgl_server.api.openai.choices import Choices
-from minisgl_server.api.openai.event_stream import StreamEvents, typed_event
+from minisgl_server.api.openai.event_stream import StreamEvents, encode, typed_event
 from minisgl_server.api.openai.segments import Segment, Segments
 
-_encode = msgspec.json.Encoder().encode
 _OBJECT = TypeAdapter(dict[str, Any])
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _DELTAS = {
@@ -79,7 +77,7 @@ class MessageEvents(StreamEvents):
             if segment is not self._open:
                 events += [self._stop(), self._start(segment)]
             if piece:
-                events += [self._delta, _encode(piece), b"}}\n\n"]
+                events += [self._delta, encode(piece), b"}}\n\n"]
         return b"".join(events)
 
     def end(self) -> bytes:

@@ -40,7 +40,7 @@ def to_chat_request(request: MessagePrompt) -> tuple[TranslatedChat, FieldNames]
     """Translate a request into a chat; also return its field names."""
     messages: list[dict[str, Any]] = []
     names: list[str] = []
-    if system := _system(request):
+    if system := _text(request.system, "\n"):
         messages.append({"role": "system", "content": system})
         names.append("system")
     for index, message in enumerate(request.messages):
@@ -74,10 +74,8 @@ def _template_hints(request: MessagePrompt) -> dict[str, Any]:
     return hints
 
 
-def _system(request: MessagePrompt) -> str:
-    if isinstance(request.system, str):
-        return request.system
-    return "\n".join(block.text for block in request.system or ())
+def _text(content: str | list[TextBlock] | None, separator: str = "") -> str:
+    return content if isinstance(content, str) else separator.join(block.text for block in content or ())
 
 
 def _messages(message: MessageParam, name: str) -> list[dict[str, Any]]:
@@ -91,7 +89,11 @@ def _messages(message: MessageParam, name: str) -> list[dict[str, Any]]:
     if message.role == "assistant":
         return [_assistant(message.content)]
     messages: list[dict[str, Any]] = [
-        {"role": "tool", "tool_call_id": block.tool_use_id, "content": _result(block)}
+        {
+            "role": "tool",
+            "tool_call_id": block.tool_use_id,
+            "content": ("Error: " if block.is_error else "") + _text(block.content),
+        }
         for block in message.content
         if isinstance(block, ToolResultBlock)
     ]
@@ -111,11 +113,6 @@ def _assistant(blocks: list[Block]) -> dict[str, Any]:
             function = {"name": block.name, "arguments": msgspec.json.encode(block.input).decode()}
             message.setdefault("tool_calls", []).append({"id": block.id, "type": "function", "function": function})
     return message
-
-
-def _result(block: ToolResultBlock) -> str:
-    text = block.content if isinstance(block.content, str) else "".join(part.text for part in block.content or ())
-    return f"Error: {text}" if block.is_error else text
 
 
 def _tools(request: MessagePrompt) -> dict[str, Any]:

@@ -23,6 +23,7 @@ _LINGER_S = 5.0
 """Time for which the rest of a refused body is read and dropped. If the connection were closed at once, a client that writes
 its whole body before it reads would see a connection error instead of the response."""
 BODY_TIMEOUT_S = 60.0
+"""Maximum wait for the next part of a body."""
 MIN_BODY_BYTES_PER_S = 16 * 1024
 """Minimum mean rate of a body after `BODY_TIMEOUT_S`. A slow client keeps its place among the concurrent requests, and a large
 body its part of the memory of all bodies. At this rate, a body of 32 MiB takes 34 minutes."""

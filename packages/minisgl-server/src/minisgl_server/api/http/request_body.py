@@ -66,6 +66,7 @@ class JsonSizeCounter:
         """Length of the string that the last piece ended in."""
         self._is_in_text = False
         self._carry = b""
+        """Backslash at the end of the last piece. The next piece begins with the character that it escapes."""
 
     def add(self, piece: bytes) -> None:
         """Count the next piece; pieces are much smaller than the longest allowed string."""

@@ -21,11 +21,12 @@ _MAX_COPIED_BYTES = 32 * 2**20
 """Maximum bytes of the fields that every output of a request has its own copy of, over all outputs."""
 _MAX_INLINE_TOKENS = 64
 """`Choices.collect` yields to the event loop after an output with more tokens than this. A tokenizer worker has buffered such an
-output, and its other parts may have arrived, too."""
+output. Since further ones may have arrived, too, `Generation.next` would not suspend the coroutine."""
 _MAX_SESSION_CHARS = 1024
 """Maximum length of the header X-Session-Id, of which every output has a copy, too."""
-_MAX_LOGPROBS_HELD = 2**20
-"""Log-probabilities of a response that is held in memory until it is complete. One output of a long context may have more."""
+_MAX_BUFFERED_LOGPROBS = 2**20
+"""Maximum number of log-probabilities of a response that is buffered until it is complete. One output of a long context may have
+more."""
 
 
 class Choices:
@@ -74,7 +75,7 @@ class Choices:
         ]
         self._field_names = prompts[0].field_names
         is_buffered = not prompts[0].is_streamed if is_buffered is None else is_buffered
-        self._max_logprobs = max(_MAX_LOGPROBS_HELD, (MAX_LOGPROBS + 1) * info.max_seq_len) if is_buffered else None
+        self._max_logprobs = max(_MAX_BUFFERED_LOGPROBS, (MAX_LOGPROBS + 1) * info.max_seq_len) if is_buffered else None
         self._num_logprobs = 0
         if self._max_logprobs is not None and self._most_logprobs(info.max_seq_len) > self._max_logprobs:
             # With streaming, the log-probabilities are counted here as they arrive. Without, the tokenizer worker would hold all
@@ -163,9 +164,9 @@ class Choices:
         if self._num_logprobs > most:
             name = "prompt_logprobs" if sampling.logprobs is None else "logprobs"
             message = (
-                f"The response would have more than {most} log-probabilities, the maximum for a response in one piece."
+                f"The response would have more than {most} log-probabilities, the maximum for a response in one piece"
             )
-            raise ApiError(400, f"{message} Ask for fewer, or for fewer outputs.", self._field_names.get(name, name))
+            raise ApiError(400, f"{message}. Ask for fewer, or for fewer outputs.", self._field_names.get(name, name))
 
     def body(self, object_type: str, choices: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
         """Return a response or a chunk of one; `fields` follow the choices."""

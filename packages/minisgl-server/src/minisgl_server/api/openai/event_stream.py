@@ -19,18 +19,18 @@ from minisgl_server.api.openai.schemas import StreamOptions
 
 logger = logging.getLogger(__name__)
 
-_encode = msgspec.json.Encoder().encode
+encode = msgspec.json.Encoder().encode
 
 
 def event(data: Any) -> bytes:
     """Return an event with this JSON data."""
-    return b"data: " + _encode(data) + b"\n\n"
+    return b"data: " + encode(data) + b"\n\n"
 
 
 def typed_event(data: dict[str, Any]) -> bytes:
     """Return an event named after the ``type`` of its data."""
     name: str = data["type"]
-    return b"event: " + name.encode() + b"\ndata: " + _encode(data) + b"\n\n"
+    return b"event: " + name.encode() + b"\ndata: " + encode(data) + b"\n\n"
 
 
 class StreamEvents(ABC):
@@ -77,10 +77,10 @@ class ChoiceEvents(StreamEvents):
 
     def chunk(self, choice: dict[str, Any], **fields: Any) -> bytes:
         """Return the event with this choice; `fields` follow it."""
-        after = b'],"usage":' + _encode(self._choices.usage()) + b"}\n\n" if self._has_running_usage else self._after
+        after = b'],"usage":' + encode(self._choices.usage()) + b"}\n\n" if self._has_running_usage else self._after
         if fields:
-            after = after.removesuffix(b"}\n\n") + b"," + _encode(fields)[1:] + b"\n\n"
-        return self._before + _encode(choice) + after
+            after = after.removesuffix(b"}\n\n") + b"," + encode(fields)[1:] + b"\n\n"
+        return self._before + encode(choice) + after
 
     def end(self) -> bytes:
         """Return the chunk with the usage and no choice, if the request asked for it, before the last event."""
@@ -120,13 +120,13 @@ class EventStreamResponse(Response):
 
     async def _send_all(self, send: Send) -> bytes:
         """Send events until all outputs have ended; return the events that are left to send."""
-        choices, encode = self._choices, self._events.outputs
+        choices, events = self._choices, self._events
         generation, outputs = choices.generation, choices.first
-        body = self._events.begin()
+        body = events.begin()
         while True:
-            body += encode(outputs)
+            body += events.outputs(outputs)
             if generation.is_over:
-                return body + self._events.end()
+                return body + events.end()
             generation.is_sending = True
             await send({"type": "http.response.body", "body": body, "more_body": True})
             generation.is_sending = False

@@ -13,7 +13,7 @@ from pydantic_core import from_json
 from minisgl_core.protocol.messages import EngineInfo
 from minisgl_core.utils.logs import REQUEST_ID
 from minisgl_server.api.errors import ApiError, invalid_fields, model_not_found
-from minisgl_server.api.http.request_body import BodyMemory, read_body
+from minisgl_server.api.http.request_body import read_body
 from minisgl_server.api.limits import RequestLimits
 
 R = TypeVar("R", bound=BaseModel)
@@ -33,8 +33,7 @@ async def parse_request(model: type[R], request: Request) -> R:
     """
     _, served = served_model(request.app)
     limits = request_limits(request.app)
-    memory: BodyMemory = request.app.state.body_memory
-    with memory.reserve(limits) as add_bytes:
+    with request.app.state.body_memory.reserve(limits) as add_bytes:
         data = await read_body(request, limits, add_bytes)
         request.state.num_body_bytes = len(data)
         body = await run_in_thread_if_large(request, _validate, model, data, limits)

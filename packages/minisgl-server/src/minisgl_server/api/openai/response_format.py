@@ -26,7 +26,7 @@ _FIELDS = {
 
 
 def requested_structured_outputs(request: GenerationRequest) -> tuple[StructuredOutputs | None, str]:
-    """Return the structured output that a request asks for, and the name of the field that does."""
+    """Return the structured output that a request asks for, and the name of the field that asks for it."""
     requested = {} if request.response_format is None else _from_response_format(request.response_format)
     if request.structured_outputs is not None:
         inside = request.structured_outputs.model_dump(exclude_none=True, by_alias=True)

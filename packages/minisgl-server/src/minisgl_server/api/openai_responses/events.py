@@ -3,15 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
 from minisgl_core.protocol.messages import Text
 from minisgl_server.api.errors import ApiError
-from minisgl_server.api.openai.event_stream import StreamEvents, typed_event
+from minisgl_server.api.openai.event_stream import StreamEvents, encode, typed_event
 from minisgl_server.api.openai.segments import Segment
 from minisgl_server.api.openai_responses.response_object import ResponseObject, content_part
 
-_encode = msgspec.json.Encoder().encode
 _DELTAS = {
     "reasoning": ("response.reasoning_text", "text"),
     "text": ("response.output_text", "text"),
@@ -52,9 +49,9 @@ class ResponseEvents(StreamEvents):
             if not piece:
                 continue
             self._number += 1
-            events += [self._delta, b"%d" % self._number, b',"delta":', _encode(piece)]
+            events += [self._delta, b"%d" % self._number, b',"delta":', encode(piece)]
             if segment.kind == "text":
-                events += [b',"logprobs":', _encode(segment.logprobs[first_logprob:])]
+                events += [b',"logprobs":', encode(segment.logprobs[first_logprob:])]
             events.append(b"}\n\n")
         return b"".join(events)
 

@@ -35,14 +35,14 @@ class ResponseObject:
             "created_at": int(time.time()),
             "model": model,
             "store": is_stored,
-            **_returned_fields(request, choices),
+            **_repeated_fields(request, choices),
         }
 
     def started(self) -> dict[str, Any]:
         """Return the response before any output."""
         return self._body("in_progress", [])
 
-    def finished(self, is_stored: bool) -> dict[str, Any]:
+    def finished(self) -> dict[str, Any]:
         """Return the complete response."""
         is_truncated = self.segments.last.finish_reason == "length"
         items = [self.item(segment, "completed") for segment in self.segments.all]
@@ -50,7 +50,6 @@ class ResponseObject:
             items[-1]["status"] = "incomplete"
         body = self._body("incomplete" if is_truncated else "completed", items)
         body["usage"] = self._usage()
-        body["store"] = is_stored
         if is_truncated:
             body["incomplete_details"] = {"reason": "max_output_tokens"}
         else:
@@ -116,7 +115,7 @@ def content_part(segment: Segment, is_empty: bool = False) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def _returned_fields(request: ResponsesRequest, choices: Choices) -> dict[str, Any]:
+def _repeated_fields(request: ResponsesRequest, choices: Choices) -> dict[str, Any]:
     """Return the fields of a request that its response repeats."""
     sampling, text = choices.sampling, request.text
     format = None if text is None or text.format is None else text.format.model_dump(by_alias=True, exclude_none=True)

@@ -7,7 +7,6 @@ from fastapi import APIRouter, Query, Request, Response
 
 from minisgl_core.errors import InvalidValueError
 from minisgl_server.api.field_names import FieldNames
-from minisgl_server.api.http.request_body import BodyMemory
 from minisgl_server.api.openai.chat import count_prompt_tokens, start_chat
 from minisgl_server.api.openai.event_stream import EventStreamResponse
 from minisgl_server.api.openai.requests import (
@@ -55,7 +54,7 @@ async def create(request: Request) -> Response:
     """Generate output items for a conversation."""
     _, model = served_model(request.app)
     body = await parse_request(ResponsesRequest, request)
-    store = _store(request)
+    store: ResponseStore = request.app.state.response_store
     if body.store and not store.is_enabled:
         allowed = "false or left out, as this server stores no responses (--response-store-size is 0)"
         raise InvalidValueError("store", True, allowed)
@@ -67,7 +66,7 @@ async def create(request: Request) -> Response:
     response = ResponseObject(body, model, is_stored, choices)
 
     def finish() -> dict[str, Any]:
-        finished = response.finished(is_stored)
+        finished = response.finished()
         if is_stored:
             conversation.add_output(response.segments.all)
             finished["store"] = store.put(finished, items, conversation.without_instructions)
@@ -95,7 +94,8 @@ async def input_tokens(request: Request) -> Response:
 )
 async def retrieve(request: Request, response_id: str, query: Annotated[RetrieveQuery, Query()]) -> Response:
     """Return a stored response."""
-    return Response(_store(request).get(response_id).body, media_type="application/json")
+    stored = request.app.state.response_store.get(response_id)
+    return Response(stored.body, media_type="application/json")
 
 
 @router.delete(
@@ -103,7 +103,7 @@ async def retrieve(request: Request, response_id: str, query: Annotated[Retrieve
 )
 async def delete(request: Request, response_id: str) -> Response:
     """Delete a stored response."""
-    _store(request).delete(response_id)
+    request.app.state.response_store.delete(response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
@@ -112,7 +112,7 @@ async def delete(request: Request, response_id: str) -> Response:
 )
 async def input_items(request: Request, response_id: str, query: Annotated[InputItemsQuery, Query()]) -> Response:
     """List the input items of a stored response, without those of previous responses."""
-    items = _decode_items(_store(request).get(response_id).items)
+    items = _decode_items(request.app.state.response_store.get(response_id).items)
     if query.order == "desc":
         items.reverse()
     if query.after:
@@ -126,11 +126,6 @@ async def input_items(request: Request, response_id: str, query: Annotated[Input
     return json_response({"object": "list", "data": shown, **ends, "has_more": len(shown) < len(items)})
 
 
-def _store(request: Request) -> ResponseStore:
-    store: ResponseStore = request.app.state.response_store
-    return store
-
-
 async def _translate(request: Request, body: PromptFields) -> tuple[TranslatedChat, Conversation, FieldNames]:
     """Translate a request with `to_chat_request`. The messages of the previous responses are limited like a body.
 
@@ -138,10 +133,10 @@ async def _translate(request: Request, body: PromptFields) -> tuple[TranslatedCh
         ApiError: 400, there is no such response; 429, too many bodies are large.
     """
     previous_id = body.previous_response_id
-    history = b"[]" if previous_id is None else _store(request).get(previous_id, is_previous=True).messages
+    store: ResponseStore = request.app.state.response_store
+    history = b"[]" if previous_id is None else store.get(previous_id, is_previous=True).messages
     request.state.num_body_bytes += len(history)
-    memory: BodyMemory = request.app.state.body_memory
-    with memory.reserve(request_limits(request.app)) as add_bytes:
+    with request.app.state.body_memory.reserve(request_limits(request.app)) as add_bytes:
         add_bytes(len(history))
         return await run_in_thread_if_large(request, to_chat_request, body, history)
 

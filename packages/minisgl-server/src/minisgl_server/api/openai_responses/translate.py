@@ -43,7 +43,8 @@ _LATER_FIELDS = {
     "content": ("content", "tool_calls"),
     "tool_calls": (),
 }
-"""Fields that follow each field of an assistant message. An item whose field, or a later one, is there begins a new message."""
+"""Fields of an assistant message that must be empty for an item to set the field that is the key; otherwise the item begins a new
+message. The order within a message is reasoning content, content, and calls, of which there may be several."""
 
 
 class Conversation:
