@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import logging
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -201,9 +201,8 @@ class EngineClient:
         self._pending_queries: dict[str | int, asyncio.Future[Any]] = {}
         """Queries that wait for an answer, by id of the message to a tokenizer worker, or by correlation id."""
         self._correlation_ids = itertools.count(1)
-        self._pending_counts: dict[int, deque[asyncio.Future[dict[str, int]]]] = {
-            each: deque() for each in self._workers
-        }
+        self._pending_counts = defaultdict[int, deque[asyncio.Future[dict[str, int]]]](deque)
+        """Futures of `count` that wait for each tokenizer worker, in the order of their questions."""
 
     def ready_info(self) -> EngineInfo:
         """Return `info`.

@@ -200,9 +200,8 @@ def generate_sampling(body: GenerateRequest, info: EngineInfo) -> RequestSamplin
     given = {} if body.sampling_params is None else body.sampling_params.model_dump(exclude_none=True)
     requested = structured_fields(given)
     given = {name: value for name, value in given.items() if name not in requested}
-    structured_outputs, grammar_name = single_structured_output(
-        {f"sampling_params.{name}": arguments for name, arguments in requested.items()}
-    )
+    requested = {f"sampling_params.{name}": arguments for name, arguments in requested.items()}
+    structured_outputs, grammar_name = single_structured_output(requested)
     values: dict[str, Any] = {**info.default_sampling, "structured_outputs": structured_outputs}
     names: dict[str, str] = {}
     sources = [(f"sampling_params.{name}", _NAMES.get(name, name), value) for name, value in given.items()]

@@ -80,6 +80,6 @@ class RequestLimits:
         if (length := prompt.num_chars) > 2 * self.max_chars:
             what = f"the messages and tools have {length} characters, and no more than {self.max_chars} fit"
             message = (
-                f"{beyond_context(self.max_entries[Bound.CONTEXT], what)} Please reduce the length of the messages."
+                beyond_context(self.max_entries[Bound.CONTEXT], what) + " Please reduce the length of the messages."
             )
             raise ApiError(400, message, "messages", "context_length_exceeded")

@@ -5,7 +5,6 @@ import contextlib
 import mmap
 import resource
 import socket
-from collections.abc import Iterator
 from typing import Any
 
 import uvicorn
@@ -64,7 +63,8 @@ async def serve_api(
         timeout_graceful_shutdown=SEND_TIMEOUT_S,
         server_header=False,
     )
-    server = _Server(config)
+    server = uvicorn.Server(config)
+    server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]  # `drain` handles `END_SIGNAL`
 
     async def drain() -> None:
         await client.drain(options.drain_timeout)
@@ -86,14 +86,6 @@ async def serve_api(
         for task in tasks:
             task.cancel()
         client.close()
-
-
-class _Server(uvicorn.Server):
-    """uvicorn server that leaves signals to `serve_api`."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 def max_open_files() -> int:

@@ -50,10 +50,7 @@ class StrictModel(BaseModel):
     """
 
     model_config = ConfigDict(
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        json_schema_extra={"additionalProperties": {"type": "null"}},
+        extra="forbid", strict=True, allow_inf_nan=False, json_schema_extra={"additionalProperties": {"type": "null"}}
     )
 
     @classmethod
@@ -100,9 +97,8 @@ def _check_size(loc: _Loc, value: str | list[Any] | dict[str, Any], bound: Bound
     """Raise if a text, list or object is too large, or a list contains such a value."""
     if isinstance(value, str):
         if len(value) > limits.max_chars:
-            raise _beyond_context(
-                loc, f"there are {len(value)} characters, and no more than {limits.max_chars} fit", limits
-            )
+            what = f"there are {len(value)} characters, and no more than {limits.max_chars} fit"
+            raise _beyond_context(loc, what, limits)
         return
     is_prompts = bound is Bound.OUTPUTS
     if is_prompts and isinstance(value, list) and value and isinstance(value[0], int):

@@ -38,9 +38,7 @@ class TokenizeRequest(StrictModel):
         None, description="With messages only: end with the generation prompt of the chat template; true by default."
     )
     tools: Annotated[list[Tool] | None, Bound.TOOLS] = Field(None, min_length=1, description="With messages only.")
-    chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="With messages only: variables of the chat template."
-    )
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="With messages only: template variables.")
 
 
 class DetokenizeRequest(StrictModel):

@@ -2,7 +2,6 @@
 
 _TEXT_ONLY = "The served models read and write text only."
 _NO_BEAM_SEARCH = "Beam search is not supported; use n for several outputs."
-_NOT_STORED = "Only POST /v1/responses stores responses."
 
 UNSUPPORTED_REASONS = {
     "audio": _TEXT_ONLY,
@@ -27,7 +26,7 @@ UNSUPPORTED_REASONS = {
     "rid": "Send it as the header X-Request-Id.",
     "service_tier": "There is one tier; priority orders the queue.",
     "session_params": "There are no sessions; the prefix cache finds the start of a conversation by itself.",
-    "store": _NOT_STORED,
+    "store": "Only POST /v1/responses stores responses.",
     "stream_reasoning": "Reasoning content is always streamed; include_reasoning=false leaves it out.",
     "suffix": "Insertion is not supported; put the suffix into the prompt in the model's fill-in-the-middle format.",
     "use_beam_search": _NO_BEAM_SEARCH,

@@ -97,9 +97,7 @@ class Thinking(StrictModel):
     """Settings of reasoning: sets the chat template's variable enable_thinking, if it has one."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Int | None = Field(
-        None, ge=1, description="With the type enabled; only max_tokens limits the output."
-    )
+    budget_tokens: Int | None = Field(None, ge=1, description="With the type enabled; only max_tokens limits outputs.")
     display: Literal["summarized"] | None = Field(None, description="Blocks have the whole reasoning content.")
 
 

@@ -30,15 +30,11 @@ class HostMiddleware:
         """Pass the request on, or answer 403."""
         if scope["type"] == "http" and scope["path"].rstrip("/") not in PROBED_PATHS:
             for host in Headers(scope=scope).getlist("host"):
-                if not self._is_allowed(_without_port(host)):
-                    message = (
-                        f"The host {host!r} is not allowed. Start the server with --allowed-hosts NAME to allow it."
-                    )
+                name = _without_port(host)
+                if name not in self._names and not name.endswith(self._domains):
+                    message = f"The host {host!r} is not allowed. Start the server with --allowed-hosts NAME."
                     return await ApiError(403, message, "Host", "host_not_allowed").send(scope, receive, send)
         return await self._app(scope, receive, send)
-
-    def _is_allowed(self, name: str) -> bool:
-        return name in self._names or name.endswith(self._domains)
 
 
 class OriginMiddleware:

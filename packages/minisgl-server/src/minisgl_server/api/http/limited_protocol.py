@@ -127,9 +127,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         """Count a header or a trailer. Trailers are dropped, as the application has already received the headers."""
         self._num_headers += 1
         if self._num_headers > MAX_HEADERS:
-            self._abort_parsing(
-                ApiError(431, f"The request has more than {MAX_HEADERS} headers.", code="headers_too_large")
-            )
+            message = f"The request has more than {MAX_HEADERS} headers."
+            self._abort_parsing(ApiError(431, message, code="headers_too_large"))
         self._count_header_bytes(len(name) + len(value))
         if not self._is_in_body:
             super().on_header(name, value)

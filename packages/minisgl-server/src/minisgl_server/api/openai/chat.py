@@ -57,11 +57,8 @@ def _template_fields(chat: ChatRequest, trusts_templates: bool) -> dict[str, Any
     if chat.include_reasoning is False and chat.separate_reasoning is False:
         allowed = "true or left out if separate_reasoning is false, which leaves reasoning content in the text"
         raise InvalidValueError("include_reasoning", False, allowed)
-    add_generation_prompt = (
-        not chat.continue_final_message if chat.add_generation_prompt is None else chat.add_generation_prompt
-    )
     return {
-        "add_generation_prompt": add_generation_prompt,
+        "add_generation_prompt": chat.add_generation_prompt is not False and not chat.continue_final_message,
         "continue_final_message": bool(chat.continue_final_message),
         "chat_template": chat.chat_template,
         "documents": chat.documents,

@@ -163,10 +163,8 @@ class Choices:
             self._num_logprobs += per_output * len(text.logprobs or ()) + per_prompt * len(text.prompt_logprobs or ())
         if self._num_logprobs > most:
             name = "prompt_logprobs" if sampling.logprobs is None else "logprobs"
-            message = (
-                f"The response would have more than {most} log-probabilities, the maximum for a response in one piece"
-            )
-            raise ApiError(400, f"{message}. Ask for fewer, or for fewer outputs.", self._field_names.get(name, name))
+            message = f"The response would have more than {most} log-probabilities, too many to return at once."
+            raise ApiError(400, f"{message} Ask for fewer, or for fewer outputs.", self._field_names.get(name, name))
 
     def body(self, object_type: str, choices: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
         """Return a response or a chunk of one; `fields` follow the choices."""

@@ -120,9 +120,7 @@ class NoOpFields(StrictModel):
 class SglangStructuredFields(StrictModel):
     """Structured output by SGLang's names."""
 
-    json_schema: dict[str, Any] | str | None = Field(
-        None, description="The output is JSON that conforms to this schema."
-    )
+    json_schema: dict[str, Any] | str | None = Field(None, description="JSON that conforms to this schema.")
     regex: str | None = Field(None, description="The whole output matches this pattern.")
     ebnf: str | None = Field(None, description="The same as structured_outputs.grammar.")
 
@@ -143,12 +141,8 @@ class GenerationRequest(SamplingFields, SglangStructuredFields, NoOpFields):
     guided_grammar: str | None = Field(None, description="Deprecated name of structured_outputs.grammar.")
     whitespace_pattern: str | None = Field(None, description="The same as structured_outputs.whitespace_pattern.")
     guided_whitespace_pattern: str | None = Field(None, description="Deprecated name of whitespace_pattern.")
-    disable_any_whitespace: bool | None = Field(
-        None, description="The same as structured_outputs.disable_any_whitespace."
-    )
-    guided_decoding_backend: str | None = Field(
-        None, description="Only auto is supported: --grammar selects the backend."
-    )
+    disable_any_whitespace: bool | None = Field(None, description="The same as in structured_outputs.")
+    guided_decoding_backend: str | None = Field(None, description="Only auto: --grammar selects the backend.")
     add_special_tokens: bool | None = Field(None, description=ADD_SPECIAL_TOKENS)
     truncate_prompt_tokens: Int | None = Field(
         None,
@@ -160,7 +154,7 @@ class GenerationRequest(SamplingFields, SglangStructuredFields, NoOpFields):
     )
     return_token_ids: bool | None = Field(None, description="Return the token ids of the prompt and the output.")
     return_tokens_as_token_ids: bool | None = Field(
-        None, description="Write tokens in log-probabilities as token_id:ID instead of as text."
+        None, description="Write tokens in log-probabilities as token_id:ID."
     )
     priority: Int | None = Field(None, description="Lower values run first; 0 by default.")
     user: str | None = Field(None, description="Passed to the scheduling policy; nothing is logged.")
@@ -200,9 +194,7 @@ class ChatMessage(StrictModel):
     reasoning_content: str | None = Field(None, description="For the role assistant; most chat templates leave it out.")
     reasoning: str | None = Field(None, description="Alias of reasoning_content.")
     tool_call_id: str | None = Field(None, description="For the role tool: the call that the message answers.")
-    name: str | None = Field(
-        None, description="Name of the tool's function or of the participant; few chat templates use it."
-    )
+    name: str | None = Field(None, description="Name of the function or the participant; few chat templates use it.")
     annotations: list[Any] | None = Field(None, max_length=0, description="Must be empty, as in OpenAI's responses.")
 
 
@@ -218,10 +210,15 @@ class Function(StrictModel):
     )
 
 
-class Tool(StrictModel):
-    """Tool; functions are the only kind."""
+class FunctionType(StrictModel):
+    """Type of a tool; functions are the only kind."""
 
     type: Literal["function"]
+
+
+class Tool(FunctionType):
+    """Tool that the model may call."""
+
     function: Function
 
 
@@ -231,10 +228,9 @@ class FunctionName(StrictModel):
     name: str
 
 
-class NamedTool(StrictModel):
+class NamedTool(FunctionType):
     """Tool by its name."""
 
-    type: Literal["function"]
     function: FunctionName
 
 
@@ -261,8 +257,7 @@ class ChatRequest(GenerationRequest):
     top_logprobs: Int | None = None
     tools: Annotated[list[Tool] | None, Bound.TOOLS] = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice | None = Field(
-        None,
-        description="none, auto (the default with tools), required, or the tool or tools that may be called.",
+        None, description="none, auto (the default with tools), required, or the tool or tools that may be called."
     )
     parallel_tool_calls: bool | None = Field(None, description="Allow several calls; true by default.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the chat template.")
@@ -272,9 +267,7 @@ class ChatRequest(GenerationRequest):
         description="Replaces the model's chat template, if the server has --trust-request-chat-template.",
     )
     documents: list[dict[str, Any]] | None = Field(None, description="Documents for the chat template.")
-    add_generation_prompt: bool | None = Field(
-        None, description="End the prompt with the generation prompt of the chat template; true by default."
-    )
+    add_generation_prompt: bool | None = Field(None, description="End with the generation prompt; true by default.")
     continue_final_message: bool | None = Field(
         None, description="Have the model continue the last message; not with add_generation_prompt."
     )

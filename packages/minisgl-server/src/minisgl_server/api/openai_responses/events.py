@@ -41,7 +41,7 @@ class ResponseEvents(StreamEvents):
 
     def output(self, index: int, text: Text) -> bytes:
         events = []
-        first_logprob = self._num_logprobs()
+        first_logprob = 0 if self._open is None else len(self._open.logprobs)
         for segment, piece in self._response.segments.push(text):
             if segment is not self._open:
                 events += [self._close("completed"), self._add(segment)]
@@ -67,9 +67,6 @@ class ResponseEvents(StreamEvents):
     def _event(self, kind: str, **fields: Any) -> bytes:
         self._number += 1
         return typed_event({"type": kind, "sequence_number": self._number, **fields})
-
-    def _num_logprobs(self) -> int:
-        return 0 if self._open is None else len(self._open.logprobs)
 
     def _position(self, segment: Segment) -> dict[str, Any]:
         position: dict[str, Any] = {"item_id": self._response.item_id(segment), "output_index": self._index}

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, Tag
 
 from minisgl_server.api.limits import Bound
-from minisgl_server.api.openai.schemas import CommonSamplingFields, Function, FunctionName
+from minisgl_server.api.openai.schemas import CommonSamplingFields, Function, FunctionName, FunctionType
 from minisgl_server.api.strict_model import Caller, Int, Metadata, StrictModel, type_discriminator
 
 
@@ -107,18 +107,15 @@ Item = Annotated[
 ]
 
 
-class FunctionTool(Function):
-    """Function that the model may call; functions are the only kind of tool."""
+class FunctionTool(Function, FunctionType):
+    """Function that the model may call. Its type is checked before the fields of a function."""
 
-    type: Literal["function"]
     defer_loading: Literal[False] | None = None
     allowed_callers: list[Literal["direct"]] | None = None
 
 
-class NamedFunction(FunctionName):
+class NamedFunction(FunctionName, FunctionType):
     """Function by its name, in tool_choice."""
-
-    type: Literal["function"]
 
 
 class AllowedTools(StrictModel):
