@@ -358,7 +358,7 @@ class EngineClient:
                 case TextBatch(outputs):
                     for text in outputs:
                         self._deliver(text)
-                    await asyncio.sleep(0)  # a message that has arrived already does not suspend `receive`
+                    await asyncio.sleep(0)  # `receive` does not suspend if the next message has arrived already
                 case TokenizerReply() as tokens:
                     self._resolve(tokens.request_id, tokens)
                 case Rejected() as message:

@@ -141,8 +141,8 @@ def invalid_value(error: InvalidValueError) -> ApiError:
 
 def invalid_fields(errors: Sequence[ErrorDetails]) -> ApiError:
     """Return the error of the first invalid field among pydantic's errors of a request, the most specific one of the field."""
-    # A field with a union of types has an error for each of them. The type that the client meant is the one whose error is
-    # deepest, or is not about the type, or comes last in a list.
+    # A field with a union of types has an error for each of them. The client probably meant the type whose error is deepest.
+    # Among equally deep errors, one that is not about the type is preferred, and then the last in a list.
     field_errors = [each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]]
     first = max(field_errors, key=_specificity)
     param = _field(first["loc"])
@@ -154,7 +154,7 @@ def invalid_fields(errors: Sequence[ErrorDetails]) -> ApiError:
     if first["type"] == "beyond_context":
         message = f"{first['msg']}. Please reduce the length of the field {where!r}."
         return ApiError(400, message, param, "context_length_exceeded")
-    # Only a value of the right type can be one that is not supported for a reason.
+    # The reasons are about values that are not supported, and not about wrong types.
     reason = "" if first["type"].endswith(("_type", "_parsing")) else _reason(param)
     return ApiError(400, f"{where}{': ' if where else ''}{first['msg']}.{reason}", param)
 

@@ -52,7 +52,7 @@ def route_docs(
         response: model of the response of status 200.
         streams: the route can stream server-sent events, which OpenAPI 3.1 cannot describe.
         errors: further statuses, keys of `ERRORS`. Those of any route and of the middleware are added.
-        needs_engine: the route answers 503 while the engine does not serve.
+        needs_engine: the route answers 503 while the engine is not ready.
     """
     _models.update(each for each in (body, response) if each is not None)
     responses: dict[int | str, Any] = {}

@@ -44,11 +44,14 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._host = self.client[0] if self.client else ""
         self._is_refused = self._is_in_body = False
+        # Bytes of incomplete headers, those of them that `limits` has counted, and bytes dropped after a refusal.
         self._num_unfinished_bytes = self._num_counted_bytes = self._num_dropped_bytes = 0
         self._refusal: ApiError | None = None
+        """Error for which a callback of the parser ended parsing."""
         self._timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._num_unsent = 0
+        """Bytes that the client had not read when the write timer was started."""
         if error := self.limits.add(self._host, len(self.connections)):
             self._refuse(error)
         else:

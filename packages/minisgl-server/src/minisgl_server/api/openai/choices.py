@@ -1,4 +1,4 @@
-"""Outputs of one HTTP request, from the messages to the engine to the usage."""
+"""Choices of one HTTP request: sends its prompts to the engine, and counts the tokens of its usage."""
 
 import asyncio
 import time

@@ -28,9 +28,9 @@ class ResponseEvents(StreamEvents):
 
     def __init__(self, response: ResponseObject, finish: Callable[[], dict[str, Any]]) -> None:
         self._response, self._finish = response, finish
-        self._number = -1
+        self._sequence_number = -1
         self._index = -1
-        """Index of the open item."""
+        """Index of the open item, to which new output is added."""
         self._open: Segment | None = None
         self._delta = b""
         """Encoded start of each delta of the open item, up to its sequence number."""
@@ -48,8 +48,8 @@ class ResponseEvents(StreamEvents):
                 first_logprob = 0
             if not piece:
                 continue
-            self._number += 1
-            events += [self._delta, b"%d" % self._number, b',"delta":', encode(piece)]
+            self._sequence_number += 1
+            events += [self._delta, b"%d" % self._sequence_number, b',"delta":', encode(piece)]
             if segment.kind == "text":
                 events += [b',"logprobs":', encode(segment.logprobs[first_logprob:])]
             events.append(b"}\n\n")
@@ -65,8 +65,8 @@ class ResponseEvents(StreamEvents):
         ) + self._event("response.failed", response=self._response.failed(error.message))
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        self._number += 1
-        return typed_event({"type": kind, "sequence_number": self._number, **fields})
+        self._sequence_number += 1
+        return typed_event({"type": kind, "sequence_number": self._sequence_number, **fields})
 
     def _position(self, segment: Segment) -> dict[str, Any]:
         position: dict[str, Any] = {"item_id": self._response.item_id(segment), "output_index": self._index}
