@@ -205,9 +205,8 @@ def generate_sampling(body: GenerateRequest, info: EngineInfo) -> RequestSamplin
     values: dict[str, Any] = {**info.default_sampling, "structured_outputs": structured_outputs}
     names: dict[str, str] = {}
     sources = [(f"sampling_params.{name}", _NAMES.get(name, name), value) for name, value in given.items()]
-    sources += [
-        (name, name, value) for name in ("max_tokens", "ignore_eos") if (value := getattr(body, name)) is not None
-    ]
+    outside = ("max_tokens", "ignore_eos")
+    sources += [(name, name, value) for name in outside if (value := getattr(body, name)) is not None]
     for source, name, value in sources:
         if name in names:
             raise InvalidValueError(source, value, f"left out if {names[name]} is given")

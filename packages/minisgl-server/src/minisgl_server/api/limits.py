@@ -79,7 +79,6 @@ class RequestLimits:
         # Twice, as `num_chars` counts roles and names of fields, too, of which the template may render few.
         if (length := prompt.num_chars) > 2 * self.max_chars:
             what = f"the messages and tools have {length} characters, and no more than {self.max_chars} fit"
-            message = (
-                beyond_context(self.max_entries[Bound.CONTEXT], what) + " Please reduce the length of the messages."
-            )
+            message = beyond_context(self.max_entries[Bound.CONTEXT], what)
+            message += " Please reduce the length of the messages."
             raise ApiError(400, message, "messages", "context_length_exceeded")

@@ -45,9 +45,8 @@ async def serve_api(
     notice.
     """
     client = EngineClient(addresses)
-    worker_index = (
-        addresses.api_worker_id % addresses.num_api_workers
-    )  # a restarted worker has a new id, but the same index
+    # A restarted worker has a new id, but the same index.
+    worker_index = addresses.api_worker_id % addresses.num_api_workers
     with open(addresses.request_counts, "r+b") as file:
         request_counts = memoryview(mmap.mmap(file.fileno(), 0)).cast("i")
     max_connections = max_open_files() * 7 // 8  # the rest is for the sockets of the engine and other files

@@ -86,7 +86,7 @@ class ToolParam(CacheControlled):
 
 
 class ToolChoice(StrictModel):
-    """Choice of whether the model may or must call a tool, and which."""
+    """Setting that allows, forbids or requires tool calls, or a call of one tool."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = Field(None, description="With the type tool only.")

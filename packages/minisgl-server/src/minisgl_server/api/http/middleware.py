@@ -25,7 +25,7 @@ its whole body before it reads would see a connection error instead of the respo
 BODY_TIMEOUT_S = 60.0
 """Maximum wait for the next part of a body."""
 MIN_BODY_BYTES_PER_S = 16 * 1024
-"""Minimum mean rate of a body after `BODY_TIMEOUT_S`. A slow client keeps its place among the concurrent requests, and a large
+"""Minimum mean rate of a body after `BODY_TIMEOUT_S`. A slow client keeps its slot among the concurrent requests, and a large
 body its part of the memory of all bodies. At this rate, a body of 32 MiB takes 34 minutes."""
 
 

@@ -51,7 +51,7 @@ class BodyMemory:
 
 
 class JsonSizeCounter:
-    """Counts the values of a body and the length of its longest string, piece by piece.
+    """Counts the values of a body and the length of its longest string, chunk by chunk.
 
     The counts of invalid JSON are right up to the first error, which is as far as a parser reads.
 
@@ -63,21 +63,21 @@ class JsonSizeCounter:
         self._limits = limits
         self.num_values = 0
         self._text_bytes = 0
-        """Length of the string that the last piece ended in."""
+        """Length of the string that the last chunk ended in."""
         self._is_in_text = False
         self._carry = b""
-        """Backslash at the end of the last piece. The next piece begins with the character that it escapes."""
+        """Backslash at the end of the last chunk. The next chunk begins with the character that it escapes."""
 
-    def add(self, piece: bytes) -> None:
-        """Count the next piece; pieces are much smaller than the longest allowed string."""
-        piece = self._carry + piece
+    def add(self, chunk: bytes) -> None:
+        """Count the next chunk; chunks are much smaller than the longest allowed string."""
+        chunk = self._carry + chunk
         self._carry = b""
-        if b"\\" in piece:
-            piece = piece.replace(b"\\\\", b"")
-            if piece.endswith(b"\\"):
-                piece, self._carry = piece[:-1], b"\\"
-            piece = piece.replace(b'\\"', b"")
-        parts = piece.split(b'"')
+        if b"\\" in chunk:
+            chunk = chunk.replace(b"\\\\", b"")
+            if chunk.endswith(b"\\"):
+                chunk, self._carry = chunk[:-1], b"\\"
+            chunk = chunk.replace(b'\\"', b"")
+        parts = chunk.split(b'"')
         outside = b"".join(parts[self._is_in_text :: 2])
         self.num_values += len(outside.translate(None, _NOT_STRUCTURAL))
         self._is_in_text ^= len(parts) % 2 == 0
@@ -88,9 +88,8 @@ class JsonSizeCounter:
         if self.num_values > self._limits.max_values:
             raise body_too_large(f"has more than {self._limits.max_values} JSON values. Send fewer prompts at once")
         if self._text_bytes > _MAX_ESCAPE_BYTES * self._limits.max_chars:
-            raise body_too_large(
-                f"has a string of more than {self._limits.max_chars} characters, which cannot fit the context"
-            )
+            what = f"has a string of more than {self._limits.max_chars} characters, which cannot fit the context"
+            raise body_too_large(what)
 
 
 async def read_body(request: Request, limits: RequestLimits, add_bytes: Callable[[int], None]) -> bytearray:
