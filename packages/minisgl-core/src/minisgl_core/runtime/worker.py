@@ -45,8 +45,11 @@ _SWITCH_INTERVAL_S = 1e-4
 Launching a step with prompts takes over 80 calls of CUDA, and each releases the GIL. While a thread loads the grammar backend or
 compiles a grammar, the loop may wait that long after each call.
 """
-_IDLE_S = 1.0
-"""Time without a request after which the grammar backend is loaded, if no grammar has needed it before."""
+_IDLE_S = 10.0
+"""Time without a request after which the grammar backend is loaded, if no grammar has needed it before.
+
+Loading it delays steps for seconds, so it must not begin while the first clients of a new server connect.
+"""
 
 
 def run_worker(
