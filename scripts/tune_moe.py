@@ -23,7 +23,7 @@ import triton
 
 from minisgl_backends.moe.sorted_blocks import sort_into_blocks
 from minisgl_backends.moe.tiles import Tiles
-from minisgl_backends.moe.triton_grouped import gate_up_activation, weighted_down
+from minisgl_backends.moe.triton_grouped import grouped_gemm
 
 TOKENS = (1, 8, 32, 64, 128, 256, 512, 2048, 8192)
 BLOCK_SIZES = (16, 32, 64, 128)
@@ -56,8 +56,10 @@ def calls(
     unscaled = None, None, None  # scales, zero points and bias
     x, hidden, weights, rows = (given[name] for name in ("x", "hidden", "weights", "rows"))
     return {
-        "gate_up": lambda: gate_up_activation(x, None, gate_up, *unscaled, hidden, blocks, top_k, tiles),
-        "down": lambda: weighted_down(hidden, None, down, *unscaled, weights, rows, blocks, tiles),
+        "gate_up": lambda: grouped_gemm(
+            x, None, gate_up, *unscaled, hidden, blocks, tiles, top_k=top_k, activation="silu"
+        ),
+        "down": lambda: grouped_gemm(hidden, None, down, *unscaled, rows, blocks, tiles, row_weights=weights),
     }
 
 

@@ -29,14 +29,15 @@ def check(kernel, pointers, constants, instruction):
     assert made.asm["cubin"]
     assert re.search(instruction, made.asm["ptx"]), (kernel.__name__, instruction)
 
-sizes = {"BLOCK_ROWS": 16, "BLOCK_COLS": 64, "WIDEN": False, "SCALED": False, "HAS_BIAS": True, "EVEN": False}
-for scales, block, zeros in (("bf16", 64, True), ("u8", 32, False)):
-    pointers = dict.fromkeys("x x_scales intermediate intermediate_scales bias out".split(), "bf16")
+sizes = {"BLOCK_ROWS": 16, "BLOCK_COLS": 64, "WIDEN": False, "EVEN": False, "x_scales": None}
+for scales, block, no_zeros in (("bf16", 64, {}), ("u8", 32, {"zeros": None})):
+    pointers = dict.fromkeys("x bias out".split(), "bf16")
     pointers |= dict(weights="u8", scales=scales, zeros="u8", row_weights="fp32", block_rows="i32", block_experts="i32")
-    constants = {**sizes, "BLOCK_DEPTH": block, "GROUP_SIZE": block, "HAS_ZEROS": zeros}
-    gated = {"TOP_K": 4, "ACTIVATION": "swigluoai", "LIMIT": 7.0}
-    check(triton_grouped._gate_up_activation, pointers, {**constants, **gated}, r"mma\\.sync.*bf16")
-    check(triton_grouped._weighted_down, pointers, constants, r"mma\\.sync.*bf16")
+    constants = {**sizes, "BLOCK_DEPTH": block, "GROUP_SIZE": block, **no_zeros}
+    of_gate = {"TOP_K": 4, "ACTIVATION": "swigluoai", "LIMIT": 7.0, "row_weights": None}
+    of_down = {"TOP_K": 1, "ACTIVATION": None, "LIMIT": None}
+    for projection in (of_gate, of_down):
+        check(triton_grouped._grouped_gemm, pointers, {**constants, **projection}, r"mma\\.sync.*bf16")
 pointers = {"x": "i8", "row_scales": "fp32", "weight": "i8", "scales": "fp32", "bias": "bf16", "out": "bf16"}
 check(int8_gemm._int8_gemm, pointers, {"ROWS": 16, "COLS": 64, "DEPTH": 128, "HAS_BIAS": True}, r"mma\\.sync.*s32\\.s8\\.s8")
 packings = [(Packing("int4", 4, 0, sub=32, block=128), dtype) for dtype in ("bf16", "fp16")]

@@ -22,7 +22,7 @@ from minisgl_backends.kernels.quantize import _quantize_rows
 from minisgl_backends.kernels.rotary import _qk_norm_rope
 from minisgl_backends.kernels.sample import _find, _reduce
 from minisgl_backends.kernels.small_m_gemm import _small_m_gemm
-from minisgl_backends.moe.triton_grouped import _gate_up_activation, _weighted_down
+from minisgl_backends.moe.triton_grouped import _grouped_gemm
 
 def compiled(kernel, kinds, constants, **options):
     constants = constants | ({"PDL": True} if "PDL" in kernel.arg_names else {})
@@ -82,16 +82,18 @@ compiled(_small_m_gemm, dict(kinds), common | {"N": 1, "DEPTH": 512, "SPLITS": 4
 
 # Experts, as they are and in float8, each activation with biases and a clamp too.
 for scaled, (rows, cols, depth, warps) in itertools.product((False, True), ((16, 64, 128, 4), (128, 128, 64, 8))):
-    kind, scale = ("*fp8e4nv", "*fp32") if scaled else ("*bf16", "*bf16")
-    kinds = {"x": kind, "intermediate": kind, "weights": kind, "x_scales": scale, "intermediate_scales": scale, "scales": scale}
-    kinds |= {"out": "*bf16", "row_weights": "*fp32", "block_rows": "*i32", "block_experts": "*i32", "bias": "*bf16"}
-    sizes = {"BLOCK_ROWS": rows, "BLOCK_COLS": cols, "BLOCK_DEPTH": depth, "WIDEN": False, "SCALED": scaled, "EVEN": True}
-    sizes |= {"GROUP_SIZE": 0, "HAS_ZEROS": False}
+    kind = "*fp8e4nv" if scaled else "*bf16"
+    kinds = {"x": kind, "weights": kind, "out": "*bf16", "block_rows": "*i32", "block_experts": "*i32"}
+    kinds |= {"x_scales": "*fp32", "scales": "*fp32", "bias": "*bf16", "row_weights": "*fp32"}
+    sizes = {"BLOCK_ROWS": rows, "BLOCK_COLS": cols, "BLOCK_DEPTH": depth, "WIDEN": False, "EVEN": True, "GROUP_SIZE": 0}
+    sizes |= {"zeros": None} | ({} if scaled else {"x_scales": None, "scales": None})
     for activation, limit in (("silu", None), ("silu", 7.0), ("gelu_tanh", None), ("swigluoai", 7.0)):
-        of_gate = {"TOP_K": 8, "ACTIVATION": activation, "LIMIT": limit, "HAS_BIAS": activation != "silu"}
-        compiled(_gate_up_activation, dict(kinds), sizes | of_gate, num_warps=warps, num_stages=3)
-    for has_bias in (False, True):
-        compiled(_weighted_down, dict(kinds), sizes | {"HAS_BIAS": has_bias}, num_warps=warps, num_stages=3)
+        of_gate = {"TOP_K": 8, "ACTIVATION": activation, "LIMIT": limit, "row_weights": None}
+        of_gate |= {} if activation != "silu" else {"bias": None}
+        compiled(_grouped_gemm, dict(kinds), sizes | of_gate, num_warps=warps, num_stages=3)
+    for no_bias in ({}, {"bias": None}):
+        of_down = {"TOP_K": 1, "ACTIVATION": None, "LIMIT": None} | no_bias
+        compiled(_grouped_gemm, dict(kinds), sizes | of_down, num_warps=warps, num_stages=3)
 """
 
 SHARED_MEMORY = """

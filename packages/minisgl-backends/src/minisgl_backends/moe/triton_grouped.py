@@ -1,8 +1,8 @@
-"""The two grouped GEMMs of a gated expert layer. Imports triton.
+"""The grouped GEMM of a gated expert layer, which computes the gate-up and the down projection. Imports triton.
 
-Shape legend: T tokens, K experts per token, R = T * K rows, E experts, H hidden size, I intermediate size. With packed
+Shape legend: T tokens, top_k experts per token, R = T * top_k rows, E experts, N outputs, K inputs, H hidden size. With packed
 weights, G groups of inputs have a scale each. Each program computes one block of rows, which belong to one expert, and one block
-of output columns.
+of outputs.
 """
 
 import torch
@@ -23,8 +23,7 @@ def _load(pointers, outer, inner, EVEN: tl.constexpr):  # type: ignore[no-untype
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _dequantize(  # type: ignore[no-untyped-def]
-    codes, scales, zeros, row, mask, row_bytes, start,
-    GROUP_SIZE: tl.constexpr, DEPTH: tl.constexpr, HAS_ZEROS: tl.constexpr, dtype: tl.constexpr,
+    codes, scales, zeros, row, mask, row_bytes, start, GROUP_SIZE: tl.constexpr, DEPTH: tl.constexpr, dtype: tl.constexpr
 ):  # fmt: skip
     """Return some rows of a packed weight for the inputs from `start`, [DEPTH, rows]. GROUP_SIZE inputs share a scale."""
     byte = start // 2 + tl.arange(0, DEPTH // 2)
@@ -43,7 +42,7 @@ def _dequantize(  # type: ignore[no-untyped-def]
         factor = bits.to(tl.float32, bitcast=True)
     else:
         zero = tl.full(code.shape, 8, tl.int32)
-        if HAS_ZEROS:
+        if zeros is not None:
             zero = tl.load(zeros + scale_index, mask=mask, other=0).to(tl.int32)[:, None]
         value = (code - zero).to(tl.float32)
         factor = scale.to(tl.float32)
@@ -66,21 +65,37 @@ def activated(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr):  # type:
     return result
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _load_weights(  # type: ignore[no-untyped-def]
+    weights, scales, zeros, first, col, mask, K, row_bytes, start,
+    GROUP_SIZE: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Return the weights of rows ``first + col`` for the inputs from `start`, [DEPTH, cols]."""
+    if GROUP_SIZE > 0:
+        out = _dequantize(weights, scales, zeros, first + col, mask, row_bytes, start, GROUP_SIZE, DEPTH, dtype)
+    else:
+        depth = start + tl.arange(0, DEPTH)
+        rows = weights + first * K + col[None, :] * K
+        out = _load(rows + depth[:, None], mask[None, :], (depth < K)[:, None], EVEN)
+    return out
+
+
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
-def _gate_up_activation(  # type: ignore[no-untyped-def]
-    x,  # [T, H]
-    x_scales,  # [T], float32
-    weights,  # [E, 2 * I, H], gate above up
-    scales,  # [E, 2 * I], float32, or of groups: [E, 2 * I, G]
-    zeros,  # [E, 2 * I, G], uint8
-    bias,  # [E, 2 * I]
-    out,  # [R, I]
+def _grouped_gemm(  # type: ignore[no-untyped-def]
+    x,  # [R / TOP_K, K]
+    x_scales,  # [R / TOP_K], float32
+    weights,  # [E, N, K]; with an activation [E, 2 * N, K], gate above up
+    scales,  # [E, rows], float32, or per group: [E, rows, G]
+    zeros,  # [E, rows, G], uint8
+    bias,  # [E, rows]
+    row_weights,  # [R], float32
+    out,  # [R, N]
     block_rows,
     block_experts,
     num_rows,
     num_experts,
-    hidden_size,
-    intermediate_size,
+    N,
+    K,
     row_bytes,
     TOP_K: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -89,215 +104,96 @@ def _gate_up_activation(  # type: ignore[no-untyped-def]
     BLOCK_COLS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
     WIDEN: tl.constexpr,
-    SCALED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     EVEN: tl.constexpr,
     GROUP_SIZE: tl.constexpr,  # inputs per scale of packed weights; 0 for other weights
-    HAS_ZEROS: tl.constexpr,
 ):
+    """Compute a block of outputs; with ACTIVATION, rows N and on of each expert are its up rows."""
+    GATED: tl.constexpr = ACTIVATION is not None
     block = tl.program_id(0)
     expert = tl.load(block_experts + block).to(tl.int64)
     if expert >= num_experts:
         return
-    rows = tl.load(block_rows + block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
-    row_mask, col_mask = rows < num_rows, cols < intermediate_size
-    x_rows = x + (rows // TOP_K)[:, None] * hidden_size
-    gate_cols = weights + expert * 2 * intermediate_size * hidden_size + cols[None, :] * hidden_size
-    up_cols = gate_cols + intermediate_size * hidden_size
-    gate = tl.zeros((BLOCK_ROWS, BLOCK_COLS), dtype=tl.float32)
-    up = tl.zeros((BLOCK_ROWS, BLOCK_COLS), dtype=tl.float32)
-    for start in range(0, hidden_size, BLOCK_DEPTH):
-        depth = start + tl.arange(0, BLOCK_DEPTH)
-        in_depth = depth < hidden_size
-        x_tile = _load(x_rows + depth[None, :], row_mask[:, None], in_depth[None, :], EVEN)
-        if GROUP_SIZE > 0:
-            row = expert * 2 * intermediate_size + cols
-            gate_w = _dequantize(
-                weights, scales, zeros, row, col_mask, row_bytes, start, GROUP_SIZE, BLOCK_DEPTH, HAS_ZEROS, x_tile.dtype
-            )  # fmt: skip
-            up_w = _dequantize(
-                weights, scales, zeros, row + intermediate_size, col_mask, row_bytes, start, GROUP_SIZE, BLOCK_DEPTH,
-                HAS_ZEROS, x_tile.dtype,
-            )  # fmt: skip
-        else:
-            gate_w = _load(gate_cols + depth[:, None], col_mask[None, :], in_depth[:, None], EVEN)
-            up_w = _load(up_cols + depth[:, None], col_mask[None, :], in_depth[:, None], EVEN)
-        gate, up = add_dot(gate, x_tile, gate_w, WIDEN), add_dot(up, x_tile, up_w, WIDEN)
-    if SCALED:
-        row_scales = tl.load(x_scales + rows // TOP_K, mask=row_mask, other=0.0)[:, None]
-        col_scales = scales + expert * 2 * intermediate_size + cols
-        gate *= row_scales * tl.load(col_scales, mask=col_mask, other=0.0)[None, :]
-        up *= row_scales * tl.load(col_scales + intermediate_size, mask=col_mask, other=0.0)[None, :]
-    if HAS_BIAS:
-        col_bias = bias + expert * 2 * intermediate_size + cols
-        gate += tl.load(col_bias, mask=col_mask, other=0.0).to(tl.float32)[None, :]
-        up += tl.load(col_bias + intermediate_size, mask=col_mask, other=0.0).to(tl.float32)[None, :]
-    result = activated(gate, up, ACTIVATION, LIMIT)
-    out_rows = out + rows[:, None] * intermediate_size
-    tl.store(out_rows + cols[None, :], result.to(out.dtype.element_ty), mask=row_mask[:, None] & col_mask[None, :])
-
-
-@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
-def _weighted_down(  # type: ignore[no-untyped-def]
-    intermediate,  # [R, I]
-    intermediate_scales,  # [R], float32
-    weights,  # [E, H, I]
-    scales,  # [E, H], float32, or of groups: [E, H, G]
-    zeros,  # [E, H, G], uint8
-    bias,  # [E, H]
-    row_weights,  # [R], float32
-    out,  # [R, H]
-    block_rows,
-    block_experts,
-    num_rows,
-    num_experts,
-    hidden_size,
-    intermediate_size,
-    row_bytes,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
-    BLOCK_DEPTH: tl.constexpr,
-    WIDEN: tl.constexpr,
-    SCALED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    EVEN: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,  # inputs per scale of packed weights; 0 for other weights
-    HAS_ZEROS: tl.constexpr,
-):
-    block = tl.program_id(0)
-    expert = tl.load(block_experts + block).to(tl.int64)
-    if expert >= num_experts:
-        return
-    rows = tl.load(block_rows + block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
-    row_mask, col_mask = rows < num_rows, cols < hidden_size
-    intermediate_rows = intermediate + rows[:, None] * intermediate_size
-    weight_cols = weights + expert * hidden_size * intermediate_size + cols[None, :] * intermediate_size
+    row = tl.load(block_rows + block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
+    col = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    row_mask, col_mask = row < num_rows, col < N
+    x_rows = x + (row // TOP_K)[:, None] * K
+    first = expert * (1 + GATED) * N
     result = tl.zeros((BLOCK_ROWS, BLOCK_COLS), dtype=tl.float32)
-    for start in range(0, intermediate_size, BLOCK_DEPTH):
+    up = tl.zeros((BLOCK_ROWS, BLOCK_COLS), dtype=tl.float32)
+    for start in range(0, K, BLOCK_DEPTH):
         depth = start + tl.arange(0, BLOCK_DEPTH)
-        in_depth = depth < intermediate_size
-        x_tile = _load(intermediate_rows + depth[None, :], row_mask[:, None], in_depth[None, :], EVEN)
-        if GROUP_SIZE > 0:
-            row = expert * hidden_size + cols
-            w = _dequantize(
-                weights, scales, zeros, row, col_mask, row_bytes, start, GROUP_SIZE, BLOCK_DEPTH, HAS_ZEROS, x_tile.dtype
+        x_tile = _load(x_rows + depth[None, :], row_mask[:, None], (depth < K)[None, :], EVEN)
+        w = _load_weights(
+            weights, scales, zeros, first, col, col_mask, K, row_bytes, start, GROUP_SIZE, BLOCK_DEPTH, EVEN, x_tile.dtype
+        )  # fmt: skip
+        if GATED:
+            up_w = _load_weights(
+                weights, scales, zeros, first + N, col, col_mask, K, row_bytes, start, GROUP_SIZE, BLOCK_DEPTH, EVEN, x_tile.dtype
             )  # fmt: skip
-        else:
-            w = _load(weight_cols + depth[:, None], col_mask[None, :], in_depth[:, None], EVEN)
         result = add_dot(result, x_tile, w, WIDEN)
-    if SCALED:
-        row_scales = tl.load(intermediate_scales + rows, mask=row_mask, other=0.0)[:, None]
-        result *= row_scales * tl.load(scales + expert * hidden_size + cols, mask=col_mask, other=0.0)[None, :]
-    if HAS_BIAS:
-        result += tl.load(bias + expert * hidden_size + cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]
-    result *= tl.load(row_weights + rows, mask=row_mask, other=0.0)[:, None]
-    out_rows = out + rows[:, None] * hidden_size
-    tl.store(out_rows + cols[None, :], result.to(out.dtype.element_ty), mask=row_mask[:, None] & col_mask[None, :])
+        if GATED:
+            up = add_dot(up, x_tile, up_w, WIDEN)
+    if x_scales is not None:
+        row_scales = tl.load(x_scales + row // TOP_K, mask=row_mask, other=0.0)[:, None]
+        result *= row_scales * tl.load(scales + first + col, mask=col_mask, other=0.0)[None, :]
+        if GATED:
+            up *= row_scales * tl.load(scales + first + N + col, mask=col_mask, other=0.0)[None, :]
+    if bias is not None:
+        result += tl.load(bias + first + col, mask=col_mask, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            up += tl.load(bias + first + N + col, mask=col_mask, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        result = activated(result, up, ACTIVATION, LIMIT)
+    if row_weights is not None:
+        result *= tl.load(row_weights + row, mask=row_mask, other=0.0)[:, None]
+    out_rows = out + row[:, None] * N
+    tl.store(out_rows + col[None, :], result.to(out.dtype.element_ty), mask=row_mask[:, None] & col_mask[None, :])
 
 
-def gate_up_activation(
+def grouped_gemm(
     x: torch.Tensor,
     x_scales: torch.Tensor | None,
-    gate_up: torch.Tensor,
-    scales: torch.Tensor | None,
-    zeros: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    blocks: SortedBlocks,
-    top_k: int,
-    tiles: Tiles,
-    activation: str = "silu",
-    limit: float | None = None,
-) -> None:
-    """Compute ``out[row] = activation(gate @ x[token], up @ x[token])`` for every row.
-
-    Args:
-        x: [T, H].
-        x_scales: scales of the tokens, float32 [T], if `x` is float8.
-        gate_up: [E, 2 * I, H], or packed.
-        scales: scales of `gate_up` if it is quantized; see `ExpertWeights`.
-        zeros: its zero points, or None.
-        bias: [E, 2 * I], or None.
-        out: [R, I].
-        blocks: rows by expert.
-        top_k: K.
-        tiles: tile sizes of the GEMM.
-        activation: see `MoeSpec.activation`.
-        limit: see `MoeSpec.swiglu_limit`.
-    """
-    num_experts, _, row_bytes = gate_up.shape
-    hidden_size = x.shape[1]
-    grid = (len(blocks.experts), triton.cdiv(out.shape[1], tiles.cols))
-    sizes = (out.shape[0], num_experts, hidden_size, out.shape[1], row_bytes)
-    options = _options(x, gate_up, scales, zeros, bias, blocks, tiles)
-    left = x, x if x_scales is None else x_scales
-    right = gate_up, *(gate_up if each is None else each for each in (scales, zeros, bias))
-    options |= {"TOP_K": top_k, "ACTIVATION": activation, "LIMIT": limit}
-    _gate_up_activation[grid](*left, *right, out, blocks.rows, blocks.experts, *sizes, **options)
-
-
-def weighted_down(
-    intermediate: torch.Tensor,
-    intermediate_scales: torch.Tensor | None,
-    down: torch.Tensor,
-    scales: torch.Tensor | None,
-    zeros: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    row_weights: torch.Tensor,
-    out: torch.Tensor,
-    blocks: SortedBlocks,
-    tiles: Tiles,
-) -> None:
-    """Compute ``out[row] = row_weights[row] * (down @ intermediate[row] + bias)`` for every row.
-
-    Args:
-        intermediate: [R, I].
-        intermediate_scales: scales of its rows, float32 [R], if it is float8.
-        down: [E, H, I], or packed.
-        scales: scales of `down` if it is quantized; see `ExpertWeights`.
-        zeros: its zero points, or None.
-        bias: [E, H], or None.
-        row_weights: float32 [R].
-        out: [R, H].
-        blocks: rows by expert.
-        tiles: tile sizes of the GEMM.
-    """
-    num_experts, hidden_size, row_bytes = down.shape
-    grid = (len(blocks.experts), triton.cdiv(hidden_size, tiles.cols))
-    sizes = (out.shape[0], num_experts, hidden_size, intermediate.shape[1], row_bytes)
-    options = _options(intermediate, down, scales, zeros, bias, blocks, tiles)
-    left = intermediate, intermediate if intermediate_scales is None else intermediate_scales
-    right = down, *(down if each is None else each for each in (scales, zeros, bias))
-    _weighted_down[grid](*left, *right, row_weights, out, blocks.rows, blocks.experts, *sizes, **options)
-
-
-def _options(
-    x: torch.Tensor,
     weights: torch.Tensor,
     scales: torch.Tensor | None,
     zeros: torch.Tensor | None,
     bias: torch.Tensor | None,
+    out: torch.Tensor,
     blocks: SortedBlocks,
     tiles: Tiles,
-) -> dict[str, str | float | bool | None]:
+    *,
+    top_k: int = 1,
+    row_weights: torch.Tensor | None = None,
+    activation: str | None = None,
+    limit: float | None = None,
+) -> None:
+    """Compute ``out[row] = row_weights[row] * (weights @ x[row // top_k] + bias)``, or ``activation(gate, up)``, for every row.
+
+    Args:
+        x: [R / top_k, K].
+        x_scales: scales of its rows, float32 [R / top_k], if it is float8.
+        weights: [E, N, K], or with an activation [E, 2 * N, K]; or packed.
+        scales: scales of `weights` if they are quantized; see `ExpertWeights`.
+        zeros: their zero points, or None.
+        bias: one per row of `weights`, or None.
+        out: [R, N].
+        blocks: rows by expert.
+        tiles: tile sizes of the GEMM.
+        top_k: rows per row of x.
+        row_weights: float32 [R], or None.
+        activation: see `MoeSpec.activation`; None for a projection without one.
+        limit: see `MoeSpec.swiglu_limit`.
+    """
+    (num_experts, _, row_bytes), num_inputs = weights.shape, x.shape[1]
     is_packed = weights.dtype == torch.uint8
-    group_size = 2 * weights.shape[2] // scales.shape[2] if is_packed and scales is not None else 0
+    group_size = 2 * row_bytes // scales.shape[2] if is_packed and scales is not None else 0
     depth = next(size for size in (128, 64, 32) if group_size % size == 0) if is_packed else tiles.depth
-    return {
-        "BLOCK_ROWS": blocks.block_size,
-        "BLOCK_COLS": tiles.cols,
-        "BLOCK_DEPTH": depth,
-        "WIDEN": not x.is_cuda,  # Triton's interpreter multiplies the bits of bfloat16 as integers
-        "SCALED": scales is not None and not is_packed,
-        "GROUP_SIZE": group_size,
-        "HAS_ZEROS": zeros is not None,
-        "HAS_BIAS": bias is not None,
-        "EVEN": x.shape[1] % depth == 0,
-        "num_warps": tiles.num_warps,
-        "num_stages": tiles.num_stages,
-    }
+    _grouped_gemm[len(blocks.experts), triton.cdiv(out.shape[1], tiles.cols)](
+        x, x_scales, weights, scales, zeros, bias, row_weights, out, blocks.rows, blocks.experts, len(out), num_experts,
+        out.shape[1], num_inputs, row_bytes, TOP_K=top_k, ACTIVATION=activation, LIMIT=limit, BLOCK_ROWS=blocks.block_size,
+        BLOCK_COLS=tiles.cols, BLOCK_DEPTH=depth, EVEN=num_inputs % depth == 0, GROUP_SIZE=group_size,
+        WIDEN=not x.is_cuda,  # Triton's interpreter multiplies the bits of bfloat16 as integers
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator]

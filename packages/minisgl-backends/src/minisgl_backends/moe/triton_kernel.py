@@ -44,42 +44,40 @@ class TritonMoe(MoeKernel):
 
         self._blocks, self._grouped, self._quantize_rows = sorted_blocks, triton_grouped, quantize.quantize_rows
         self._large_memory = device.has_large_shared_memory(spec.device)
-        self._activation = spec.activation, spec.swiglu_limit
 
     def forward(
         self, x: torch.Tensor, weights: ExpertWeights, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> torch.Tensor:
         num_tokens, top_k = topk_ids.shape
         num_rows, num_experts = num_tokens * top_k, self.spec.num_experts
-        gate_up, gate_up_scales = weights.gate_up, weights.gate_up_scales
-        down, down_scales = weights.down, weights.down_scales
         block_size = choose_block_size(num_rows, num_experts)
         blocks = self._blocks.sort_into_blocks(topk_ids.contiguous(), num_experts, block_size)
-        first, second = choose_tiles(num_rows, block_size, gate_up.element_size(), self._large_memory)
+        first, second = choose_tiles(num_rows, block_size, weights.gate_up.element_size(), self._large_memory)
         intermediate = x.new_empty(num_rows, self.spec.intermediate_size)
-        self._grouped.gate_up_activation(
-            *self._inputs(x.contiguous(), gate_up),
-            gate_up,
-            gate_up_scales,
+        self._grouped.grouped_gemm(
+            *self._inputs(x.contiguous(), weights.gate_up),
+            weights.gate_up,
+            weights.gate_up_scales,
             weights.gate_up_zeros,
             weights.gate_up_bias,
             intermediate,
             blocks,
-            top_k,
             first,
-            *self._activation,
+            top_k=top_k,
+            activation=self.spec.activation,
+            limit=self.spec.swiglu_limit,
         )
         rows = x.new_empty(num_rows, self.spec.hidden_size)
-        self._grouped.weighted_down(
-            *self._inputs(intermediate, down),
-            down,
-            down_scales,
+        self._grouped.grouped_gemm(
+            *self._inputs(intermediate, weights.down),
+            weights.down,
+            weights.down_scales,
             weights.down_zeros,
             weights.down_bias,
-            topk_weights.contiguous(),
             rows,
             blocks,
             second,
+            row_weights=topk_weights.contiguous(),
         )
         out = x.new_empty(num_tokens, self.spec.hidden_size)
         self._grouped.sum_choices(rows, out)
