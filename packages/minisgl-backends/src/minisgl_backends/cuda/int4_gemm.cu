@@ -5,6 +5,10 @@
 // warpgroup loads those of its 64 outputs into registers, dequantizes them there, and multiplies from registers. While the tensor
 // cores multiply one half of a stage, the other half is dequantized, as in Marlin (arXiv 2408.11743).
 //
+// For few rows (up to MMA_ROWS) the instructions that dequantize take longer than the copies. There, weights are multiplied without
+// their scales, which multiply the sums of each group instead. mma.sync then needs fewer instructions than wgmma, which has to be
+// given descriptors, and whose sums have to be waited for.
+//
 // A stage's codes and scales are contiguous in memory (`pack_stages` in kernels/int4_stages.py), so that the producer, which is a
 // single warp, copies them with one instruction. The codes are in the order of wgmma's fragments of A, so that a thread loads its
 // codes of half a stage with one instruction. Word j of them holds the fragment's register j for four steps of 16 inputs: bits
@@ -25,6 +29,7 @@
 constexpr int OCTETS_AT_ONCE = 4;
 #include "small_m_epilogue.cuh"
 
+constexpr int MMA_ROWS = 16;
 constexpr int INPUTS = 128;                          // per stage: two boxes of x, whose rows have 128 bytes each
 constexpr int CODE_BYTES = 64 * INPUTS / 2;          // of a warpgroup's 64 outputs
 constexpr int SCALE_BYTES = 64 * 4;                  // of 64 outputs, for inputs that share a scale
@@ -70,14 +75,57 @@ __device__ __forceinline__ Scale load_scale(u32 at) {
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(at) : "memory");
     return Scale{__byte_perm(word, word, 0x1010), __byte_perm(word, word, 0x3232)};
 }
-// Return (code - zero point) * scale of the two codes at bits 4 * step of the halves of `word`, in bfloat16. A code in the last
-// mantissa bits of 128 is 128 + code, so the sum with the offset is exact.
-__device__ __forceinline__ u32 dequantize(u32 word, int step, const Scale& scale) {
+// Return code - zero point of the two codes at bits 4 * step of the halves of `word`, in bfloat16. A code in the last mantissa bits of
+// 128 is 128 + code, so the sum with the offset is exact.
+__device__ __forceinline__ u32 unscaled(u32 word, int step, const Scale& scale) {
     u32 both;
     asm("lop3.b32 %0, %1, 0x000F000F, 0x43004300, 0xEA;" : "=r"(both) : "r"(word >> 4 * step));
     asm("add.rn.bf16x2 %0, %0, %1;" : "+r"(both) : "r"(scale.offset));
+    return both;
+}
+// Return (code - zero point) * scale of these codes.
+__device__ __forceinline__ u32 dequantize(u32 word, int step, const Scale& scale) {
+    u32 both = unscaled(word, step, scale);
     asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(both) : "r"(scale.factor));
     return both;
+}
+// Load fragments of x for two mma, each of 8 rows and 16 inputs.
+__device__ __forceinline__ void load_fragments(u32 (&to)[4], u32 at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(at) : "memory");
+}
+// Add the product of 16 outputs by 8 rows of x over 16 inputs.
+__device__ __forceinline__ void mma(float* sums, const u32 (&a)[4], u32 low, u32 high) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(low), "r"(high));
+}
+// Add a stage to the sums, which have the order of wgmma's. codes, scales: where the thread's are; x: where x is.
+__device__ __forceinline__ void mma_stage(float (&sums)[SUMS], u32 codes, u32 scales, u32 x) {
+    const int lane = threadIdx.x & 31, row = lane & 7;
+    const u32 own_x = x + row * 128 + ((lane >> 3 ^ row) * 16);  // with 128-byte swizzle
+    const uint4 packed[2] = {load_shared(codes), load_shared(codes + CODE_BYTES / 2)};  // of the halves
+    #pragma unroll
+    for (int group = 0; group < SCALES; group++) {
+        const Scale of_rows[2] = {load_scale(scales + group * SCALE_BYTES), load_scale(scales + group * SCALE_BYTES + 8 * 4)};
+        float partial[4][SUMS] = {};  // four sums in turn, as each mma waits for the last one of its sum
+        #pragma unroll
+        for (int fragment = group * 4 / SCALES; fragment < (group + 1) * 4 / SCALES; fragment++) {
+            u32 b[ROW_OCTETS][4];
+            #pragma unroll
+            for (int octet = 0; octet < ROW_OCTETS; octet++)
+                load_fragments(b[octet], (own_x ^ fragment % 2 * 64) + fragment / 2 * BOX_BYTES + octet * 1024);
+            #pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const u32 a[4] = {unscaled(packed[half].x, fragment, of_rows[0]), unscaled(packed[half].y, fragment, of_rows[1]),
+                                  unscaled(packed[half].z, fragment, of_rows[0]), unscaled(packed[half].w, fragment, of_rows[1])};
+                #pragma unroll
+                for (int octet = 0; octet < ROW_OCTETS; octet++)
+                    mma(partial[fragment % 2 * 2 + half] + 4 * octet, a, b[octet][2 * half], b[octet][2 * half + 1]);
+            }
+        }
+        #pragma unroll
+        for (int i = 0; i < SUMS; i++)
+            sums[i] += (partial[0][i] + partial[1][i] + partial[2][i] + partial[3][i]) * low_of(of_rows[i / 2 % 2].factor);
+    }
 }
 
 // weights: [blocks of 2 * 64 outputs, num_k_blocks, 2, PACKED_BYTES], with 64 gate and 64 up outputs per block if GATED; x: [M, K]; out: [M, N];
@@ -170,9 +218,20 @@ int4_gemm(const char* __restrict__ weights, const __grid_constant__ TensorMap x_
         for (int step = begin; step < end;) {
             const int tile = step / num_k_blocks, first = step % num_k_blocks, last = min(num_k_blocks, first + end - step);
             step += last - first;
+            if constexpr (ROWS <= MMA_ROWS) {
+                #pragma unroll
+                for (int i = 0; i < SUMS; i++) sums[i] = 0.f;
+            }
             for (int k = first; k < last; k++) {
                 barrier_wait(full + 8 * s, parity);
                 const u32 x_at = ring + s * STAGE_BYTES;
+                if constexpr (ROWS <= MMA_ROWS) {
+                    mma_stage(sums, own_codes + s * STAGE_BYTES, own_scales + s * STAGE_BYTES, x_at);
+                    __syncwarp();  // all threads have read the stage
+                    if (++s == STAGES) { s = 0; parity ^= 1; }
+                    release_last();
+                    continue;
+                }
                 Scale scales[2];  // of the thread's rows of A: r and r + 8
                 #pragma unroll
                 for (int half = 0; half < 2; half++) {
@@ -200,8 +259,10 @@ int4_gemm(const char* __restrict__ weights, const __grid_constant__ TensorMap x_
                 }
                 if (++s == STAGES) { s = 0; parity ^= 1; }
             }
-            wgmma_wait_all(sums);
-            release_last();
+            if constexpr (ROWS > MMA_ROWS) {
+                wgmma_wait_all(sums);
+                release_last();
+            }
             previous_kernel_wait();
 #include "stream_k_fixup.cuh"
         }

@@ -100,7 +100,8 @@ def choose_tiling(num_rows: int, num_output_blocks: int, num_sms: int) -> GemmTi
 class HopperInt4Gemm:
     """``x @ weight.T + bias`` of few rows; for a gated MLP, ``silu(gate) * up`` of the result's halves.
 
-    Weights have the values that `Int4Weight.dequantize` returns. Results are rounded where torch rounds.
+    Weights have the values that `Int4Weight.dequantize` returns, but without rounding to bfloat16 for up to 16 rows. Results are
+    rounded where torch rounds.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Packed 4-bit weights, the layout that all checkpoint formats are repacked to once, and their GEMM in torch.
 
 A weight is ``(code - zero) * scale``, rounded to the model's dtype. The same values are used by every kernel and for any number
-of rows.
+of rows, except that ``cuda/int4_gemm.cu`` does not round them for up to 16 rows.
 
 Shape legend: N outputs, K inputs, T tiles of 64 outputs, C chunks of ``4 * SUB`` inputs, B blocks of inputs that share a scale.
 """
