@@ -100,7 +100,7 @@ class KeepsAWideCopy(OtherOp):
     def changed(self, op: LinearOp, method: Any) -> LinearOp:
         if not isinstance(method, CheckpointFp8Linear) or method.spec.gated:
             return op
-        wide, bias = (method._matrix.codes.float() * method._matrix.scales[:, None]).to(self.spec.dtype), method._bias
+        wide, bias = (method._matrix.values.float() * method._matrix.scales[:, None]).to(self.spec.dtype), method._bias
         return lambda x: F.linear(x, wide, bias)
 
 

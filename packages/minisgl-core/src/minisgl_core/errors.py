@@ -174,7 +174,7 @@ class WorkerDiedError(MinisglError):
 
 
 class WorkerRefusedError(WorkerDiedError):
-    """A worker process ended with one of `USER_ERRORS`."""
+    """A worker process ended with an error that the user can correct, such as an invalid option."""
 
 
 USER_ERRORS = (

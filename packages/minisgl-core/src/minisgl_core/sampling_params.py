@@ -13,9 +13,9 @@ from minisgl_core.errors import InvalidValueError
 MAX_LOGPROBS = 20
 """Largest ``logprobs`` and ``prompt_logprobs`` (OpenAI's limit on ``top_logprobs``)."""
 MAX_STOPS = 256
-"""Maximum number of stop strings. Each of them is matched against every character."""
+"""Maximum number of stop strings."""
 MAX_STOP_CHARS = 2**15
-"""Maximum number of characters of all stop strings together. A table has one entry per character."""
+"""Maximum number of characters of all stop strings together, each of which may be a node of an automaton (`text.stop`)."""
 MAX_STOP_TOKEN_IDS = 1024
 """Maximum number of ``stop_token_ids``. Before ``min_tokens``, each step bans all of them."""
 MAX_BIASES = 1 << 20

@@ -37,14 +37,17 @@ class ServerOptions:
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 listens to the whole network.")
     port: int = option(1919, "Port to listen on; 0 chooses a free one and reports it.", low=0, high=65535)
     api_workers: int = option(
-        1, "Processes of the API server, which share one port; one that dies is restarted.", low=1, high=64
+        1,
+        "Processes of the API server, which share one port. If there are several, one that dies is restarted.",
+        low=1,
+        high=64,
     )
     num_tokenizers: int | None = option(
         None, "Processes that tokenize prompts and detokenize output; by default, one per API worker.", low=1, high=64
     )
     replicas: int = option(
         1,
-        "Engines with the same model, behind one API; each has --tp devices or, on a CPU, its part of the cores. With"
+        "Engines with the same model, behind one API; each has --tp times --pp devices or, on a CPU, its part of the cores. With"
         " --executor ray they are on a Ray cluster, and MIN:MAX scales their number by the load.",
         low=1,
         high=MAX_REPLICAS,
@@ -82,7 +85,7 @@ class ServerOptions:
     max_body_size: int | None = option(
         None,
         "Maximum size of a request body in bytes; larger ones get status 413. By default, 1 MiB plus 32"
-        " bytes per token of as many full prompts as may run and wait, up to 32 MiB or one prompt.",
+        " bytes per token of as many full prompts as may run and wait: at most 32 MiB, but always room for one full prompt.",
         low=1,
     )
     max_concurrent_requests: int | None = option(

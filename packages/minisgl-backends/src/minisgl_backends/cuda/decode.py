@@ -21,7 +21,7 @@ BLOCKS_PER_SM = 2
 _THREADS = 160
 """Threads per block: four consumer warps and a producer warp."""
 _START_WORDS = 128
-"""Words per entry of the partition starts; START_WORDS of decode.cu."""
+"""Words per entry of the partition starts, which say where a partition's keys begin; START_WORDS of decode.cu."""
 _KEYS = 64
 """Keys per tile."""
 _SHARED_BYTES = 228 * 1024 // BLOCKS_PER_SM - 1024

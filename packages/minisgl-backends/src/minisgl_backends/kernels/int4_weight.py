@@ -61,9 +61,9 @@ class Int4Weight(TiledWeight):
             block: inputs per scale, a multiple of 32; None for all.
             dtype: dtype of the model.
             device: device of all tensors.
-            order: see the class.
+            order: see `TiledWeight`.
             has_zeros: allocate zero points.
-            gated: see the class.
+            gated: see `TiledWeight`.
             sub: SUB, 32 or 64.
         """
         chunks = max(1, -(-num_inputs // (4 * sub)))

@@ -49,7 +49,7 @@ class Packing:
 
     @property
     def parts(self) -> int:
-        """Codes of an element of the plane with the fewest bits per code."""
+        """Codes of an element of the plane with the fewest bits per code. Part p of a chunk is code p of each element."""
         return 16 // (self.high or self.low)
 
     @property

@@ -9,28 +9,28 @@ from minisgl_core.utils.fp8 import FP8, FP8_MAX, LEAST_SCALE
 
 
 @triton.jit
-def _quantize_rows(x, stride, codes, scales, N, LARGEST: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr):
+def _quantize_rows(x, stride, quantized, scales, N, LARGEST: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < N
     values = tl.load(x + row * stride + column, mask=mask, other=0.0).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(values), 0) / LARGEST, LEAST)
     tl.store(scales + row, scale)
-    if codes.dtype.element_ty == tl.int8:
-        tl.store(codes + row * N + column, tl.floor(values / scale + 0.5).to(tl.int8), mask=mask)
+    if quantized.dtype.element_ty == tl.int8:
+        tl.store(quantized + row * N + column, tl.floor(values / scale + 0.5).to(tl.int8), mask=mask)
     else:
-        tl.store(codes + row * N + column, to_fp8(values / scale), mask=mask)
+        tl.store(quantized + row * N + column, to_fp8(values / scale), mask=mask)
 
 
 def quantize_rows(x: torch.Tensor, dtype: torch.dtype = FP8) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `LinearOps.quantize_rows`; `dtype` is FP8 or int8, whose codes are -127 to 127 and round ties up."""
+    """See `LinearOps.quantize_rows`; `dtype` is FP8 or int8, whose values are -127 to 127 and round ties up."""
     num_rows, size = x.shape
-    codes = torch.empty(num_rows, size, dtype=dtype, device=x.device)
+    quantized = torch.empty(num_rows, size, dtype=dtype, device=x.device)
     scales = torch.empty(num_rows, 1, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(size)
     if num_rows:
         _quantize_rows[(num_rows,)](
-            x, x.stride(0), codes, scales, size, LARGEST=FP8_MAX if dtype == FP8 else 127.0, LEAST=LEAST_SCALE, BLOCK=block,
+            x, x.stride(0), quantized, scales, size, LARGEST=FP8_MAX if dtype == FP8 else 127.0, LEAST=LEAST_SCALE, BLOCK=block,
             num_warps=min(max(block // 1024, 1), 16),
         )  # fmt: skip
-    return codes, scales
+    return quantized, scales

@@ -40,7 +40,7 @@ def choose_tiles(num_rows: int, block_size: int, element_size: int, large_memory
         num_rows: total number of rows.
         block_size: rows per block.
         element_size: bytes per element of the weight tensor. Packed 4-bit weights have 1, although a byte holds two of them;
-            `triton_grouped` sets the depth of their tiles to the inputs per scale.
+            `triton_grouped` sets the depth of their tiles to the largest of 128, 64 and 32 that divides the inputs per scale.
         large_memory: a program may use 200 KB of shared memory. If False, the tiles fit into 96 KB.
     """
     if element_size > 2 or not large_memory:

@@ -42,9 +42,9 @@ class TritonLinear(TritonProvider, LinearOps):
         right, right_scales, quantize_rows = weight.t(), scales[None], self._quantize.quantize_rows
 
         def gemm(x: torch.Tensor) -> torch.Tensor:
-            codes, row_scales = quantize_rows(x)
+            x_q, x_scales = quantize_rows(x)
             out: torch.Tensor = torch._scaled_mm(
-                codes, right, row_scales, right_scales, out_dtype=x.dtype, use_fast_accum=True
+                x_q, right, x_scales, right_scales, out_dtype=x.dtype, use_fast_accum=True
             )
             return out if bias is None else out.add_(bias)  # not fused: cuBLAS takes no bias with some shapes
 

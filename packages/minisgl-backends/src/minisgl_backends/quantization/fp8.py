@@ -34,7 +34,7 @@ _MULTIPLE = 16
 
 
 class Fp8(Quantization):
-    """Quantizes a 16-bit checkpoint at load, and loads an FP8 checkpoint from its own codes and scales.
+    """Quantizes a 16-bit checkpoint at load, and loads an FP8 checkpoint from its own values and scales.
 
     Activations are quantized per token at run time, so no calibration is needed. A weight whose dimensions are not multiples of
     16 keeps the model's dtype, as do the layers that an FP8 checkpoint leaves unquantized. On a CPU, each matmul dequantizes its
@@ -99,9 +99,9 @@ class Fp8Linear(PlainLinear):
     def prepare(self) -> LinearOp:
         """Quantize; see `LinearOps.prepare_fp8_linear` and `LinearOps.prepare_fp8_gated`."""
         kernels = self.ops.linear
-        codes, scales = quantize(self.weight, kernels)
+        values, scales = quantize(self.weight, kernels)
         make = kernels.prepare_fp8_gated if self.spec.gated else kernels.prepare_fp8_linear
-        return make(codes, scales, self.bias)
+        return make(values, scales, self.bias)
 
 
 class Fp8Experts(PlainExperts):
@@ -119,20 +119,20 @@ class Fp8Experts(PlainExperts):
         return self.operation(gate_up, down, gate_up_scales, down_scales)
 
     def _quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        codes, scales = quantize(weight.flatten(0, 1), self._kernels)
-        return codes.view_as(weight), scales.view(weight.shape[:2])
+        values, scales = quantize(weight.flatten(0, 1), self._kernels)
+        return values.view_as(weight), scales.view(weight.shape[:2])
 
 
 def quantize(weight: torch.Tensor, kernels: LinearOps) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the float8 codes of `weight`, [out, in], and a scale per row, float32 [out]."""
-    codes = torch.empty(weight.shape, dtype=FP8, device=weight.device)
+    """Return the float8 values of `weight`, [out, in], and a scale per row, float32 [out]."""
+    values = torch.empty(weight.shape, dtype=FP8, device=weight.device)
     scales = torch.empty(len(weight), 1, dtype=torch.float32, device=weight.device)
     for start in range(0, len(weight), _ROWS):
         part = slice(start, start + _ROWS)
-        part_codes, part_scales = kernels.quantize_rows(weight[part])
-        codes[part].copy_(part_codes)
+        part_values, part_scales = kernels.quantize_rows(weight[part])
+        values[part].copy_(part_values)
         scales[part].copy_(part_scales)
-    return codes, scales.view(-1)
+    return values, scales.view(-1)
 
 
 def _has_supported_shape(spec: LinearSpec) -> bool:

@@ -1,12 +1,13 @@
-"""Weights of FP8 checkpoints, loaded from the checkpoint's codes and scales.
+"""Weights of FP8 checkpoints, loaded from the checkpoint's quantized values and scales.
 
 The kernels take one scale per row (output channel). Per-channel scales are used as they are. A per-tensor scale is copied to all
 rows of its tensor, so that the parts of a fused weight keep their own scales. Both represent the checkpoint's weights exactly.
 
 Block scales (128 by 128 in DeepSeek's and Qwen's checkpoints) are converted. Each row takes the largest scale of its blocks, and
-the codes of its other blocks are rescaled and rounded again. The error of a weight is then at most 2^-4 of the weight or 2^-10 of
-its row's scale, whichever is larger. There is no error in the block with the largest scale, nor if all scales are powers of two
-and the codes stay normal numbers. The conversion runs in place, in chunks of 2 MB, so the weight is never dequantized as a whole.
+the values of its other blocks are rescaled and rounded again. The error of a weight is then at most 2^-4 of the weight or 2^-10
+of its row's scale, whichever is larger. There is no error in the block with the largest scale, nor if all scales are powers of
+two and the values stay normal numbers. The conversion runs in place, in chunks of 2 MB, so the weight is never dequantized as a
+whole.
 """
 
 from collections.abc import Sequence
@@ -36,16 +37,16 @@ _CHUNK = 2**18
 
 
 class CheckpointMatrix:
-    """Codes and scales of one weight on this rank.
+    """Quantized values and scales of one weight on this rank.
 
     Attributes:
-        codes: float8_e4m3fn, or int8 in `int8`, [out, in]; padding rows and columns are zero.
+        values: float8_e4m3fn, or int8 in `int8`, [out, in]; padding rows and columns are zero.
         scales: one per row, float32 [out].
     """
 
     def __init__(
         self,
-        codes: torch.Tensor,
+        values: torch.Tensor,
         scales: torch.Tensor,
         parts: Sequence[LinearPart],
         columns: Shard,
@@ -54,13 +55,13 @@ class CheckpointMatrix:
         """Set up the load targets.
 
         Args:
-            codes: tensor of zeros, filled by loading.
+            values: tensor of zeros, filled by loading.
             scales: tensor of zeros, filled by loading or by `convert`.
             parts: parts of a fused weight, in the order of its rows.
             columns: this rank's shard of the columns.
             block: rows and columns per block scale; None for a scale per tensor or per row.
         """
-        self.codes, self.scales = codes, scales
+        self.values, self.scales = values, scales
         self._columns, self._block, self._parts = columns, block, []
         row = 0
         for part in parts:
@@ -77,7 +78,7 @@ class CheckpointMatrix:
         """Yield ``NAME.weight`` and ``NAME.weight_scale`` of every part; core renames ``weight_scale_inv`` to the latter."""
         for index, (part, rows) in enumerate(self._parts):
             held = slice(rows.start, rows.start + part.rows.size)
-            yield f"{part.name}.weight", sharded_target(self.codes[held], part.rows, self._columns)
+            yield f"{part.name}.weight", sharded_target(self.values[held], part.rows, self._columns)
             if self._block is None:
                 target = sharded_target(self.scales[held, None], part.rows)
             else:
@@ -89,17 +90,17 @@ class CheckpointMatrix:
         if self._block is None or not self._columns.unpadded_size:
             return
         height, width = self._block
-        column_blocks = _block_indices(self._columns, width, self.codes.device)
+        column_blocks = _block_indices(self._columns, width, self.values.device)
         num_rows = max(1, _CHUNK // len(column_blocks))
         for (part, rows), block_scales in zip(self._parts, self._block_scales, strict=True):
-            row_blocks = _block_indices(part.rows, height, self.codes.device)
+            row_blocks = _block_indices(part.rows, height, self.values.device)
             largest = block_scales.amax(1, keepdim=True).clamp_min(LEAST_SCALE)
             self.scales[rows] = largest[row_blocks, 0]
             factors = block_scales / largest
             for start in range(0, part.rows.unpadded_size, num_rows):
-                codes = self.codes[rows][start : start + num_rows, : len(column_blocks)]
+                values = self.values[rows][start : start + num_rows, : len(column_blocks)]
                 wide = factors[row_blocks[start : start + num_rows]].index_select(1, column_blocks)
-                codes.copy_(wide.mul_(codes.float()))  # factors are at most 1, so nothing saturates
+                values.copy_(wide.mul_(values.float()))  # factors are at most 1, so nothing saturates
         self._block_scales = []
 
 
@@ -114,9 +115,9 @@ class CheckpointFp8Linear(LinearMethod):
     def __init__(self, spec: LinearSpec, ops: Ops, block: Block | None) -> None:
         super().__init__(spec)
         self._ops = ops
-        codes = spec.empty(spec.out_features, spec.in_features, dtype=FP8)
+        values = spec.empty(spec.out_features, spec.in_features, dtype=FP8)
         scales = spec.empty(spec.out_features, dtype=torch.float32)
-        self._matrix = CheckpointMatrix(codes, scales, spec.parts, spec.columns, block)
+        self._matrix = CheckpointMatrix(values, scales, spec.parts, spec.columns, block)
         self._bias = spec.empty(spec.out_features) if spec.bias else None
 
     def targets(self) -> Targets:
@@ -130,7 +131,7 @@ class CheckpointFp8Linear(LinearMethod):
         self._matrix.convert()
         kernels = self._ops.linear
         make = kernels.prepare_fp8_gated if self.spec.gated else kernels.prepare_fp8_linear
-        return make(self._matrix.codes, self._matrix.scales, self._bias)
+        return make(self._matrix.values, self._matrix.scales, self._bias)
 
 
 class CheckpointFp8Experts(ExpertsMethod):

@@ -18,7 +18,8 @@ class GgufExperts(ExpertsMethod):
     """The file's blocks of a layer's experts. Subclasses repack them in `prepare`.
 
     Attributes:
-        replaced_kernel: MoE kernel that is not called. Others get dequantized weights.
+        replaced_kernel: MoE kernel that the packed kernels replace. If another one is selected, the experts are
+            dequantized for it.
         gate_up: gate and up projection of each expert.
         down: down projection of each expert.
     """

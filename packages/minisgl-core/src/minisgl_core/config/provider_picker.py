@@ -35,7 +35,8 @@ PREFERENCES: dict[tuple[str, str], tuple[str, ...]] = {
     ("prefix_cache", "cpu"): ("radix", "naive"),
 }
 """Providers that ``auto`` tries, best first, by kind and platform. It first tries the one that a plugin's hook prefers. For
-``ops``, each role is served by the first provider that has it.
+``ops``, each role is served by the first provider that has it. On CPUs, ``native`` are this project's kernels in C, and ``torch``
+is plain PyTorch.
 
 The order of attention backends on CUDA was measured on Hopper GPUs (docs/performance-notes.md). The Hopper kernels are not slower
 than FlashAttention 3 for prefills, and have less overhead at the start and end of decodes. What they do not support goes to

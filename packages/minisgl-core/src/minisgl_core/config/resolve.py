@@ -1,6 +1,6 @@
 """Resolution of all options with the value ``auto``, before anything is built.
 
-`resolve` is a pure function of the options, the hardware, the model, and the requirements of the providers. So its choices can
+`resolve` is a pure function of the options, the hardware, the model, and what the installed providers support. So its choices can
 be tested without the hardware, and are printed with their reasons.
 """
 

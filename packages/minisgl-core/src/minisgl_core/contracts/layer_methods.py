@@ -167,7 +167,8 @@ class ExpertsSpec:
         projections: the checkpoint's names of the gate, up and down projections.
         adds_bias: True on the rank that adds the down projections' biases. They are zero on the other ranks, since the ranks'
             outputs are summed.
-        interleaved: True if the checkpoint stores all experts in one tensor; see `InterleavedExperts`.
+        interleaved: True if each tensor of the checkpoint holds all experts, with alternating outputs of gate and up; see
+            `InterleavedExperts`.
     """
 
     name: str

@@ -64,7 +64,10 @@ class BuildContext:
 
     @property
     def unquantized(self) -> Quantization:
-        """Provider of layers that are never quantized, such as the LM head and routers."""
+        """Provider that keeps weights in `dtype`: for layers that `quantization` does not serve, such as MoE gates.
+
+        It also serves the LM head, unless `Quantization.embedding` returns a method.
+        """
         return Quantization(QuantizationSpec(self.dtype, self.device), self.ops)
 
     @property

@@ -100,9 +100,9 @@ class ExpertWeights:
         gate_up_zeros: zero points of `gate_up` in `UINT4`, uint8 in the shape of its scales; None if all are 8.
         down_zeros: likewise, of `down`.
 
-    Packed weights are uint8 [E, N, G * B / 2]. The inputs of a row form G groups of B, a multiple of 32, and each group has a
-    scale. A byte has the codes of two consecutive inputs, the first in its low bits. Codes beyond a row's inputs have no
-    meaning.
+    Packed weights are uint8 [E, N, G * B / 2], where N is 2 * I for `gate_up` and H for `down`. The inputs of a row form G groups
+    of B, a multiple of 32, and each group has a scale. A byte has the codes of two consecutive inputs, the first in its low bits.
+    Codes beyond a row's inputs have no meaning.
 
     - `UINT4`: a weight is ``(code - zero point) * scale``. Scales are in `MoeSpec.dtype`, [E, N, G].
     - `MXFP4`: a code is a float of OCP's format e2m1, and B is 32. Scales are of e8m0, uint8 [E, N, G].

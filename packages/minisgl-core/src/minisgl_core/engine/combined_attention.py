@@ -53,7 +53,7 @@ class CombinedAttention(AttentionBackend):
         return _Plan(batch.num_decode_tokens, batch.slots, decode, prefill)
 
     def plan_capture(self, batch: AttentionBatch) -> _Plan:
-        """Plan a capture with the backend for decodes, as CUDA graphs contain decodes only."""
+        """Plan a capture with the backend for decodes, since only CUDA graphs of decode steps contain attention."""
         return _Plan(batch.num_decode_tokens, batch.slots, self._decode.plan_capture(batch), None)
 
     def plan_replay(self, batch: AttentionBatch) -> None:

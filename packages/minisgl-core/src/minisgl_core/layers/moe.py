@@ -47,7 +47,7 @@ class FusedMoE(Layer):
             swiglu_limit: see `MoeSpec`.
             reduce: see `RowParallelLinear`.
             names: the checkpoint's names for an expert's projections.
-            interleaved: the checkpoint has all experts in one tensor, see `InterleavedExperts`; `names` are not used then.
+            interleaved: see `ExpertsSpec`; `names` are not used then.
 
         Raises:
             ModelFormatError: the routing does not fit the number of experts.

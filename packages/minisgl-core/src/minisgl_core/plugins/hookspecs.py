@@ -156,7 +156,9 @@ def cli_options(command: str) -> Sequence[click.Option]:  # type: ignore[empty-b
 
 @hookspec
 def api_routes(app: FastAPI) -> None:
-    """Add routes to the API server. ``--page`` enables the hook module ``page``, ``--plugin-routes`` enables all others.
+    """Add routes to the API server.
+
+    ``--page`` enables the web UI, which is the hook module ``page``. ``--plugin-routes`` enables all other hook modules.
 
     ``app.state`` has the engine's ``client``, the server's ``options``, and ``public_paths``, which need no API key.
     """

@@ -143,7 +143,8 @@ class Tokenize(msgspec.Struct, tag=True, kw_only=True):
     template_hints: dict[str, Any] = msgspec.field(default_factory=dict)
     """Variables such as ``enable_thinking`` for the chat template. Those that it does not use are dropped."""
     hints_name: str = ""
-    """Request field that set `template_hints`, if the request is refused when the template uses none of them; otherwise empty."""
+    """Request field that set `template_hints`. If it is not empty, a request whose template uses none of them may be refused with
+    this name in the error."""
     include_reasoning: bool = True
     """Return the reasoning content that a parser separates from the text."""
     separate_reasoning: bool = True
@@ -395,7 +396,7 @@ class Ready(msgspec.Struct, tag=True, kw_only=True):
 
 
 class RequestCounts(msgspec.Struct, tag=True, kw_only=True):
-    """Numbers of requests that each process holds state for, for ``/health/requests`` and for tests of leaks.
+    """Numbers of requests that processes hold state for, for ``/health/requests`` and for tests of leaks.
 
     The API server sends an empty message through a tokenizer worker to the scheduler. Each process adds its number, and the
     message returns the same way. Since messages keep their order, all messages that were sent before it have been handled.

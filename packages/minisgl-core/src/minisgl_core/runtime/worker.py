@@ -283,9 +283,9 @@ def _serve(
 def _arrivals(requests: Receiver[Incoming], loop: EngineLoop) -> Iterator[Incoming | None]:
     """Yield the messages to handle before the next step.
 
-    First come all messages that have arrived. With one message per step, short requests would end before the next one is
-    submitted, and never share a batch. Then it waits for more messages until `EngineLoop.time_to_schedule` is 0. If no request
-    runs, it waits for a message. After `_IDLE_S`, the grammar backend is loaded meanwhile.
+    If there are no requests, it first waits for a message, and loads the grammar backend after `_IDLE_S`. Then it yields all
+    messages that have arrived. With one message per step, short requests would end before the next one is submitted, and never
+    share a batch. At last it waits for more messages until `EngineLoop.time_to_schedule` is 0.
     """
     if not loop.has_work:
         message = requests.receive(_IDLE_S)

@@ -109,7 +109,7 @@ class GrammarChecker:
 
 
 class TrialProcess:
-    """Child process that runs trials one by one. It starts with the first trial, and again if it was killed.
+    """Child process that runs trials one by one, in a fork of itself. It starts with the first trial, and again if it was killed.
 
     Args:
         provider: name of the grammar backend.

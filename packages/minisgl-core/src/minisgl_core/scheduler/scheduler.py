@@ -326,9 +326,9 @@ class Scheduler:
         limit = self.limits.max_prefill_tokens
         budget = self.step_times.prompt_tokens(num_decodes, limit)
         # A shorter step returns the first tokens of its prompts earlier. So if `max_step_s` limits the prompt tokens, the first
-        # chunk may use the whole budget, but `_admit` adds further requests only while more than half of it, the reserve, is
-        # left. While few requests wait, the reserve must even be left after the whole prompt of the added request.
-        reserve = 0 if budget == limit else budget // 2
+        # chunk may use the whole budget, but `_admit` adds further requests only while more than half of it, `min_left`, is left.
+        # While few requests wait, `min_left` must even be left after the whole prompt of the added request.
+        min_left = 0 if budget == limit else budget // 2
         chunks: list[Chunk] = []
         for row in rows.tolist():
             if budget > 0:
@@ -336,7 +336,7 @@ class Scheduler:
                 self.pages.attach_cached(request)
                 budget -= self._add_chunk(request, budget, chunks)
         if self._waiting.admissible and budget > 0 and self._running.num_free_rows > 0:
-            self._admit(budget, reserve, chunks)
+            self._admit(budget, min_left, chunks)
         return chunks
 
     def _in_order(self, waiting: list[Request]) -> Sequence[Request]:
@@ -355,8 +355,8 @@ class Scheduler:
             )
         return cast(Sequence[Request], ordered)
 
-    def _admit(self, budget: int, reserve: int, chunks: list[Chunk]) -> None:
-        """Admit waiting requests while the budget, rows and pages suffice; see `_schedule_prefills` for the reserve."""
+    def _admit(self, budget: int, min_left: int, chunks: list[Chunk]) -> None:
+        """Admit waiting requests while the budget, rows and pages suffice; see `_schedule_prefills` for `min_left`."""
         few_wait = len(self._waiting.admissible) <= _FEW_WAITING
         num_reserved_pages = self.pages.num_reserved()
         for request in self._in_order(self._waiting.admissible):
@@ -368,7 +368,7 @@ class Scheduler:
             self._running.assign(request)
             self.pages.attach_cached(request)
             num_left = request.length - request.num_computed if few_wait else 1
-            has_room = not (chunks and reserve) or num_left <= budget - reserve
+            has_room = not (chunks and min_left) or num_left <= budget - min_left
             missing = self.pages.missing_pages(request, num_tokens)
             if not has_room or missing > self.pages.num_available - num_reserved_pages:
                 self.pages.detach(request)

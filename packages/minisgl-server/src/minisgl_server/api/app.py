@@ -25,7 +25,7 @@ from minisgl_server.metrics.endpoint import Families, collect_local, metrics_rou
 from minisgl_server.options import ServerOptions
 
 _PAGE_HOOKS = "page"
-"""Name of the hook module that ``--page`` enables; ``--plugin-routes`` enables all others."""
+"""Name of the hook module of the web UI, which ``--page`` enables; ``--plugin-routes`` enables all others."""
 
 
 def create_app(

@@ -288,9 +288,9 @@ class EngineClient:
             self._workers[route[1]].send(Abort(request_id))
 
     async def count(self) -> dict[str, int]:
-        """Return the number of requests that each process holds. Waits until every process has answered.
+        """Return the requests that this API worker, its tokenizer workers, the router and the schedulers hold.
 
-        See `RequestCounts`.
+        Waits until all of them have answered. See `RequestCounts`.
         """
         loop = asyncio.get_running_loop()
         answers = []

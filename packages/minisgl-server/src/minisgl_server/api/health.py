@@ -43,7 +43,10 @@ async def get_version(request: Request) -> Response:
 
 @router.get("/health/requests", **route_docs(response=Counts))
 async def requests(request: Request) -> Response:
-    """Return the number of requests that each process holds; this also shows that all processes answer."""
+    """Return the requests that this API worker, its tokenizer workers, the router and the schedulers hold, and the locked pages.
+
+    An answer shows that these processes respond.
+    """
     client = request.app.state.client
     client.ready_info()
     try:

@@ -48,7 +48,7 @@ class Version(BaseModel):
 
 
 class Counts(RootModel[dict[str, int]]):
-    """Number of requests per process, and of locked KV cache pages."""
+    """Requests that this API worker, its tokenizer workers, the router and the schedulers hold, and locked KV cache pages."""
 
 
 class Model(BaseModel):

@@ -147,7 +147,7 @@ def compare(
         log_likelihood: mean log-likelihood of a token of the text, less the baseline's, in nats.
         mean_logit: mean absolute difference of the logits, over tokens and vocabulary.
         max_logit: maximum absolute difference of the logits.
-        kl: mean Kullback-Leibler divergence of the variant's next-token distribution from the baseline's, in nats.
+        kl: mean KL(baseline || variant) of the next-token distributions, in nats.
         top1: fraction of positions at which both have the same most likely token.
     """
     per_token = []

@@ -49,13 +49,13 @@ class LinearOps(OpsProvider):
             x: [T, in], with any row stride.
 
         Returns:
-            The codes, float8_e4m3fn [T, in], contiguous, and the scale of each row, float32 [T, 1].
+            The quantized rows `x_q`, float8_e4m3fn [T, in], contiguous, and their scales `x_scales`, float32 [T, 1].
         """
         scales = (x.abs().amax(-1, keepdim=True).float() / FP8_MAX).clamp_min(LEAST_SCALE)
         return to_fp8(x, scales), scales
 
     def prepare_fp8_linear(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
-        """Return ``x -> (codes @ weight.T) * row_scales * scales + bias``, with codes and row_scales from `quantize_rows`.
+        """Return ``x -> (x_q @ weight.T) * x_scales * scales + bias``, with x_q and x_scales from `quantize_rows`.
 
         Args:
             weight: float8_e4m3fn [out, in], contiguous; both dimensions are multiples of 16.
@@ -64,8 +64,8 @@ class LinearOps(OpsProvider):
         """
 
         def linear(x: torch.Tensor) -> torch.Tensor:
-            codes, row_scales = self.quantize_rows(x)
-            out = F.linear(codes.float(), weight.float()) * row_scales * scales
+            x_q, x_scales = self.quantize_rows(x)
+            out = F.linear(x_q.float(), weight.float()) * x_scales * scales
             return (out if bias is None else out + bias).to(x.dtype)
 
         return linear

@@ -24,7 +24,7 @@ class StepOps(OpsProvider):
 
         CUDA graphs capture it with decode steps; see `Model.forward`. The first four rows of the inputs are, per token:
 
-        - the page-table row. Rows are distinct, except that padding tokens share row 0; they have one position and no new page.
+        - the page-table row. Rows are distinct, except that all padding tokens have row 0, the same position, and no new page.
         - the token id; -1 for the last token of that row.
         - the position.
         - the new page, if the page table does not have it yet; otherwise -1.
@@ -76,11 +76,11 @@ class StepOps(OpsProvider):
         """Return ``table[index]``, such as an embedding lookup.
 
         Args:
-            table: [N, D], contiguous.
+            table: [num_rows, width], contiguous.
             index: int32 or int64 [T].
 
         Returns:
-            [T, D].
+            [T, width].
         """
         return table.index_select(0, index)
 
@@ -88,7 +88,7 @@ class StepOps(OpsProvider):
         """Write ``table[index] = values``. If an index occurs twice, either value is written.
 
         Args:
-            table: integers, [N].
+            table: integers, [num_rows].
             index: int32 [T].
             values: integers, [T].
         """
