@@ -59,7 +59,7 @@ for place, (packing, dtype) in list(enumerate(packings))[:: int(sys.argv[2])]:
         grouped = dict(TOP_K=8, COLS=64, GATED=gated, HAS_WEIGHTS=not gated, EVEN=gated, WIDEN=False)
         check(packed_grouped._packed_grouped_gemm, pointers, sizes | grouped, rf"(?s){unpacked}.*{tensor_cores}")
 rounding = {"LARGEST": 127.0, "LEAST": 1e-12, "BLOCK": 1024}
-check(quantize._quantize_rows, {"x": "bf16", "codes": "i8", "scales": "fp32"}, rounding, r"st\\.global")
+check(quantize._quantize_rows, {"x": "bf16", "quantized": "i8", "scales": "fp32"}, rounding, r"st\\.global")
 """
 
 

@@ -70,7 +70,7 @@ for soft_cap, has_sinks in ((0.0, False), (30.0, True)):
     compiled(_prefill, dict(kinds), common | of_prefill, num_warps=8, num_stages=2)
 
 # Products in float8.
-kinds = {"x": "*bf16", "codes": "*fp8e4nv", "scales": "*fp32"}
+kinds = {"x": "*bf16", "quantized": "*fp8e4nv", "scales": "*fp32"}
 compiled(_quantize_rows, kinds, {"LARGEST": 448.0, "LEAST": 1e-12, "BLOCK": 1024}, num_warps=4)
 kinds = {"x": "*fp8e4nv", "weight": "*fp8e4nv", "bias": "*bf16", "out": "*bf16", "arrived": "*i32"}
 kinds |= dict.fromkeys(("row_scales", "scales", "partials"), "*fp32")
