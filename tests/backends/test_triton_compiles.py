@@ -30,14 +30,15 @@ def check(kernel, pointers, constants, instruction):
     assert re.search(instruction, made.asm["ptx"]), (kernel.__name__, instruction)
 
 sizes = {"BLOCK_ROWS": 16, "BLOCK_COLS": 64, "WIDEN": False, "EVEN": False, "x_scales": None}
-for scales, block, no_zeros in (("bf16", 64, {}), ("u8", 32, {"zeros": None})):
-    pointers = dict.fromkeys("x bias out".split(), "bf16")
+experts = [("bf16", "bf16", 64, "0x000F000F"), ("bf16", "u8", 32, "0x01C001C0"), ("fp16", "fp16", 128, "0x000F000F")]
+for dtype, scales, block, unpacked in experts:
+    pointers = dict.fromkeys("x bias out".split(), dtype)
     pointers |= dict(weights="u8", scales=scales, zeros="u8", row_weights="fp32", block_rows="i32", block_experts="i32")
-    constants = {**sizes, "BLOCK_DEPTH": block, "GROUP_SIZE": block, **no_zeros}
+    constants = {**sizes, "BLOCK_DEPTH": block, "GROUP_SIZE": block, **({"zeros": None} if scales == "u8" else {})}
     of_gate = {"TOP_K": 4, "ACTIVATION": "swigluoai", "LIMIT": 7.0, "row_weights": None}
     of_down = {"TOP_K": 1, "ACTIVATION": None, "LIMIT": None}
     for projection in (of_gate, of_down):
-        check(triton_grouped._grouped_gemm, pointers, {**constants, **projection}, r"mma\\.sync.*bf16")
+        check(triton_grouped._grouped_gemm, pointers, {**constants, **projection}, rf"(?s){unpacked}.*mma\\.sync")
 pointers = {"x": "i8", "row_scales": "fp32", "weight": "i8", "scales": "fp32", "bias": "bf16", "out": "bf16"}
 check(int8_gemm._int8_gemm, pointers, {"ROWS": 16, "COLS": 64, "DEPTH": 128, "HAS_BIAS": True}, r"mma\\.sync.*s32\\.s8\\.s8")
 packings = [(Packing("int4", 4, 0, sub=32, block=128), dtype) for dtype in ("bf16", "fp16")]

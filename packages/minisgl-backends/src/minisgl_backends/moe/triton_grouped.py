@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from minisgl_backends.kernels.dequantize_bytes import dequantize_int4_bytes, dequantize_mxfp4_bytes
 from minisgl_backends.kernels.dot import add_dot
 from minisgl_backends.moe.sorted_blocks import SortedBlocks
 from minisgl_backends.moe.tiles import Tiles
@@ -28,25 +29,16 @@ def _dequantize(  # type: ignore[no-untyped-def]
     """Return some rows of a packed weight for the inputs from `start`, [DEPTH, rows]. GROUP_SIZE inputs share a scale."""
     byte = start // 2 + tl.arange(0, DEPTH // 2)
     packed = tl.load(codes + row[:, None] * row_bytes + byte[None, :], mask=mask[:, None], other=0)
-    code = tl.interleave(packed & 15, packed >> 4).to(tl.int32)
     scale_index = row * (2 * row_bytes // GROUP_SIZE) + start // GROUP_SIZE
     scale = tl.load(scales + scale_index, mask=mask, other=0)
-    if scales.dtype.element_ty == tl.uint8:  # MXFP4
-        exponent = (code >> 1) & 3
-        size = tl.where(exponent == 0, (code & 1) * 0.5, (2 + (code & 1)) * (1 << exponent) * 0.25)
-        value = tl.where(code > 7, -size, size)
-        bits = scale.to(tl.int32)
-        bits = tl.where(
-            bits == 0, 1 << 22, tl.where(bits == 255, 0x7FC00000, bits << 23)
-        )  # 2^-127 is subnormal; 255 is NaN
-        factor = bits.to(tl.float32, bitcast=True)
+    if scales.dtype.element_ty == tl.uint8:
+        out = dequantize_mxfp4_bytes(packed, scale, dtype)
     else:
-        zero = tl.full(code.shape, 8, tl.int32)
+        zero = tl.full(row.shape, 8, tl.float32)
         if zeros is not None:
-            zero = tl.load(zeros + scale_index, mask=mask, other=0).to(tl.int32)[:, None]
-        value = (code - zero).to(tl.float32)
-        factor = scale.to(tl.float32)
-    return tl.trans((value * factor[:, None]).to(dtype))
+            zero = tl.load(zeros + scale_index, mask=mask, other=0).to(tl.float32)
+        out = dequantize_int4_bytes(packed, scale, zero, dtype)
+    return tl.trans(out)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
