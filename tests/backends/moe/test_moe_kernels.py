@@ -97,6 +97,8 @@ def check_blocks(blocks: SortedBlocks, ids: torch.Tensor, num_experts: int, bloc
 )
 def test_block_sizes_follow_the_rows_of_an_expert(num_rows: int, num_experts: int, block_size: int) -> None:
     assert choose_block_size(num_rows, num_experts) == block_size
+    packed = choose_block_size(num_rows, num_experts, is_packed=True)
+    assert packed == (16 if num_rows <= 16 * num_experts else block_size)
 
 
 def test_triton_says_why_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:

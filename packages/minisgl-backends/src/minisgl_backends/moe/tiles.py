@@ -20,21 +20,26 @@ class Tiles:
     num_stages: int
 
 
-def choose_block_size(num_rows: int, num_experts: int) -> int:
+def choose_block_size(num_rows: int, num_experts: int, *, is_packed: bool = False) -> int:
     """Return the rows per block (BLOCK_M): the power of two from 16 to 128 that reaches 1.5 times the mean rows per expert.
 
-    Tensor cores need at least 16 rows.
+    Tensor cores need at least 16 rows. `is_packed`: weights of 4 bits, for which 16 are faster up to a mean of 16 rows.
     """
     block_size = 16
+    if is_packed and num_rows <= block_size * num_experts:
+        return block_size
     while block_size < 128 and 2 * block_size * num_experts < 3 * num_rows:
         block_size *= 2
     return block_size
 
 
-def choose_tiles(num_rows: int, block_size: int, element_size: int, large_memory: bool) -> tuple[Tiles, Tiles]:
+def choose_tiles(
+    num_rows: int, block_size: int, element_size: int, large_memory: bool, *, is_packed: bool = False
+) -> tuple[Tiles, Tiles]:
     """Return the tiles of the gate-up GEMM and of the down GEMM.
 
     ``scripts/tune_moe.py`` found them to be the fastest on an H200, for 128 experts, intermediate size 768 and hidden size 2048.
+    Those of packed weights are of an H100.
 
     Args:
         num_rows: total number of rows.
@@ -42,6 +47,7 @@ def choose_tiles(num_rows: int, block_size: int, element_size: int, large_memory
         element_size: bytes per element of the weight tensor. Packed 4-bit weights have 1, although a byte holds two of them;
             `triton_grouped` sets the depth of their tiles to the largest of 128, 64 and 32 that divides the inputs per scale.
         large_memory: a program may use 200 KB of shared memory. If False, the tiles fit into 96 KB.
+        is_packed: weights of 4 bits.
     """
     if element_size > 2 or not large_memory:
         tiles = Tiles(64, 128 // element_size, 8 if block_size == 128 else 4, 3)
@@ -50,6 +56,6 @@ def choose_tiles(num_rows: int, block_size: int, element_size: int, large_memory
         return Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3)
     if block_size == 64:
         return Tiles(64, 64, 4, 3), Tiles(128, 64, 8, 4)
-    if block_size == 16 and num_rows <= 256:
+    if is_packed or (block_size == 16 and num_rows <= 256):
         return Tiles(64, 128, 4, 3), Tiles(64, 128, 4, 3)
     return Tiles(64, 128, 4, 3), Tiles(128, 128, 4, 3)
