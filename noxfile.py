@@ -115,8 +115,8 @@ def docs(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run the test suite without the example plugin's part; arguments after `--` go to pytest instead.
 
-    Three processes take the files in turn; a server that many files share starts in each of them. On two cores, the third one uses
-    the time in which tests wait for processes that they start. Each computes with one thread.
+    Three processes take the files in turn; a server that many files share starts in each of them. On two cores, the third one
+    uses the time in which tests wait for processes that they start. Each computes with one thread.
     """
     session.env["OMP_NUM_THREADS"] = "1"
     spread = ["-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"]
