@@ -116,11 +116,11 @@ class ProviderLoadError(PluginError):
 
 
 class ProviderUnsupportedError(PluginError):
-    """A provider was selected by name and cannot be used here.
+    """The selected provider, or each one that ``auto`` tried, cannot be used here.
 
     Args:
         kind: the kind of plugin, such as ``attention``.
-        name: the provider's name.
+        name: the provider's name, or ``auto``.
         reasons: the reasons, one sentence each.
     """
 

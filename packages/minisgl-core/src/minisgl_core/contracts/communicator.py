@@ -111,8 +111,8 @@ class Communicator(ABC):
         """Abort the group because another rank has ended. Collectives that wait for it end with undefined results.
 
         Any thread may call it, even during a collective in another thread, and more than once; `close` must still be called.
-        It may return only after CUDA graphs with collectives are freed. A waiting collective that cannot be aborted ends at its
-        timeout, or when the connection breaks.
+        It may block until CUDA graphs with collectives are freed, so call it in a thread while there are any. A waiting
+        collective that cannot be aborted ends at its timeout, or when the connection breaks.
         """
 
     def close(self) -> None:

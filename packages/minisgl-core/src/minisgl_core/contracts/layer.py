@@ -9,7 +9,7 @@ from minisgl_core.contracts.weights import WeightTarget
 FusedProjections = Mapping[str, Sequence[str]]
 """Fused projections and the checkpoint's names for their parts: ``{"gate_up_proj": ("gate_proj", "up_proj")}``.
 
-vLLM calls this mapping ``packed_modules_mapping``. "Packed" means quantized weights here.
+vLLM calls this mapping ``packed_modules_mapping``. Here, "packed weights" are quantized weights as a checkpoint stores them.
 """
 
 Targets = Iterator[tuple[str, WeightTarget]]

@@ -105,8 +105,8 @@ class LinearMethod(ABC):
     def prepare(self) -> LinearOp:
         """Return the layer's operation. It is called once, after loading, and the method object is then released.
 
-        A row of the output depends on that row of the input only. The operation holds the tensors that it needs, packed or not,
-        but no dequantized copy of a quantized weight.
+        A row of the output depends on that row of the input only. The operation holds the tensors that it needs, but no
+        dequantized copy of a quantized weight.
         """
 
 
@@ -151,7 +151,7 @@ class PlainLinear(LinearMethod):
             yield from self.spec.row_targets("bias", self.bias)
 
     def prepare(self) -> LinearOp:
-        """Pass the weight to the linear role of `ops`, which may pack it."""
+        """Pass the weight to the linear role of `ops`, which may change its layout."""
         make = self.ops.linear.prepare_gated if self.spec.gated else self.ops.linear.prepare_linear
         return make(self.weight, self.bias)
 

@@ -167,8 +167,9 @@ class Model(Layer, ABC):
         Returns:
             Hidden states after the final norm, [T, hidden_size] or [N, hidden_size]. A stage that is not the last one returns
             the output of its last layer instead, such as ``torch.stack((hidden_states, residual))``. It has the model's dtype
-            and shape [num_intermediate, T, hidden_size]. With several tensor-parallel ranks, it may be this rank's partial
-            sums and rows, as between two layers.
+            and shape [num_intermediate, T, hidden_size]. With several tensor-parallel ranks, the hidden
+            states may be this rank's partial sums, and the residual valid in this rank's rows only; see
+            `Communicator.all_reduce_add_norm`.
         """
 
     @abstractmethod

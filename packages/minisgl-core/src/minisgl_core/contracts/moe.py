@@ -177,7 +177,7 @@ class MoeKernel(ABC):
         Args:
             x: activations, [T, H]; T is at least 1, and rows may be strided. If the weights are quantized, a kernel may
                 quantize `x` too, with a scale per token.
-            weights: parameters, as `MoeSpec` describes them.
+            weights: parameters.
             topk_weights: weights of the selected experts' outputs, float32 [T, K].
             topk_ids: selected experts, int64 [T, K]; the experts of a token are distinct.
 

@@ -1,7 +1,7 @@
 """Contract of quantization providers: how the weights of linear layers and experts are stored, loaded and multiplied.
 
 A provider returns one method object per layer (`minisgl_core.contracts.layer_methods`), which declares the checkpoint's tensors
-of that layer: the weight, or packed weights, scales and zero points. Norms and routers are not quantized. Embeddings and the
+of that layer: the weight, or packed weights, scales and zero points. Norms and MoE gates are not quantized. Embeddings and the
 LM head are quantized only if `Quantization.embedding` returns a method. `Quantization` itself is the provider ``none``.
 """
 

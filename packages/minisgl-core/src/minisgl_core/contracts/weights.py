@@ -104,7 +104,7 @@ class WeightSource(ABC):
         """
 
     def stored_tensors(self, config: ModelConfig, wanted: Container[str]) -> Iterator[tuple[str, LazyTensor]]:
-        """Yield `tensors`, but leave quantized weights whose packed tensors are wanted as the checkpoint stores them.
+        """Yield `tensors`, but a quantized weight as the checkpoint stores it if the names of its packed tensors are in `wanted`.
 
         Override it for a format of quantized weights that a `Quantization` provider reads.
 

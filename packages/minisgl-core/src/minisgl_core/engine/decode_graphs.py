@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def graph_sizes(max_batch: int) -> list[int]:
-    """Return the capture sizes up to `max_batch`: 1, 2, 4, then multiples of 8."""
+    """Return the capture sizes up to `max_batch`: 1, 2, 4, then multiples of 8, and `max_batch` itself."""
     return sorted({*(size for size in (1, 2, 4) if size <= max_batch), *range(8, max_batch + 1, 8), max_batch})
 
 

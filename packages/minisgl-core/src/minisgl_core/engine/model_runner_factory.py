@@ -25,7 +25,7 @@ from minisgl_core.plugins.registry import Registry
 _LAUNCHES_S, _FLOPS = 0.5e-3, 600e12
 """Time to launch one layer's kernels separately, and FLOP/s of the device, both measured on an H200."""
 _MIN_PIECEWISE_TOKENS = 2048
-"""Number of tokens up to which ``auto`` captures piecewise CUDA graphs, or more if launches limit larger steps.
+"""``auto`` captures piecewise CUDA graphs up to at least this many tokens, and further if launches also limit larger steps.
 
 With overlap scheduling, the host returns a step's tokens only after it has launched the next step. So slow launches delay
 tokens even if they do not delay the device. 2,048 tokens cover the prompt tokens that ``--max-step-ms`` allows in a step with

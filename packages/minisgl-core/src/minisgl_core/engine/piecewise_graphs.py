@@ -27,7 +27,10 @@ from minisgl_core.protocol.batch_plan import BatchPlan
 
 
 def piecewise_sizes(max_tokens: int) -> list[int]:
-    """Return the capture sizes up to `max_tokens`: in steps of 16, from 256 in steps of 32, from 512 of 64, and so on."""
+    """Return the capture sizes: in steps of 16, from 256 on of 32, from 512 on of 64, and so on.
+
+    The last one is `max_tokens`, rounded up to a multiple of 16.
+    """
     sizes, size, largest = [], 0, -(-max_tokens // 16) * 16
     while size < largest:
         size += max(16, (1 << size.bit_length()) // 16)

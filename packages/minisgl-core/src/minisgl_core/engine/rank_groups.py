@@ -123,8 +123,9 @@ def join_groups(
 class _GroupUrls:
     """Rendezvous URLs of groups that consist of some of the ranks.
 
-    A group of all ranks uses the placement's URL for its rendezvous. Otherwise the first rank of each group chooses a free port
-    of its host. The other ranks read it from a `torch.distributed.Store` at the placement's URL.
+    A group of all ranks uses the placement's URL for its rendezvous. If that is a ``file:`` URL, each smaller group has a file of
+    its own. With other URLs, the first rank of each smaller group chooses a free port of its host. The other ranks read it from a
+    `torch.distributed.Store` at the placement's URL.
 
     Attributes:
         store: this store, which must live until all ranks have joined; None if none is needed.

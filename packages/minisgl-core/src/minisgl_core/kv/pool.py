@@ -65,7 +65,7 @@ class KVPool:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return zeros. On a CPU, only pages that are written occupy memory, since many pools never fill up."""
+    """Return zeros. On a CPU, the system provides memory when it is first written, and many pools never fill up."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or sys.platform == "win32" or num_bytes == 0:
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -68,7 +68,7 @@ class LMHead(MergedColumnParallelLinear):
         shard: shard of the vocabulary whose logits `forward` returns; None for the whole vocabulary.
     """
 
-    may_be_quantized = False  # as a linear layer; `Quantization.embedding` may pack it
+    may_be_quantized = False  # `Quantization.embedding` may quantize it, `Quantization.linear` not
 
     def __init__(
         self, vocab_size: int, hidden_size: int, build: BuildContext, tied: VocabParallelEmbedding | None = None

@@ -108,7 +108,7 @@ class MergedColumnParallelLinear(ReplicatedLinear):
 class QKVParallelLinear(ReplicatedLinear):
     """Query, key and value projections, fused into one GEMM and sharded over the ranks by heads.
 
-    If there are more ranks than KV heads, KV heads are replicated: rank r has KV head ``r * Hkv // tp``.
+    If there are more ranks than KV heads, KV heads are replicated: rank r has head ``r * n // tp`` of the model's n.
 
     Attributes:
         num_q_heads: Hq of this rank.

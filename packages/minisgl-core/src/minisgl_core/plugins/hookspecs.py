@@ -10,8 +10,9 @@
 An implementation declares the arguments that it needs, by name. Hooks of the engine loop run inside the loop: they must return
 quickly and must not use the device.
 
-The entry point may name a function or a class instead of a module. It is called without arguments, once per engine, and the
-result is registered, so that hooks can have state. A result of None registers nothing and costs nothing.
+The entry point may name a function or a class instead of a module. It is called without arguments, once in each process that
+calls hooks: the command line, rank 0, the API server, the kernel compiler. The result is registered, so that hooks can have
+state, which these processes do not share. A result of None registers nothing and costs nothing.
 """
 
 from __future__ import annotations

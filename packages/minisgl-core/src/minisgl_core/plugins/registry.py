@@ -157,7 +157,7 @@ class Registry:
         return reasons_of(self.entry(kind, name), self.load(kind, name), *spec)
 
     def load_supported(self, kind: str, name: str, *spec: Any) -> Any:
-        """Load a provider that the user named.
+        """Load a selected provider.
 
         Raises:
             ProviderUnsupportedError: it does not support the spec.
@@ -168,7 +168,7 @@ class Registry:
         return self.load(kind, name)
 
     def digest(self, chosen: Mapping[str, str]) -> str:
-        """Return a hash of the selected providers, which ranks compare before they join.
+        """Return a hash of the selected providers. Ranks compare it after they have joined their groups.
 
         Args:
             chosen: name of the provider by kind; ``a,b`` stands for two providers.

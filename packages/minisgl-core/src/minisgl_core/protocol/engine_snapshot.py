@@ -39,7 +39,7 @@ class SnapshotRequest(msgspec.Struct, tag=True, kw_only=True):
     replica: int = 0
     """Index of the replica; if that is not ready, another one answers."""
     replicas: list[ReplicaState] = []
-    """All replicas, as the router adds them; empty if there is only one."""
+    """All replicas, which the router adds; empty if there is only one."""
 
 
 class StepSnapshot(msgspec.Struct, kw_only=True):

@@ -46,7 +46,7 @@ class Trial(msgspec.Struct, tag=True):
 
 
 class Verdict(msgspec.Struct, tag=True):
-    """Result of a trial, or of the start of the child process if all fields are empty.
+    """Result of a trial, or of the start of the child process: empty if it succeeded, with `plugin_error` if it failed.
 
     Attributes:
         number: number of the trial; 0 if `exit_status` is set.
@@ -103,7 +103,7 @@ class GrammarChecker:
         return verdict.num_bytes
 
     def close(self) -> None:
-        """End the processes. A trial that is running then ends as if it had exceeded a limit."""
+        """End the processes. A trial that is running then fails."""
         for each in (self._quick, self._thorough):
             each.close()
 

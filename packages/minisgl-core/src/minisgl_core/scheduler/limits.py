@@ -13,7 +13,7 @@ class SchedulerLimits:
     """Resolved limits of a scheduler.
 
     Attributes:
-        max_running: maximum number of requests in a batch; also the rows of the page table.
+        max_running: maximum number of requests in a batch; also the rows of the page table besides row 0.
         max_prefill_tokens: maximum number of prompt tokens in a step.
         max_queued: maximum number of waiting requests in addition to one per free row of the page table.
         max_seq_len: maximum number of tokens of a sequence; ``num_pages - 1`` pages must hold it.

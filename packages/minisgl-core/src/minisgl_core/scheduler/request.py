@@ -67,7 +67,7 @@ class Request:
         self.first_token_s: float | None = None
         self.num_preemptions = 0
         self._tokens: Int32Array = submit.token_ids
-        """Tokens without a row."""
+        """Tokens while the request has no row; otherwise `RunningRequests.tokens` has them."""
         self.num_prompt_tokens = len(submit.token_ids)
         self.max_length = self.num_prompt_tokens + sampling.max_tokens
         self.seed = np.uint64((seed if sampling.seed is None else sampling.seed) % 2**64)

@@ -44,7 +44,8 @@ _NO_ROWS = np.empty(0, np.int32)
 _COMPILE_WAIT_S = 0.02
 """Longest wait for a grammar to be compiled while no other request can run."""
 _FEW_WAITING = 3
-"""Number of waiting requests up to which further prompts join a step only as a whole; see `_schedule_prefills`."""
+"""If at most this many requests wait, `min_left` must be left after the whole prompt of an added request; see
+`_schedule_prefills`."""
 
 
 class Scheduler:

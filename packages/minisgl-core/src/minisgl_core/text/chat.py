@@ -24,7 +24,7 @@ _RESERVED = frozenset(
     | {"padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"}
     | {"tokenizer_kwargs", "conversation"}
 )
-"""Parameters of ``apply_chat_template``, which are no variables of the template."""
+"""Parameters of ``apply_chat_template``, which ``chat_template_kwargs`` must not set. `render_chat` sets some of them itself."""
 
 
 Apply = Callable[[Any, list[dict[str, Any]], Mapping[str, Any]], str]

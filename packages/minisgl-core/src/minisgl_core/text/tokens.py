@@ -58,8 +58,8 @@ class TokenBytes(dict[int, bytes]):
 def max_token_bytes(tokenizer: Any) -> int:
     """Return an upper bound on the bytes of text that one token stands for; 0 if none is known.
 
-    There is one if the tokenizer is byte-level and no token also matches the spaces around it. It may be twice the maximum,
-    since the byte alphabet writes some bytes as characters of two bytes.
+    There is one if the tokenizer is byte-level, its normalizer is NFC or none, and no token also matches the spaces around it. It
+    may be twice the maximum, since the byte alphabet writes some bytes as characters of two bytes, or, with NFC, six times.
     """
     normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
     # NFC turns three Hangul letters into one syllable.

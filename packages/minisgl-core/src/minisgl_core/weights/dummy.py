@@ -26,8 +26,8 @@ class DummyWeights(FolderSource):
     """A folder with a ``config.json``. The server also needs its tokenizer; without one, `LLM` accepts token ids only.
 
     Norms are 1, everything else is drawn from N(0, 0.02) with a fixed seed. Packed weights are drawn from N(0, 1) in float8 or
-    from all integers of their dtype, and their scales are 0.02. Values are copied from a block of random numbers on the device,
-    so loading is as fast as its memory.
+    from all integers of their dtype, and their scales are 0.02, or 2^-6 for MXFP4. Values are copied from a block of random
+    numbers on the device, so loading is as fast as its memory.
     """
 
     def __init__(self, path: Path) -> None:

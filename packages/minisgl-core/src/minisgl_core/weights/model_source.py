@@ -37,7 +37,7 @@ def locate_model(options: ModelOptions, flag: str = "--model") -> Path:
             allowed = f"used with {flag}: the default model is a .gguf file with its own weights"
             raise InvalidValueError("--dummy-weight", True, allowed, remedy)
         _refuse_revision(options, "the default model, which is installed")
-        return _embedded_model()
+        return _default_model()
     if not options.model:
         raise ModelNotFoundError(f"{flag}='' is empty; give a folder, a .gguf file or a hub id, or leave it out")
     try:
@@ -92,7 +92,7 @@ def open_weights(path: Path, registry: "Registry", dummy: bool = False) -> "Weig
     raise ModelFormatError(f"no weights provider can read the checkpoint {path} ({found})")
 
 
-def _embedded_model() -> Path:
+def _default_model() -> Path:
     spec = importlib.util.find_spec(_DEFAULT_PACKAGE)
     for folder in (spec.submodule_search_locations or []) if spec else []:
         for file in sorted(Path(folder).glob("*.gguf")):

@@ -68,7 +68,7 @@ class SafetensorsWeights(FolderSource):
         return self.stored_tensors(config, ())
 
     def stored_tensors(self, config: ModelConfig, wanted: Container[str]) -> Iterator[tuple[str, LazyTensor]]:
-        """Yield `tensors`, but leave weights in float8 whose ``weight_scale`` is wanted as they are stored.
+        """Yield `tensors`, but a float8 weight as it is stored if its ``weight_scale`` is in `wanted`.
 
         Weights with another quantization are always yielded as they are stored.
 

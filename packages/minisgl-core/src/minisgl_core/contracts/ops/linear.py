@@ -16,8 +16,8 @@ LinearOp = Callable[[torch.Tensor], torch.Tensor]
 class LinearOps(OpsProvider):
     """GEMMs of linear layers, in the model's dtype and in FP8. The activation of a gated MLP may be fused.
 
-    Each ``prepare_*`` method is called once per weight, after loading. It may return a function that holds a packed copy instead
-    of the weight. The function does not modify its input.
+    Each ``prepare_*`` method is called once per weight, after loading. It may return a function that holds a copy in another
+    layout instead of the weight. The function does not modify its input.
     """
 
     def precompile(self, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool) -> None:
