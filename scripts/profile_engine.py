@@ -29,7 +29,7 @@ from minisgl_server.bench.workloads import mixed
 KINDS = {
     "all-reduce": r"nccl|all_?reduce|one_shot|two_shot",
     "experts": r"_grouped_gemm",
-    "routing": r"^_route|^_sort|_sum_choices",
+    "routing": r"^_route|^_sort|_sum_experts",
     "attention": r"flash|_decode\b|_merge\b|_prefill\b|^decode|^prefill|Decode|Prefill|[aA]ttention|[cC]ombine|varlen|fmha",
     "GEMM": r"gemm|cutlass|nvjet|cublas|sm90_xmma|splitK|wgmma",
     "norm": r"rms_norm",

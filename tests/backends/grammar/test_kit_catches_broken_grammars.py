@@ -113,7 +113,7 @@ class KnowsTagsAsTokensOnly(LlguidanceGrammar):
         right = super().compile(kind, text, name)
         if kind != "structural_tag":
             return right
-        whole = lark.structural_tag(StructuralTag.read(text), self._tags)
+        whole = lark.structural_tag(StructuralTag.read(text), self._non_eos)
         assert "text0 after0 | " in whole
         return super().compile("grammar", whole.replace("text0 after0 | ", ""), name)
 

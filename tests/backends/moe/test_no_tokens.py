@@ -7,10 +7,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from minisgl_backends.moe.triton_grouped import sum_choices
+from minisgl_backends.moe.triton_grouped import sum_experts
 
 
 def test_the_sums_of_no_tokens_are_empty() -> None:
     out = torch.empty(0, 8)
-    sum_choices(torch.empty(0, 8), out)
+    sum_experts(torch.empty(0, 8), out)
     assert out.shape == (0, 8)

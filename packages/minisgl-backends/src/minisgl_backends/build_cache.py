@@ -16,7 +16,7 @@ def cache_dir(kind: str) -> Path | None:
     """Return the user's cache folder for builds of a kind, or None if there is no private and writable one.
 
     The folder and its parent ``minisgl`` must belong to the user, and nobody else may be able to write them. The folders above
-    must belong to the user or root. Others may write those only if the sticky bit is set, as in /tmp.
+    must belong to the user or root. Everyone may write those only if the sticky bit is set, as in /tmp.
     """
     try:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

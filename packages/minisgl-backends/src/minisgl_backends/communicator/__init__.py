@@ -1,1 +1,1 @@
-"""Collectives between tensor-parallel ranks."""
+"""Communicators: collectives between tensor-parallel ranks, and send and receive between pipeline stages."""

@@ -98,7 +98,10 @@ class OneShotCommunicator(NcclCommunicator):
         torch.cuda.current_stream().synchronize()
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum in float32 and round once, in place if `x` is contiguous. Every rank gets the same bits."""
+        """Sum small and medium messages in float32 and round once, in place if `x` is contiguous and aligned to 16 bytes.
+
+        NCCL sums all others in `x`'s dtype. Every rank gets the same bits.
+        """
         num_bytes = x.numel() * x.element_size()
         is_small = 0 < num_bytes <= self._one_shot_limit and num_bytes % 16 == 0
         is_medium = num_bytes <= self.two_shot_bytes and num_bytes % (16 * self.size) == 0

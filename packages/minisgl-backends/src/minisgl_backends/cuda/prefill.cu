@@ -233,7 +233,7 @@ prefill(const __grid_constant__ TensorMap q_map,
             if (tile.key_tiles == 0) return;
             const int positions[2] = {tile.position + row / GROUP, tile.position + (row + 8) / GROUP};
             const int unmasked = tile.position + warpgroup * 64 / GROUP + 1;  // keys before it are visible to all rows of the warpgroup
-            const int hidden = window ? tile.position + ((warpgroup * 64 + 63) / GROUP) - window + 1 : 0;  // keys from it on are visible to all rows
+            const int window_start = window ? tile.position + ((warpgroup * 64 + 63) / GROUP) - window + 1 : 0;  // no key from it on is outside of a row's window
             const u32 queries = q_at + q_stage * TILE_BYTES + warpgroup * 64 * 128;
 #if FP8
             #pragma unroll
@@ -302,7 +302,7 @@ prefill(const __grid_constant__ TensorMap q_map,
                     for (int i = 0; i < KEYS / 2; i++)
                         if (key + i / 4 * 8 + (lane & 3) * 2 + (i & 1) > positions[i >> 1 & 1]) scores[i] = -infinity;
                 }
-                if (window && key < hidden) {
+                if (window && key < window_start) {
                     #pragma unroll
                     for (int i = 0; i < KEYS / 2; i++)
                         if (key + i / 4 * 8 + (lane & 3) * 2 + (i & 1) <= positions[i >> 1 & 1] - window) scores[i] = -infinity;

@@ -79,7 +79,7 @@ class RankActor:
         Args:
             name: name of the process.
             environment: variables to set; None removes one.
-            directory: working directory of the launch, for a relative path of a model.
+            directory: working directory of the process that starts the engine, for a relative path of a model.
             target: function of the rank.
             args: arguments of `target` before the last one, which reports readiness.
         """

@@ -1,7 +1,7 @@
 """Executor ``ray``: ranks on the nodes of a Ray cluster.
 
     launch (Ray driver) --- rank 0, a child process
-        |--- relay, a child process per other rank, which the launch watches in place of the rank
+        |--- relay, a child process per other rank, which the launcher watches in place of the rank
         |--- RankActor of rank 0: reserves its resources only
         |--- RankActor of rank 1, 2, ... on their nodes --- the rank, a child process of the actor
 
@@ -51,7 +51,7 @@ COPIED_ENV_PREFIXES = (
     "MKL_",
     "CUDA_LAUNCH_BLOCKING",
 )
-"""Prefixes of the environment variables that are copied from the launch to all ranks."""
+"""Prefixes of the environment variables that are copied from the launcher to all ranks."""
 
 
 class RayExecutor(Executor):
@@ -161,7 +161,7 @@ class RayExecutor(Executor):
 
     @staticmethod
     def copied_environment() -> dict[str, str]:
-        """Return the environment variables that processes on other nodes have from the launch."""
+        """Return the environment variables that processes on other nodes have from the launcher."""
         return {
             key: value
             for key, value in os.environ.items()
@@ -200,10 +200,10 @@ class RayExecutor(Executor):
         try:
             ray.init(address or "local", **options)
         except Exception as error:
-            remedy = f"Start the launch on a node of the cluster; {ADDRESS_VARIABLE} is {address!r}." if address else ""
+            remedy = f"Start minisgl on a node of the cluster; {ADDRESS_VARIABLE} is {address!r}." if address else ""
             raise MinisglError(f"Ray could not be reached or started: {summarize(error)}. {remedy}".strip()) from None
         finally:
-            if in_main:  # Ray's handler would end the process without the launch's cleanup
+            if in_main:  # Ray's handler would end the process without the launcher's cleanup
                 signal.signal(signal.SIGTERM, before)
         return True
 

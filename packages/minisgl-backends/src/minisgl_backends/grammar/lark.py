@@ -32,11 +32,11 @@ _RULE = re.compile(rf'^[ \t]*[?!]?\w[^":\[\n]*+(?:\[(?:{_STRING}|{_REGEX}|[^"/\]
 _NAME = re.compile(rf'{_STRING}|//.*|#.*|{_REGEX}|<[^<>\s"]+>')
 """Matches token names, and strings, comments and regular expressions, in which a token name has no meaning."""
 
-Tags = Mapping[str, int]
-"""Ids of special tokens, which llguidance does not treat as text, by their content."""
+SpecialTokens = Mapping[str, int]
+"""Ids of special tokens by their text. llguidance does not treat them as text."""
 
 
-def from_grammar(text: str, special: Tags) -> str:
+def from_grammar(text: str, special: SpecialTokens) -> str:
     """Translate a user's context-free grammar: replace the names of special tokens, or convert EBNF.
 
     Raises:
@@ -58,20 +58,20 @@ def from_grammar(text: str, special: Tags) -> str:
         raise ValueError(str(error)) from None
 
 
-def tagged_json(parts: Mapping[str, Any], tags: Tags) -> str:
+def tagged_json(parts: Mapping[str, Any], special: SpecialTokens) -> str:
     """Translate a ``tagged_json``; see `minisgl_core.contracts.grammar.GrammarKind`."""
     max_items = parts["max_items"]
     more = "*" if max_items is None else f"{{0,{max_items - 1}}}"
     rules = [
-        "items: item" if max_items == 1 else f"items: item ({_literal(parts['separator'], tags)} item){more}",
-        f"item: {_literal(parts['prefix'], tags)} {_value(parts['schema'])} {_literal(parts['suffix'], tags)}",
+        "items: item" if max_items == 1 else f"items: item ({_literal(parts['separator'], special)} item){more}",
+        f"item: {_literal(parts['prefix'], special)} {_value(parts['schema'])} {_literal(parts['suffix'], special)}",
     ]
     if parts.get("otherwise") is not None:
         return "\n".join(["start: items | otherwise", *rules, f"otherwise: {_value(parts['otherwise'])}"])
     return "\n".join(["start: items", *rules])
 
 
-def structural_tag(tag: StructuralTag, tags: Tags) -> str:
+def structural_tag(tag: StructuralTag, special: SpecialTokens) -> str:
     """Translate a ``structural_tag``; see `minisgl_core.contracts.grammar.GrammarKind`.
 
     A lazy lexeme ends at the end of its trigger, so that free text cannot continue past a trigger.
@@ -82,23 +82,23 @@ def structural_tag(tag: StructuralTag, tags: Tags) -> str:
     rules, items = ["start: item* TEXT", r"TEXT: /(.|\n)*/"], []
     for index, (trigger, following) in enumerate(structures.items()):
         after = [
-            f"{_literal(each.begin[len(trigger) :], tags)} {_value(each.schema)} {_literal(each.end, tags)}"
+            f"{_literal(each.begin[len(trigger) :], special)} {_value(each.schema)} {_literal(each.end, special)}"
             for each in following
         ]
         rules += [f"text{index}[lazy]: TEXT {json.dumps(trigger)}", f"after{index}: {' | '.join(after)}"]
         items.append(f"text{index} after{index}")
-        if trigger in tags:
-            items.append(f"TEXT <[{tags[trigger]}]> after{index}")
-    if free := sorted(token_id for text, token_id in tags.items() if text not in structures):
+        if trigger in special:
+            items.append(f"TEXT <[{special[trigger]}]> after{index}")
+    if free := sorted(token_id for text, token_id in special.items() if text not in structures):
         items.append(f"TEXT <[{','.join(map(str, free))}]>")
     return "\n".join([*rules, f"item: {' | '.join(items)}"])
 
 
-def _literal(text: str, tags: Tags) -> str:
-    """Return a literal text, in which tags are tokens."""
-    tag = re.compile("|".join(f"({re.escape(each)})" for each in tags) or "(?!)")
+def _literal(text: str, special: SpecialTokens) -> str:
+    """Return a literal text, in which special tokens are not text."""
+    tag = re.compile("|".join(f"({re.escape(each)})" for each in special) or "(?!)")
     pieces = (piece for piece in tag.split(text) if piece)
-    return " ".join(f"<[{tags[piece]}]>" if piece in tags else json.dumps(piece) for piece in pieces)
+    return " ".join(f"<[{special[piece]}]>" if piece in special else json.dumps(piece) for piece in pieces)
 
 
 def regex(pattern: str) -> str:

@@ -91,7 +91,9 @@ class LlguidanceGrammar(GrammarBackend):
         self._special = {
             token.content: token_id for token_id, token in added if self._tokenizer.is_special_token(token_id)
         }
-        self._tags = {text: token_id for text, token_id in self._special.items() if token_id not in self.eos_token_ids}
+        self._non_eos = {
+            text: token_id for text, token_id in self._special.items() if token_id not in self.eos_token_ids
+        }
         self._executor: llguidance.LLExecutor | None = None
 
     @staticmethod
@@ -103,7 +105,7 @@ class LlguidanceGrammar(GrammarBackend):
         _matcher(llguidance.LLTokenizer("byte"), source, kind, text, name)
 
     def compile(self, kind: GrammarKind, text: str, name: str) -> GrammarState:
-        source = _source(kind, text, name, self._tags, self._special)
+        source = _source(kind, text, name, self._special, self._non_eos)
         return LlguidanceState(self, _matcher(self._tokenizer, source, kind, text, name))
 
     def fill_masks(self, states: Sequence[GrammarState], masks: Masks) -> None:
@@ -115,17 +117,17 @@ class LlguidanceGrammar(GrammarBackend):
         self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks.strides[0], len(masks))
 
 
-def _source(kind: GrammarKind, text: str, name: str, tags: lark.Tags, special: lark.Tags) -> str:
-    """Return the grammar in llguidance's notation; `special` holds the tags and the EOS tokens."""
+def _source(kind: GrammarKind, text: str, name: str, special: lark.SpecialTokens, non_eos: lark.SpecialTokens) -> str:
+    """Return the grammar in llguidance's notation; `non_eos` has the special tokens without EOS tokens."""
     try:
-        return _translate(kind, text, tags, special)
+        return _translate(kind, text, special, non_eos)
     except RecursionError:
         raise _refusal(kind, text, name, "it is nested too deeply") from None
     except ValueError as error:
         raise _refusal(kind, text, name, str(error)) from None
 
 
-def _translate(kind: GrammarKind, text: str, tags: lark.Tags, special: lark.Tags) -> str:
+def _translate(kind: GrammarKind, text: str, special: lark.SpecialTokens, non_eos: lark.SpecialTokens) -> str:
     match kind:
         case "json_object":
             return lark.json_value({"type": "object"})
@@ -139,9 +141,9 @@ def _translate(kind: GrammarKind, text: str, tags: lark.Tags, special: lark.Tags
         case "grammar":
             return lark.from_grammar(text, special)
         case "tagged_json":
-            return lark.tagged_json(_json(text), tags)
+            return lark.tagged_json(_json(text), non_eos)
         case "structural_tag":
-            return lark.structural_tag(StructuralTag.read(text), tags)
+            return lark.structural_tag(StructuralTag.read(text), non_eos)
 
 
 def _matcher(

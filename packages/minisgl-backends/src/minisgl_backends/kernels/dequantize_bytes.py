@@ -1,7 +1,7 @@
 """Weights from bytes that have the 4-bit codes of two consecutive inputs each, as packed experts have.
 
-In 16 bits, PTX converts the codes of four bytes by 20 instructions if they are integers, and by 28 if they are floats (MXFP4).
-Conversions of integers to floats would take over 56. See `minisgl_backends.kernels.dequantize`, too.
+PTX converts the codes of four bytes to bfloat16 or float16 by 18 instructions if they are integers. Floats (MXFP4) take 28, to
+bfloat16. Conversions of integers to floats would take over 56. See `minisgl_backends.kernels.dequantize`, too.
 """
 
 import triton

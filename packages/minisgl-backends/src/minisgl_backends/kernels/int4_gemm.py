@@ -12,7 +12,7 @@ from minisgl_backends.kernels.split_k import SplitKWorkspace
 
 
 def scale_words(weight: Int4Weight) -> torch.Tensor:
-    """Return a scale and, above it, ``-(M + zero)`` in the 16 bits of the model's dtype, int32 [B, T * 64].
+    """Return words with a scale in the low and ``-(M + zero)`` in the high 16 bits, both in the model's dtype, int32 [B, T * 64].
 
     M is the float whose last mantissa bit is worth 1: 128 in bfloat16, 1024 in float16. A word of 4 bytes is the least that
     asynchronous copies to shared memory take.

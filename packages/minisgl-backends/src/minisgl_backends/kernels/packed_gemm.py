@@ -56,8 +56,8 @@ def packed_dot(
     Args:
         rows: pointers to the rows of x, [ROWS].
         row_mask: True for rows that exist, [ROWS].
-        stored_row: row of tiles of each output, [COLS].
-        half: distance from a gate row to its up row, in rows of tiles.
+        stored_row: stored row of each output, see `TiledWeight.rows_of`, [COLS].
+        half: distance from a gate row to its up row, in stored rows.
 
     Returns:
         The sums of the outputs, or of the gate if GATED, and those of up: float32 [COLS, ROWS].

@@ -92,7 +92,10 @@ class TiledWeight:
     gated: bool = False
 
     def rows_of(self, start: int, count: int) -> torch.Tensor:
-        """Return where outputs are stored: rows of tiles, int64 [count]. The range has gate rows or up rows, not both."""
+        """Return the stored rows of some outputs: their indices over all tiles, with padding, int64 [count].
+
+        The range has gate rows or up rows, not both.
+        """
         half = self.num_outputs // 2
         if self.gated and start >= half:
             start += len(self.codes) // 2 * TILE - half
@@ -154,7 +157,14 @@ class PackedMatrix(TiledWeight):
     def store(
         self, rows: torch.Tensor, codes: torch.Tensor, words: torch.Tensor, superblocks: torch.Tensor | None = None
     ) -> None:
-        """Store some rows of tiles: codes, uint8 [rows, K], words, int32 [rows, ...], and superblocks, int32 [rows, K / 256]."""
+        """Store some rows, as of `rows_of`.
+
+        Args:
+            rows: stored rows, int64 [rows].
+            codes: uint8 [rows, K].
+            words: int32 [rows, ...].
+            superblocks: int32 [rows, K / 256].
+        """
         packing, at = self.packing, (rows // TILE, slice(None), rows % TILE)
         self.codes[at] = _plane(codes, 0, packing.low, packing.sub, self.codes.shape[1])
         if self.high is not None:

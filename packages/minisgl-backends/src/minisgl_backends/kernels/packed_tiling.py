@@ -20,7 +20,7 @@ class PackedTiling:
         rows: rows per program.
         splits: programs per block, each with a part of K.
         warps: warps per program.
-        stages: loads in flight.
+        stages: stages of the software pipeline, Triton's ``num_stages``.
     """
 
     cols: int
@@ -31,7 +31,7 @@ class PackedTiling:
 
 
 def choose_tiling(num_rows: int, num_outputs: int, weight: PackedMatrix) -> PackedTiling:
-    """Return a tiling for up to 64 rows, whose loads in flight fit into shared memory; gate and up outputs count once."""
+    """Return a tiling for up to 64 rows, whose pipeline stages fit into shared memory; gate and up outputs count once."""
     blocks = triton.cdiv(num_outputs, 64)
     cols, rows = 64, max(16, triton.next_power_of_2(num_rows))
     most_programs, most_splits, fewest_inputs = _SPLIT_K_LIMITS[rows]
@@ -40,7 +40,7 @@ def choose_tiling(num_rows: int, num_outputs: int, weight: PackedMatrix) -> Pack
 
 
 def choose_stages(cols: int, rows: int, weight: PackedMatrix) -> int:
-    """Return how many loads of a program fit into shared memory, two or three; gate and up outputs count once."""
+    """Return how many pipeline stages of a program fit into shared memory, two or three; gate and up outputs count once."""
     packing = weight.packing
     shared = 220_000 if has_large_shared_memory(weight.codes.device) else 98_000
     # A stage is a chunk: 16-bit inputs for each row; for each output, the codes of both planes, words of scales and a superblock.

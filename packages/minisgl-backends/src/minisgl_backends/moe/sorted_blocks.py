@@ -11,7 +11,7 @@ _CHUNK = 2048
 
 @dataclass(frozen=True, slots=True)
 class SortedBlocks:
-    """Rows of a batch, one per token and selected expert, in blocks. Row ``token * K + choice`` belongs to the token's choice.
+    """Rows of a batch, one per token and selected expert, in blocks: row ``token * K + i`` is of the token's i-th of K experts.
 
     The sizes depend on shapes alone, so the CPU does not wait for the device. Blocks at the end may be unused.
 

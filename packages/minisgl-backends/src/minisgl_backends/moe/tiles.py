@@ -21,9 +21,10 @@ class Tiles:
 
 
 def choose_block_size(num_rows: int, num_experts: int, *, is_packed: bool = False) -> int:
-    """Return the rows per block (BLOCK_M): the power of two from 16 to 128 that reaches 1.5 times the mean rows per expert.
+    """Return the rows per block (BLOCK_M): the first power of two from 16 on that is at least 1.5 times the mean rows per expert.
 
-    Tensor cores need at least 16 rows. `is_packed`: weights of 4 bits, for which 16 are faster up to a mean of 16 rows.
+    It is at most 128. Tensor cores need at least 16 rows. `is_packed`: weights of 4 bits, for which 16 are faster up to a mean of
+    16 rows.
     """
     block_size = 16
     if is_packed and num_rows <= block_size * num_experts:
@@ -39,7 +40,7 @@ def choose_tiles(
     """Return the tiles of the gate-up GEMM and of the down GEMM.
 
     ``scripts/tune_moe.py`` found them to be the fastest on an H200, for 128 experts, intermediate size 768 and hidden size 2048.
-    Those of packed weights are of an H100.
+    The tiles of packed weights were measured on an H100.
 
     Args:
         num_rows: total number of rows.

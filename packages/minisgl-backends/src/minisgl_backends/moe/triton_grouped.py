@@ -189,7 +189,7 @@ def grouped_gemm(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _sum_choices(  # type: ignore[no-untyped-def]
+def _sum_experts(  # type: ignore[no-untyped-def]
     rows, out, hidden_size, TOP_K: tl.constexpr, BLOCK: tl.constexpr
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -201,7 +201,7 @@ def _sum_choices(  # type: ignore[no-untyped-def]
     tl.store(out + token * hidden_size + cols, total.to(out.dtype.element_ty), mask=cols < hidden_size)
 
 
-def sum_choices(rows: torch.Tensor, out: torch.Tensor) -> None:
+def sum_experts(rows: torch.Tensor, out: torch.Tensor) -> None:
     """Write the float32 sum of each token's rows to ``out[token]``.
 
     Args:
@@ -213,4 +213,4 @@ def sum_choices(rows: torch.Tensor, out: torch.Tensor) -> None:
         return
     block = min(triton.next_power_of_2(hidden_size), 1024)
     grid = (num_tokens, triton.cdiv(hidden_size, block))
-    _sum_choices[grid](rows, out, hidden_size, TOP_K=len(rows) // num_tokens, BLOCK=block)
+    _sum_experts[grid](rows, out, hidden_size, TOP_K=len(rows) // num_tokens, BLOCK=block)

@@ -82,7 +82,7 @@ class TritonMoe(MoeKernel):
             row_weights=topk_weights.contiguous(),
         )
         out = x.new_empty(num_tokens, self.spec.hidden_size)
-        self._grouped.sum_choices(rows, out)
+        self._grouped.sum_experts(rows, out)
         return out
 
     def _inputs(self, x: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

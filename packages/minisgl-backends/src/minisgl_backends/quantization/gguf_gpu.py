@@ -14,7 +14,7 @@ from minisgl_backends.kernels.split_k import SplitKWorkspace
 from minisgl_backends.moe.packed_grouped import packed_grouped_gemm
 from minisgl_backends.moe.sorted_blocks import sort_into_blocks
 from minisgl_backends.moe.tiles import choose_block_size
-from minisgl_backends.moe.triton_grouped import sum_choices
+from minisgl_backends.moe.triton_grouped import sum_experts
 from minisgl_backends.moe.triton_kernel import TritonMoe
 from minisgl_backends.quantization.gguf_experts import GgufExperts
 from minisgl_backends.quantization.gguf_method import GgufLinearMethod
@@ -98,7 +98,7 @@ class GpuExperts(GgufExperts):
                 intermediate = silu_and_mul(intermediate)
             rows = x.new_empty(num_rows, x.shape[1])
             packed_grouped_gemm(intermediate, down, rows, blocks, row_weights=topk_weights.contiguous())
-            sum_choices(rows, out)
+            sum_experts(rows, out)
             return out
 
         return run

@@ -1,4 +1,4 @@
-"""API workers of a launch: starts the processes of the API server, and restarts one that dies."""
+"""API workers of a server: starts the processes of the API server, and restarts one that dies."""
 
 import os
 import socket
@@ -97,7 +97,7 @@ class ApiWorkers(RestartableProcesses):
     def handle_failure(self, error: WorkerDiedError) -> bool:
         """Schedule a restart.
 
-        The launch ends instead if the worker is the only one, or the launch is not ready. It also ends if all workers fail
+        The server ends instead if the worker is the only one, or the server is not ready. It also ends if all workers fail
         repeatedly, or if the user can correct the error.
         """
         if error.process not in self.names or isinstance(error, WorkerRefusedError):

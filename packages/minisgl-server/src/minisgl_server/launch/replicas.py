@@ -1,4 +1,4 @@
-"""Engines of a launch: starts their ranks, and restarts a replica that dies."""
+"""Engines of a server: starts their ranks, and restarts a replica that dies."""
 
 import logging
 import math
@@ -31,7 +31,7 @@ RUN_RANK = "minisgl_core.runtime.worker:run_worker"
 class Replicas(RestartableProcesses):
     """Engines of one launch.
 
-    The replicas of a launch run on this host. With `size` ranks per replica, replica r has the devices
+    The replicas of a server run on this host. With `size` ranks per replica, replica r has the devices
     ``[r * size, (r + 1) * size)``, or its part of the CPU cores.
 
     Args:
@@ -114,7 +114,7 @@ class Replicas(RestartableProcesses):
     def handle_failure(self, error: WorkerDiedError) -> bool:
         """End the other ranks of a replica, tell the router, and schedule its restart, unless it is the only replica.
 
-        Nothing is restarted while the server stops. Before the launch is ready, an error that the user can correct ends the
+        Nothing is restarted while the server stops. Before the server is ready, an error that the user can correct ends the
         launch, as do `MAX_FAILURES` failures in a row.
         """
         replica = next((each for each in self._engine_ids if error.process in self._names(each)), -1)

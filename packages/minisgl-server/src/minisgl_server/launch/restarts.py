@@ -1,4 +1,4 @@
-"""Waits for the processes of a launch, and restarts failed ones after an exponential backoff."""
+"""Waits for the processes of a server, and restarts failed ones after an exponential backoff."""
 
 import logging
 import math
@@ -59,7 +59,7 @@ class RestartableProcesses(ABC):
 
     @abstractmethod
     def handle_failure(self, error: WorkerDiedError) -> bool:
-        """Schedule the restart of the process that `error` names. Return False if the launch must end instead."""
+        """Schedule the restart of the process that `error` names. Return False if the server must end instead."""
 
     def check(self) -> None:
         """Note which processes are ready; called after each event of a process."""

@@ -1,4 +1,4 @@
-"""Signals that stop the launch."""
+"""Signals that stop the server."""
 
 import os
 import signal

@@ -1,6 +1,6 @@
 """Route ``GET /metrics``, which serves the values of all processes in prometheus_client's multiprocess mode.
 
-The processes of a launch map files of its directory into memory and write their values there. Metrics that plugins in those
+The processes of a server map files of its directory into memory and write their values there. Metrics that plugins in those
 processes register with prometheus_client are served too.
 """
 

@@ -1,4 +1,4 @@
-"""Routes of the page: ``GET /``, the files below ``/page/``, and ``GET /engine/state``."""
+"""Routes of the web UI: ``GET /``, the files below ``/page/``, and ``GET /engine/state``."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +21,7 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-"""Headers of the page and its files: no third-party or inline content, no frames, and browsers revalidate their caches."""
+"""Headers of the web UI's files: no third-party or inline content, no frames, and browsers revalidate their caches."""
 
 
 class EngineState(BaseModel):
@@ -43,9 +43,9 @@ class EngineState(BaseModel):
 
 
 def add_routes(app: FastAPI) -> None:
-    """Add the page and the engine's state; the state has text of prompts and outputs only with ``--page-prompts``.
+    """Add the web UI and the engine's state; the state has text of prompts and outputs only with ``--page-prompts``.
 
-    The page's files need no API key, as they are the same for everyone. The state needs one, like the other routes.
+    The web UI's files need no API key, as they are the same for everyone. The state needs one, like the other routes.
     """
     options = app.state.options
     feeds = [EngineFeed(app.state.client, options.page_prompts, replica) for replica in range(options.replicas)]

@@ -6,7 +6,7 @@
 - `app` declares the Serve deployments API and Engine.
 - `api` runs the application of `minisgl_server.api`, and calls an engine for each request of the tokenizer workers.
 - `engine` runs the ranks of one engine, and sends its output to the callers.
-- `request_router` is Serve's request router for these calls, with the policies of ``--router``.
+- `request_router` is Serve's request router for these calls; it asks the router of ``--router``.
 - `proxy_middleware` is loaded by the proxy. It ends responses with an error if the replica of the API or the head is lost.
 - `direct_streams` sends the events of streams from the API to this middleware, over the `connections` that engines have, too.
 - `launch` is ``minisgl launch --executor ray --replicas``.

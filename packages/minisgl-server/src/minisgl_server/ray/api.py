@@ -178,7 +178,7 @@ class API:
         return num_replicas * requests_per_replica(self._config) + self._config.scheduler.max_queued_requests
 
     async def _take_outputs(self) -> None:
-        """Pass the engines' output on to the tokenizer workers, and events of their prefix caches to the policy."""
+        """Pass the engines' output on to the tokenizer workers, and events of their prefix caches to the router."""
         decode = decoder(CacheEvents)
         while True:
             source, message = await self._outputs.socket.recv_multipart()

@@ -92,7 +92,7 @@ def engines(
         health_check_period_s=5.0,
         health_check_timeout_s=HEALTH_TIMEOUT_S,
         request_router_config=RequestRouterConfig(
-            request_router_class="minisgl_server.ray.request_router.PolicyRequestRouter"
+            request_router_class="minisgl_server.ray.request_router.EngineRequestRouter"
         ),
         **deployment_options,
     )

@@ -1,4 +1,4 @@
-"""``minisgl launch --executor ray --replicas``: deploys the API and the engines, and ends them with the launch.
+"""``minisgl launch --executor ray --replicas``: deploys the API and the engines, and ends them with the launcher.
 
 The engines are an application of their own, with a new name for each launch. A second launch starts its engines
 first. Then Serve replaces the API: its old replicas finish their requests with the old engines, which are removed last.
@@ -42,7 +42,7 @@ HEAD_S = 15.0
 
 
 class _StoppedError(BaseException):
-    """A signal asked the launch to end. Like KeyboardInterrupt, it is no `Exception`, so handlers of errors do not catch it."""
+    """A signal asked the launcher to end. Like KeyboardInterrupt, it is no `Exception`, so handlers of errors do not catch it."""
 
 
 def serve_on_ray(config: EngineConfig, options: ServerOptions, registry: Registry) -> None:
@@ -201,7 +201,7 @@ def _signals() -> Iterator[None]:
 
     def stop(*_: object) -> None:
         for number in numbers:
-            signal.signal(number, signal.SIG_DFL)  # a second signal ends the launch at once
+            signal.signal(number, signal.SIG_DFL)  # a second signal ends the launcher at once
         raise _StoppedError
 
     numbers = stop_signals()

@@ -1,6 +1,6 @@
-"""Request router of the deployment Engine, with the policies of ``--router``.
+"""Serve's request router of the deployment Engine, which asks the router of ``--router``.
 
-Serve makes a `PolicyRequestRouter` in the process of each caller, and runs it in a thread of its own. It shares a `RoutingTable`
+Serve makes a `EngineRequestRouter` in the process of each caller, and runs it in a thread of its own. It shares a `RoutingTable`
 with the API's code in that process.
 """
 
@@ -16,14 +16,14 @@ from minisgl_core.contracts.router import RoutedPrompt, Router, block_size_for
 from minisgl_core.protocol.messages import CacheEvents, EngineInfo, Submit
 
 table: "RoutingTable | None" = None
-"""Table of this process; None where requests need no policy."""
+"""Table of this process; None where requests need no router."""
 replica_ids: list[str] = []
 """Ids of the running replicas."""
 HEARTBEAT_TIMEOUT_TICKS = 10
 """Calls of `RoutingTable.tick` without a heartbeat of an engine after which it is lost."""
 
 
-class PolicyRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
+class EngineRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
     """Asks the `RoutingTable` of this process for the replica of each request. Other calls name their replica."""
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -36,7 +36,7 @@ class PolicyRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray has no ty
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the one replica that the policy chooses, of those that have room."""
+        """Return the one replica that the router of ``--router`` chooses, of those that have room."""
         # Serve pickles this class with a copy of its module's globals; the table is in the module itself.
         from minisgl_server.ray.request_router import table
 
@@ -62,7 +62,7 @@ class RoutingEntry:
     """Entry of the routing table: an engine and its load; a `minisgl_core.contracts.router.ReplicaView`.
 
     Attributes:
-        replica: its index in the policy.
+        replica: its index in the router.
         engine_id: id of the engine for tokenizer workers: index plus a multiple of the number of entries, larger after each
             loss.
         replica_id: id of the replica in Serve; empty for a free entry.
@@ -84,7 +84,7 @@ class RoutingTable:
     """Engines and the requests of this process. Methods may be called by any thread.
 
     Args:
-        router: the policy, with an index for each replica that may run, and more for those that are stopping.
+        router: the router of ``--router``, with an index for each replica that may run, and more for those that are stopping.
         info: description of an engine.
     """
 
@@ -172,7 +172,7 @@ class RoutingTable:
                     engine.ticks_since_heartbeat = 0
 
     def apply(self, replica_id: str, events: CacheEvents) -> None:
-        """Tell the policy what a replica's prefix cache has taken and evicted."""
+        """Tell the router what a replica's prefix cache has taken and evicted."""
         with self._lock:
             for engine in self._engines:
                 if engine.replica_id == replica_id:

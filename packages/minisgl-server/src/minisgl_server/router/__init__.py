@@ -1,1 +1,1 @@
-"""Routers, and the process that routes requests to the replicas of a launch."""
+"""Routers, and the process that routes requests to the replicas of a server."""

@@ -7,7 +7,7 @@ from minisgl_server.options import ServerOptions
 
 
 def make_router(options: ServerOptions, info: EngineInfo, registry: Registry) -> Router:
-    """Return a router for the replicas of a launch, with room for all blocks that their KV pools hold."""
+    """Return a router for the replicas of a server, with room for all blocks that their KV pools hold."""
     num_blocks = options.replicas * info.num_pages * info.page_size // block_size_for(info.page_size)
     spec = RouterSpec(options.replicas, num_blocks, options.router_overload_requests, options.router_overload_ratio)
     router: Router = registry.load("router", options.router)(spec)

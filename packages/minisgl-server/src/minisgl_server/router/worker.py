@@ -42,7 +42,7 @@ class Replica:
         num_starts: number of engines that it has had, each ready once.
         num_requests: running and waiting requests.
         num_prompt_tokens: prompt tokens of those requests.
-        num_routed: requests since the launch.
+        num_routed: requests since the start of the server.
     """
 
     replica: int

@@ -76,7 +76,10 @@ class TokenizerQueue:
                 self._worker.handle(message)
 
     def run_next(self) -> None:
-        """Handle the prompt that the thread has tokenized, or else the next waiting message: a thread tokenizes a long prompt."""
+        """Handle the prompt that the thread has tokenized, or else the next waiting message.
+
+        If that is a long prompt, a thread is started that tokenizes it.
+        """
         self._num_skips = 0
         if self._in_background is not None and self._in_background[1].done():
             (message, encoded), self._in_background = self._in_background, None

@@ -19,7 +19,7 @@ _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 """Ids that a client may choose: printable, as they are returned in a header and written to the log."""
 _KEY = "minisgl.access"
 _POLLED_PATHS = PROBED_PATHS | {"/metrics", "/engine/state"}
-"""Paths that programs or the page poll; logged at debug level."""
+"""Paths that programs or the web UI poll; logged at debug level."""
 
 
 @dataclass(slots=True)

@@ -105,7 +105,7 @@ class EventStreamResponse(Response):
             generation.is_sending = False
             last = b""
             try:
-                # In a task of its own, a chunk does not resume the coroutines of all middlewares.
+                # In a task of its own. Otherwise, each chunk would resume the coroutines of all middlewares.
                 last = await asyncio.create_task(self._send_all(send))
             except ApiError as error:
                 last = self._events.error(error)
