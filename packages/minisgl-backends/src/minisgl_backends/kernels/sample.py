@@ -5,7 +5,7 @@ Shape legend: N requests, V vocabulary, C chunks of `BLOCK` tokens. Over several
 The first pass reduces each chunk to its largest logit and the index of that (greedy requests) or the sum of exponentials
 (sampled requests). From the sums, the second pass finds the chunk in which the cumulative distribution crosses the target. It
 reads that chunk again to find the token. With a vocabulary-parallel LM head, the ranks all-reduce the statistics of the first
-pass, and then the tokens, to which only the rank that owns the chunk contributes.
+pass. Then they all-reduce the tokens, to which only the rank that owns the chunk contributes.
 """
 
 import torch
