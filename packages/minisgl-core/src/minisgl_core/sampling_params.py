@@ -15,7 +15,8 @@ MAX_LOGPROBS = 20
 MAX_STOPS = 256
 """Maximum number of stop strings."""
 MAX_STOP_CHARS = 2**15
-"""Maximum number of characters of all stop strings together, each of which may be a node of an automaton (`text.stop`)."""
+"""Maximum number of characters of all stop strings together. Each character adds up to one node to the automaton of
+`minisgl_core.text.stop`."""
 MAX_STOP_TOKEN_IDS = 1024
 """Maximum number of ``stop_token_ids``. Before ``min_tokens``, each step bans all of them."""
 MAX_BIASES = 1 << 20
