@@ -134,7 +134,7 @@ def test_others_refuse_experts_in_one_tensor_by_the_name_that_users_type(
     provider: type[Quantization], name: str
 ) -> None:
     experts = ExpertsSpec(
-        "e", MoeSpec(3, 2, 64, 32, torch.float32, CPU), Shard.whole(32), ("a", "b", "c"), interleaved=True
+        "e", MoeSpec(3, 2, 64, 32, torch.float32, CPU), Shard.whole(32), ("a", "b", "c"), is_stacked=True
     )
     method = provider(QuantizationSpec(torch.float32, CPU, 3), Ops.of(CPU, torch.float32))
     with pytest.raises(ProviderUnsupportedError, match=f"quantization provider '{name}' cannot"):

@@ -73,7 +73,7 @@ class GptOssMLP(Layer):
             bias=moe.has_bias,
             swiglu_limit=config.raw["swiglu_limit"],
             reduce=False,
-            interleaved=True,
+            is_stacked=True,
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -44,9 +44,9 @@ def dequantize_int4(codes, words, PART: tl.constexpr, dtype: tl.constexpr):
 
 
 def _unpacking(low: int, high: int, part: int) -> str:
-    """Return the PTX that converts part `part` of two elements to ``128 + code`` in float32, in t and u.
+    """Return the PTX that converts the codes of a part in two elements to ``128 + code`` in float32, in t and u.
 
-    Codes of 8 bits do not fit below the 128, and become ``32768 + code``.
+    `Packing` describes parts. Codes of 8 bits do not fit below the 128, and become ``32768 + code``.
     """
     if low == 8:
         return "".join(f"prmt.b32 {to}, $1, 0x47000000, 0x74{part + at}4; " for to, at in (("t", 0), ("u", 2)))
@@ -83,7 +83,7 @@ _SCALING = tl.constexpr("fma.rn.f32 t, t, $3, $5; fma.rn.f32 u, u, $4, $6; ")
 def dequantize(
     codes, high, scale, offset, PART: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, dtype: tl.constexpr
 ):
-    """Return ``code * scale + offset`` of part PART, in float32 rounded to `dtype`.
+    """Return ``code * scale + offset`` of the codes of part PART (see `Packing`), in float32 rounded to `dtype`.
 
     Args:
         codes, high: elements of the two planes, int16 [outputs, inputs]; `high` is not used if HIGH is 0.

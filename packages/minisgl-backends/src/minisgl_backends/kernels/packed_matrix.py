@@ -23,6 +23,9 @@ class Packing:
     on. With low=4, high=1 and sub=16, an element of the first plane has codes 0, 16, 32 and 48, and one of the second plane the
     fifth bits of codes 0, 16, ..., 240. So a chunk of 256 inputs has 4 * 16 elements of the first plane and 16 of the second.
 
+    Part p of a chunk is its inputs ``p * sub`` to ``(p + 1) * sub - 1``, whose codes the kernels dequantize together. They are
+    code p of each element of the plane with the fewest bits per code.
+
     A weight is ``(code - zero) * scale``, or ``code * scale + offset``, in float32.
 
     Attributes:
@@ -49,7 +52,7 @@ class Packing:
 
     @property
     def parts(self) -> int:
-        """Codes of an element of the plane with the fewest bits per code. Part p of a chunk is code p of each element."""
+        """Parts of a chunk, as many as an element has codes in the plane with the fewest bits per code."""
         return 16 // (self.high or self.low)
 
     @property

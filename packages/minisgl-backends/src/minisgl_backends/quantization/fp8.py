@@ -70,7 +70,7 @@ class Fp8(Quantization):
         Raises:
             ProviderUnsupportedError: the checkpoint stores all experts in one tensor.
         """
-        if spec.interleaved:
+        if spec.is_stacked:
             reason = "it does not support checkpoints that store all experts in one tensor, as gpt-oss's do"
             raise ProviderUnsupportedError("quantization", "fp8", [reason])
         names = {part.name for part in (*spec.gate_up_parts(0), spec.down_part(0))}

@@ -31,7 +31,7 @@ class GgufExperts(ExpertsMethod):
         """Return True if `kernel` is replaced, and the file has a matrix per expert without biases, activated by SiLU."""
         moe = spec.moe
         has_activation = moe.activation == "silu" and moe.swiglu_limit is None
-        return kernel is cls.replaced_kernel and has_activation and not moe.has_bias and not spec.interleaved
+        return kernel is cls.replaced_kernel and has_activation and not moe.has_bias and not spec.is_stacked
 
     def __init__(
         self,

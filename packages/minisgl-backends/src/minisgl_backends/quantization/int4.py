@@ -94,7 +94,7 @@ class Int4(Quantization):
             ModelFormatError: the checkpoint quantizes some experts of the layer only, or in several ways.
             ProviderUnsupportedError: the checkpoint stores all experts in one tensor.
         """
-        if spec.interleaved:
+        if spec.is_stacked:
             reason = "it does not support checkpoints that store all experts in one tensor, as gpt-oss's do"
             raise ProviderUnsupportedError("quantization", "int4", [reason])
         checkpoint = self.spec.checkpoint

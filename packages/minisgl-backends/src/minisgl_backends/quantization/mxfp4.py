@@ -36,7 +36,7 @@ class Mxfp4(Quantization):
         if self.spec.checkpoint.has_unquantized([spec.name]):
             return super().experts(spec, kernel)
         reasons = []
-        if not spec.interleaved:
+        if not spec.is_stacked:
             reasons.append(
                 f"{spec.name} has a tensor per expert; only all experts in one tensor, as in gpt-oss, are supported"
             )

@@ -167,7 +167,7 @@ class ExpertsSpec:
         projections: the checkpoint's names of the gate, up and down projections.
         adds_bias: True on the rank that adds the down projections' biases. They are zero on the other ranks, since the ranks'
             outputs are summed.
-        interleaved: True if each tensor of the checkpoint holds all experts, with alternating outputs of gate and up; see
+        is_stacked: True if each tensor of the checkpoint holds all experts, with alternating outputs of gate and up; see
             `InterleavedExperts`.
     """
 
@@ -176,7 +176,7 @@ class ExpertsSpec:
     inner: Shard
     projections: tuple[str, str, str]
     adds_bias: bool = True
-    interleaved: bool = False
+    is_stacked: bool = False
 
     def gate_up_parts(self, expert: int) -> tuple[LinearPart, LinearPart]:
         """Return the parts of an expert's fused gate and up projection, [2 * I, H]."""

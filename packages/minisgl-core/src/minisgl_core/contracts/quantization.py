@@ -83,4 +83,4 @@ class Quantization:
         Raises:
             ProviderUnsupportedError: the kernel cannot serve these experts.
         """
-        return InterleavedExperts(spec, kernel) if spec.interleaved else PlainExperts(spec, kernel)
+        return InterleavedExperts(spec, kernel) if spec.is_stacked else PlainExperts(spec, kernel)

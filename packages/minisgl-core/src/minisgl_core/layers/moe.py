@@ -31,7 +31,7 @@ class FusedMoE(Layer):
         swiglu_limit: float | None = None,
         reduce: bool = True,
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
-        interleaved: bool = False,
+        is_stacked: bool = False,
     ) -> None:
         """Set the shapes of this rank's shard of the experts, which `weight_targets` allocates.
 
@@ -47,7 +47,7 @@ class FusedMoE(Layer):
             swiglu_limit: see `MoeSpec`.
             reduce: see `RowParallelLinear`.
             names: the checkpoint's names for an expert's projections.
-            interleaved: see `ExpertsSpec`; `names` are not used then.
+            is_stacked: see `ExpertsSpec`; `names` are not used then.
 
         Raises:
             ModelFormatError: the routing does not fit the number of experts.
@@ -74,7 +74,7 @@ class FusedMoE(Layer):
         self._apply: ExpertsOp = not_prepared
         self._route, self._routing, self._correction_bias = build.ops.routing.route, routing, correction_bias
         self._communicator = build.communicator if reduce and build.tp_size > 1 else None
-        self._owns_bias, self._interleaved = build.tp_rank == 0, interleaved
+        self._owns_bias, self._is_stacked = build.tp_rank == 0, is_stacked
 
     def forward(self, x: torch.Tensor, router_logits: torch.Tensor, shared: torch.Tensor | None = None) -> torch.Tensor:
         """Return the sum of the routed and the shared experts' outputs, after one all-reduce.
@@ -102,7 +102,7 @@ class FusedMoE(Layer):
     def weight_targets(self, name: str, fused_projections: FusedProjections) -> Targets:
         """Yield the targets for this rank's shards of the tensors that the checkpoint has for the experts."""
         if self._method is None:
-            spec = ExpertsSpec(name, self._spec, self._inner, self._names, self._owns_bias, self._interleaved)
+            spec = ExpertsSpec(name, self._spec, self._inner, self._names, self._owns_bias, self._is_stacked)
             self._method = self._quantization.experts(spec, self._kernel)
         yield from self._method.targets()
 

@@ -290,7 +290,7 @@ class EngineClient:
     async def count(self) -> dict[str, int]:
         """Return the requests that this API worker, its tokenizer workers, the router and the schedulers hold.
 
-        Waits until all of them have answered. See `RequestCounts`.
+        The locked pages of the KV cache are counted, too. Waits until all processes have answered. See `RequestCounts`.
         """
         loop = asyncio.get_running_loop()
         answers = []

@@ -1,6 +1,6 @@
 """Serve's request router of the deployment Engine, which asks the router of ``--router``.
 
-Serve makes a `EngineRequestRouter` in the process of each caller, and runs it in a thread of its own. It shares a `RoutingTable`
+Serve makes an `EngineRequestRouter` in the process of each caller, and runs it in a thread of its own. It shares a `RoutingTable`
 with the API's code in that process.
 """
 
