@@ -129,7 +129,7 @@ def nightly(session: nox.Session) -> None:
     """Run the tests that `tests` leaves out, and the random ones with many more draws."""
     session.env["OMP_NUM_THREADS"] = "1"
     run_in("dev", session, "pytest", "-q", "-m", "nightly", *session.posargs)
-    session.env |= {"MINISGL_CONFIG_DRAWS": "200", "MINISGL_SOAK_REQUESTS": "5000", "MINISGL_FUZZ_REQUESTS": "20000"}
+    session.env.update(MINISGL_CONFIG_DRAWS="200", MINISGL_SOAK_REQUESTS="5000", MINISGL_FUZZ_REQUESTS="20000")
     files = ("models/test_config_keys.py", "server/test_soak.py", "server/test_fuzz.py")
     select = [*(f"tests/{file}" for file in files), "-k", "random or soak"]
     run_in("dev", session, "pytest", "-q", *select, *session.posargs)
