@@ -224,6 +224,13 @@ def test_random_configs_equal_transformers(architecture: str) -> None:
     check()
 
 
+def test_groups_that_do_not_divide_the_experts_are_named() -> None:
+    name = "Glm4MoeForCausalLM"
+    reason = Outcome(name, CASES[name].raw({"n_routed_experts": 5, "n_group": 2, "topk_group": 1})).reason
+    assert "n_routed_experts=5" in reason
+    assert "n_group=2" in reason
+
+
 def read(decoder: type[Model], **changes: Any) -> ModelConfig:
     sizes = {**SIZES, "num_hidden_layers": 3, "max_position_embeddings": 128}
     return model_config(decoder.standard_config({**sizes, "architectures": [decoder.__name__], **changes}))

@@ -15,7 +15,9 @@ from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.model_config import ModelConfig, MoeConfig
 from minisgl_core.contracts.moe import RoutingSpec
 from minisgl_core.contracts.ops import Rope
+from minisgl_core.errors import ModelFormatError
 from minisgl_core.layers import FusedMoE, Layer, RMSNorm, check_activation
+from minisgl_core.layers.moe import check_routing
 from minisgl_models.config_keys import unsupported_keys, whole_number, with_defaults
 from minisgl_models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP, LlamaModel
 
@@ -89,6 +91,11 @@ class Glm4MoeMoE(Layer):
             topk_groups=whole_number(raw, "topk_group", 1),
             scaling_factor=raw["routed_scaling_factor"],
         )
+        try:
+            check_routing(routing, moe.num_experts)
+        except ModelFormatError as error:
+            keys = "n_routed_experts", "num_experts_per_tok", "n_group", "topk_group"
+            raise ModelFormatError(f"config: {', '.join(f'{key}={raw.get(key)}' for key in keys)}: {error}") from None
         # The all-reduce of both is fused into the next layer's input_layernorm, or the final norm.
         self.experts = FusedMoE(
             moe.num_experts,
