@@ -10,6 +10,7 @@ import os
 import torch
 
 from minisgl_core.contracts.checkpoint_quantization import CheckpointQuantization
+from minisgl_core.contracts.layer_methods import ExpertsSpec
 
 
 def package_missing(module: str, requirement: str) -> list[str]:
@@ -48,6 +49,15 @@ def capability_missing(device: torch.device, min_capability: tuple[int, int], su
         return []
     wanted, found = (".".join(map(str, each)) for each in (min_capability, capability))
     return [f"{subject} needs compute capability {wanted} or later, and this GPU has {found}"]
+
+
+def stacked_experts_unsupported(spec: ExpertsSpec) -> list[str]:
+    """Return why a provider that needs a tensor per expert cannot load the checkpoint's experts."""
+    return (
+        ["it does not support checkpoints that store all experts in one tensor, as gpt-oss's do"]
+        if spec.is_stacked
+        else []
+    )
 
 
 def wrong_weights_message(checkpoint: CheckpointQuantization | None, weights: str, supported: str) -> str:

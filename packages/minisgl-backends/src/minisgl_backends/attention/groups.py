@@ -3,13 +3,11 @@
 import numpy as np
 import numpy.typing as npt
 
-Int32 = npt.NDArray[np.int32]
-
 MAX_WASTE = 2.0
 """Largest ratio of a group's padded size to the sum of its members' sizes; beyond it, a new group is opened."""
 
 
-def group_by_size(q_lens: Int32, seq_lens: Int32) -> list[npt.NDArray[np.int64]]:
+def group_by_size(q_lens: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32]) -> list[npt.NDArray[np.int64]]:
     """Split requests into groups of similar shape.
 
     Args:
@@ -39,7 +37,7 @@ def group_by_size(q_lens: Int32, seq_lens: Int32) -> list[npt.NDArray[np.int64]]
     return [np.array(group) for group in groups]
 
 
-def query_tiles(lengths: npt.NDArray[np.int64], size: int) -> Int32:
+def query_tiles(lengths: npt.NDArray[np.int64], size: int) -> npt.NDArray[np.int32]:
     """Split each request's queries into tiles.
 
     The last queries of a request see most keys. Their tiles come first, so that all threads or programs finish together.

@@ -1,4 +1,4 @@
-"""Checks of what attention backends require of a spec, as those of `minisgl_backends.requirements`."""
+"""Checks that attention backends share. They return reasons as those of `minisgl_backends.requirements` do."""
 
 from collections.abc import Sequence
 

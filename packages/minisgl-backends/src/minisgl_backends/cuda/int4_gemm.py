@@ -14,7 +14,7 @@ from minisgl_backends.cuda.gemm_common import ALIGNMENT_BYTES, SHARED_BYTES, com
 from minisgl_backends.cuda.gemm_tiling import MAX_SMALL_M_ROWS, GemmTiling
 from minisgl_backends.cuda.small_m_gemm import StreamKWorkspace
 from minisgl_backends.kernels import int4_stages
-from minisgl_backends.kernels.int4_stages import CODE_BYTES, INPUTS
+from minisgl_backends.kernels.int4_stages import CODE_BYTES, INPUTS, SCALE_BYTES
 from minisgl_backends.kernels.int4_weight import Int4Weight
 from minisgl_backends.kernels.packed_matrix import TILE
 
@@ -65,7 +65,7 @@ class Variant:
     def stages(self) -> int:
         """Return the pipeline stages: as many as fit into shared memory."""
         # Codes and scales of a stage, as `pack_stages` returns them. The rows of x are swizzled, so stages are aligned.
-        packed = -(-2 * (CODE_BYTES + self.scales * TILE * 4) // 1024) * 1024
+        packed = -(-2 * (CODE_BYTES + self.scales * SCALE_BYTES) // 1024) * 1024
         stage = self.block_rows * INPUTS * 2 + packed
         staged = 32 * (2 * _OUTPUTS + 16)  # rows for the store, see small_m_gemm.py
         return int(min(_MAX_STAGES, (SHARED_BYTES - ALIGNMENT_BYTES - staged) // stage))
@@ -129,7 +129,7 @@ class HopperInt4Gemm:
         self._variants: dict[int, Variant] = {}
         for rows in ROW_SIZES:
             tiling = choose(rows, self._num_output_blocks, num_sms)
-            scales = (size - CODE_BYTES) // (4 * TILE)
+            scales = (size - CODE_BYTES) // SCALE_BYTES
             shape = tiling.cluster, tiling.row_parts, scales
             self._variants[rows] = Variant(rows, *shape, weight.gated, bias is not None)
             compiled(self._variants[rows])

@@ -10,6 +10,26 @@ from minisgl_backends.kernels.dependent_launch import await_previous, launch_opt
 
 
 @triton.jit
+def silu(x):
+    """Return ``x * sigmoid(x)`` of float32 x."""
+    return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def gelu_tanh(x):
+    """Return GELU of float32 x with the tanh approximation."""
+    # 1 + tanh(y) = 2 / (1 + exp(-2 * y)), y = sqrt(2 / pi) * (x + 0.044715 * x**3)
+    return x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+
+
+@triton.jit
+def silu_and_mul_in(gate, up, dtype: tl.constexpr):
+    """Return ``silu(gate) * up`` of float32 values, in float32. Gate, up and silu(gate) are rounded to `dtype`, as in torch."""
+    activated = silu(gate.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+    return activated * up.to(dtype).to(tl.float32)
+
+
+@triton.jit
 def _activation_and_mul(gate_up, out, N, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Round the activation and the product to the dtype of `gate_up`, as torch does."""
     row = tl.program_id(0).to(tl.int64)
@@ -19,13 +39,12 @@ def _activation_and_mul(gate_up, out, N, ACTIVATION: tl.constexpr, BLOCK: tl.con
     gate = tl.load(gate_up + row * 2 * N + columns, mask=mask, other=0.0)
     up = tl.load(gate_up + row * 2 * N + N + columns, mask=mask, other=0.0)
     wide = gate.to(tl.float32)
-    if ACTIVATION == "gelu_tanh":  # 1 + tanh(y) = 2 / (1 + exp(-2 * y)), y = sqrt(2 / pi) * (gate + 0.044715 * gate**3)
-        exponent = 1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)
+    if ACTIVATION == "gelu_tanh":
+        activated = gelu_tanh(wide)
     else:
         tl.static_assert(ACTIVATION == "silu")
-        exponent = wide
-    activated = (wide / (1.0 + tl.exp(-exponent))).to(gate.dtype)
-    tl.store(out + row * N + columns, activated.to(tl.float32) * up.to(tl.float32), mask=mask)
+        activated = silu(wide)
+    tl.store(out + row * N + columns, activated.to(gate.dtype).to(tl.float32) * up.to(tl.float32), mask=mask)
 
 
 def silu_and_mul(gate_up: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:

@@ -17,6 +17,11 @@ INPUTS = 128
 """Inputs per stage."""
 CODE_BYTES = TILE * INPUTS // 2
 """Size of the codes of a tile in a stage."""
+SCALE_BYTES = TILE * 4
+"""Size of the words of scales of a tile in a stage, per word of an output."""
+_INPUTS = tl.constexpr(INPUTS)
+_CODE_BYTES = tl.constexpr(CODE_BYTES)
+_SCALE_BYTES = tl.constexpr(SCALE_BYTES)
 
 
 def supports_weight(weight: Int4Weight) -> bool:
@@ -32,7 +37,7 @@ def pack_stages(weight: Int4Weight, words: torch.Tensor) -> torch.Tensor:
         words: scales and zero points of 16 bits each, int32 [B, T * 64]; see `int4_gemm.scale_words`.
 
     Returns:
-        uint8 [blocks of 2 * 64 outputs, C, 2, 4096 + 256 * S]. A scale for several stages is repeated in each.
+        uint8 [blocks of 2 * 64 outputs, C, 2, CODE_BYTES + SCALE_BYTES * S]. A scale for several stages is repeated in each.
     """
     codes = fragment_order(weight.codes)
     tiles, chunks = codes.shape[:2]
@@ -42,7 +47,7 @@ def pack_stages(weight: Int4Weight, words: torch.Tensor) -> torch.Tensor:
         order = torch.arange(tiles, device=codes.device).view(2, -1).t()
     groups = torch.arange(chunks * num_scales, device=codes.device) * INPUTS // num_scales // weight.block
     stages = torch.empty(
-        len(order), chunks, 2, CODE_BYTES + num_scales * TILE * 4, dtype=torch.uint8, device=codes.device
+        len(order), chunks, 2, CODE_BYTES + num_scales * SCALE_BYTES, dtype=torch.uint8, device=codes.device
     )
     for member in range(2):  # one after the other, which bounds the temporary memory
         stages[:, :, member, :CODE_BYTES] = codes[order[:, member]].flatten(2).view(torch.uint8)
@@ -80,16 +85,16 @@ def _dequantize_stages(stages, out, first, half, chunks, K, SCALES: tl.constexpr
     tile, chunk = first + tl.program_id(0), tl.program_id(1)
     block = tl.where(half > 0, tile % tl.maximum(half, 1), tile // 2)
     member = tl.where(half > 0, tile // tl.maximum(half, 1), tile % 2)
-    stage = stages + ((block.to(tl.int64) * chunks + chunk) * 2 + member) * (4096 + 256 * SCALES)
+    stage = stages + ((block.to(tl.int64) * chunks + chunk) * 2 + member) * (_CODE_BYTES + _SCALE_BYTES * SCALES)
     line, depth = tl.arange(0, 64), tl.arange(0, 32)
     word = depth // 2
     thread = (line // 16 * 32 + line % 8 * 4)[:, None] + (word % 4)[None, :]
     register = (line // 8 % 2)[:, None] + 2 * (word // 4 % 2)[None, :]
     index = (((word // 8)[None, :] * 128 + thread) * 4 + register) * 2 + (depth % 2)[None, :]
     packed = tl.load(stage.to(tl.pointer_type(tl.int16), bitcast=True) + index)
-    scales = (stage + 4096).to(tl.pointer_type(tl.int32), bitcast=True)
+    scales = (stage + _CODE_BYTES).to(tl.pointer_type(tl.int32), bitcast=True)
     for i in tl.static_range(4):
-        part = chunk * 128 + i * 32
+        part = chunk * _INPUTS + i * 32
         to = (tl.program_id(0).to(tl.int64) * 64 + line)[:, None] * K + part + depth[None, :]
         values = dequantize_int4(packed, tl.load(scales + i * SCALES // 4 * 64 + line), i, out.dtype.element_ty)
         tl.store(out + to, values, mask=(part + depth < K)[None, :])
@@ -112,6 +117,6 @@ def dequantize_stages(stages: torch.Tensor, first: int, out: torch.Tensor, *, ga
         blocks if gated else 0,
         chunks,
         out.shape[1],
-        SCALES=(size - CODE_BYTES) // (4 * TILE),
+        SCALES=(size - CODE_BYTES) // SCALE_BYTES,
         num_warps=4,
     )

@@ -24,6 +24,7 @@ EMPTY = -2147450880
 """Marks a word that has not arrived: 0x80008000, two 16-bit -0.0, or a tiny negative float32. Data with it is sent as +0.0."""
 _EMPTY = tl.constexpr(EMPTY)
 STATE_WORDS = 4
+_STATE_WORDS = tl.constexpr(STATE_WORDS)
 _BLOCK = 512
 """Words of each rank that a program of `all_reduce` handles at once."""
 _NUM_WARPS = 4
@@ -138,7 +139,7 @@ def _all_reduce(
     """All-reduce `num_words` words; with TWO_SHOT, `num_words` words per rank."""
     await_previous(PDL)
     first, step = tl.program_id(0), tl.num_programs(0)
-    state = all_state + first * 4
+    state = all_state + first * _STATE_WORDS
     buffer = tl.load(state)
     start = buffer * (2 * SIZE * ROW)
     _push(x, peers, start, rank, num_words, SIZE, ROW, BLOCK, TWO_SHOT)
@@ -171,7 +172,7 @@ def _all_reduce_add_norm(
     """All-reduce rows of `width` words, add them to the residual, and normalize; with TWO_SHOT, `num_rows` rows per rank."""
     await_previous(PDL)
     first, step = tl.program_id(0), tl.num_programs(0)
-    state = all_state + first * 4
+    state = all_state + first * _STATE_WORDS
     buffer = tl.load(state)
     start = buffer * (2 * SIZE * ROW)
     num_words = num_rows * width

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from minisgl_backends.kernels.activation import silu_and_mul
+from minisgl_backends.kernels.activation import silu_and_mul, silu_and_mul_in
 from minisgl_backends.kernels.dependent_launch import await_previous, launch_options
 from minisgl_backends.kernels.dequantize import dequantize, dequantize_int4, scale_and_offset
 from minisgl_backends.kernels.device import has_dependent_launch
@@ -159,9 +159,7 @@ def _packed_gemm(
         if GATED:
             up += tl.load(bias + N + col, mask=col_mask, other=0.0).to(tl.float32)[:, None]
     if GATED:
-        gate = total.to(dtype).to(tl.float32)
-        silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-        total = silu * up.to(dtype).to(tl.float32)
+        total = silu_and_mul_in(total, up, dtype)
     tl.store(out + row[None, :].to(tl.int64) * out_stride + col[:, None], total.to(dtype), mask=mask)
 
 

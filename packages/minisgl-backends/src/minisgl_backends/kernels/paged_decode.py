@@ -18,8 +18,9 @@ import triton.language as tl
 
 from minisgl_backends.kernels.decode_tile import DecodeTile
 from minisgl_backends.kernels.dot import add_dot
+from minisgl_backends.kernels.exp2 import LOG2_E, LOG2_E_IN_KERNELS
 from minisgl_backends.kernels.fp8 import to_dot_dtype, unpack_fp8_pairs
-from minisgl_backends.kernels.paged_prefill import LOG2_E, LOG2_E_IN_KERNELS, soft_capped
+from minisgl_backends.kernels.paged_prefill import soft_capped
 from minisgl_core.contracts.attention import AttentionLayer
 from minisgl_core.utils.fp8 import FP8
 

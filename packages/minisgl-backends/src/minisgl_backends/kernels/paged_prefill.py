@@ -12,11 +12,9 @@ import triton
 import triton.language as tl
 
 from minisgl_backends.kernels.dot import add_dot
+from minisgl_backends.kernels.exp2 import LOG2_E, LOG2_E_IN_KERNELS
 from minisgl_backends.kernels.fp8 import to_dot_dtype
 from minisgl_core.contracts.attention import AttentionLayer
-
-LOG2_E = 1.4426950408889634
-LOG2_E_IN_KERNELS = tl.constexpr(LOG2_E)
 
 
 @triton.jit

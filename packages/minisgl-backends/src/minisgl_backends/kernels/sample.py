@@ -12,10 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
+from minisgl_backends.kernels.exp2 import LOG2_E_IN_KERNELS
 from minisgl_core.contracts.ops import VocabShard
 
 BLOCK = 4096
-LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit(do_not_specialize=["begin"], do_not_specialize_on_alignment=["temperature", "largest", "argmax", "sums"])
@@ -30,7 +30,7 @@ def _reduce(logits, temperature, largest, argmax, sums, V, A, stride, begin, BLO
     top = tl.max(values, 0)
     tl.store(largest + row * A + chunk, top)
     if t > 0:
-        scale = LOG2_E / t
+        scale = LOG2_E_IN_KERNELS / t
         safe = tl.where(top == float("-inf"), 0.0, top)
         tl.store(sums + row * A + chunk, tl.sum(tl.exp2((values - safe) * scale), 0))
     else:

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from minisgl_backends.kernels.activation import silu_and_mul_in
 from minisgl_backends.kernels.device import has_large_shared_memory
 from minisgl_backends.kernels.dot import add_dot
 from minisgl_backends.kernels.split_k import SplitKWorkspace
@@ -63,7 +64,7 @@ def _small_m_gemm(
         total = tl.zeros((COLS, ROWS), tl.float32)
         for part in tl.static_range(SPLITS):
             total += tl.load(partials + part * ROWS * N + to, mask=mask, other=0.0, cache_modifier=".cg")
-    dtype = out.dtype.element_ty
+    dtype: tl.constexpr = out.dtype.element_ty
     if SCALED:
         row_scale = tl.load(row_scales + row, mask=row_mask, other=0.0)[None, :]
         total *= tl.load(scales + col, mask=col_mask, other=0.0)[:, None] * row_scale
@@ -74,9 +75,7 @@ def _small_m_gemm(
         if GATED:
             up += tl.load(bias + N + col, mask=col_mask, other=0.0).to(tl.float32)[:, None]
     if GATED:
-        gate = total.to(dtype).to(tl.float32)
-        silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-        total = silu * up.to(dtype).to(tl.float32)
+        total = silu_and_mul_in(total, up, dtype)
     tl.store(out + to, total.to(dtype), mask=mask)
 
 

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from minisgl_backends.kernels.activation import gelu_tanh, silu
 from minisgl_backends.kernels.dequantize_bytes import dequantize_int4_bytes, dequantize_mxfp4_bytes
 from minisgl_backends.kernels.dot import add_dot
 from minisgl_backends.moe.sorted_blocks import SortedBlocks
@@ -49,11 +50,11 @@ def activated(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr):  # type:
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
     if ACTIVATION == "swigluoai":
         result = gate * tl.sigmoid(1.702 * gate) * (up + 1.0)
-    elif ACTIVATION == "gelu_tanh":  # 1 + tanh(y) = 2 * sigmoid(2 * y), y = sqrt(2 / pi) * (gate + 0.044715 * gate**3)
-        result = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
+    elif ACTIVATION == "gelu_tanh":
+        result = gelu_tanh(gate) * up
     else:
         tl.static_assert(ACTIVATION == "silu")
-        result = gate * tl.sigmoid(gate) * up
+        result = silu(gate) * up
     return result
 
 

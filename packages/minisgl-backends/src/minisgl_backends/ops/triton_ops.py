@@ -71,9 +71,9 @@ class TritonOps(TritonLinear, TritonNorm, TritonRotary, SamplingOps, StepOps, Ro
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(device, dtype)
-        from minisgl_backends.kernels import mask, route, sample, step
+        from minisgl_backends.kernels import route, sample, step, token_bitmask
 
-        self._mask, self._route, self._sample, self._step = mask, route, sample, step
+        self._route, self._sample, self._step, self._token_bitmask = route, sample, step, token_bitmask
 
     def decode_inputs(
         self,
@@ -104,7 +104,7 @@ class TritonOps(TritonLinear, TritonNorm, TritonRotary, SamplingOps, StepOps, Ro
 
     def mask_logits(self, logits: torch.Tensor, index: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
         """See `SamplingOps.mask_logits`; in place."""
-        return self._mask.mask_logits(dense(logits), index, words.contiguous())
+        return self._token_bitmask.mask_logits(dense(logits), index, words.contiguous())
 
     def sample(self, logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
         return self._sample.sample(logits, temperature, uniform)

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 
 from minisgl_backends.quantization.fp8_checkpoint import CheckpointFp8Experts, CheckpointFp8Linear
-from minisgl_backends.requirements import capability_missing, wrong_weights_message
+from minisgl_backends.requirements import capability_missing, stacked_experts_unsupported, wrong_weights_message
 from minisgl_core.contracts.checkpoint_quantization import block_shape
 from minisgl_core.contracts.layer_methods import (
     ExpertsMethod,
@@ -70,9 +70,8 @@ class Fp8(Quantization):
         Raises:
             ProviderUnsupportedError: the checkpoint stores all experts in one tensor.
         """
-        if spec.is_stacked:
-            reason = "it does not support checkpoints that store all experts in one tensor, as gpt-oss's do"
-            raise ProviderUnsupportedError("quantization", "fp8", [reason])
+        if reasons := stacked_experts_unsupported(spec):
+            raise ProviderUnsupportedError("quantization", "fp8", reasons)
         names = {part.name for part in (*spec.gate_up_parts(0), spec.down_part(0))}
         if self._is_unquantized(names):
             return super().experts(spec, kernel)

@@ -109,13 +109,18 @@ def _block_indices(shard: Shard, size: int, device: torch.device) -> torch.Tenso
     return torch.arange(shard.start, shard.stop, device=device) // size - shard.start // size
 
 
-class CheckpointFp8Linear(LinearMethod):
-    """A linear layer of an FP8 checkpoint."""
+class CheckpointLinear(LinearMethod):
+    """Base class of linear layers of a checkpoint with 8-bit weights.
 
-    def __init__(self, spec: LinearSpec, ops: Ops, block: Block | None) -> None:
+    Attributes:
+        weight_dtype: dtype of the weights.
+    """
+
+    weight_dtype: ClassVar[torch.dtype]
+
+    def __init__(self, spec: LinearSpec, block: Block | None = None) -> None:
         super().__init__(spec)
-        self._ops = ops
-        values = spec.empty(spec.out_features, spec.in_features, dtype=FP8)
+        values = spec.empty(spec.out_features, spec.in_features, dtype=self.weight_dtype)
         scales = spec.empty(spec.out_features, dtype=torch.float32)
         self._matrix = CheckpointMatrix(values, scales, spec.parts, spec.columns, block)
         self._bias = spec.empty(spec.out_features) if spec.bias else None
@@ -125,6 +130,16 @@ class CheckpointFp8Linear(LinearMethod):
         yield from self._matrix.targets()
         if self._bias is not None:
             yield from self.spec.row_targets("bias", self._bias)
+
+
+class CheckpointFp8Linear(CheckpointLinear):
+    """A linear layer of an FP8 checkpoint."""
+
+    weight_dtype = FP8
+
+    def __init__(self, spec: LinearSpec, ops: Ops, block: Block | None) -> None:
+        super().__init__(spec, block)
+        self._ops = ops
 
     def prepare(self) -> LinearOp:
         """Convert block scales; see `LinearOps.prepare_fp8_linear` and `LinearOps.prepare_fp8_gated`."""

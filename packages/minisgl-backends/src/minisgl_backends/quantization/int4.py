@@ -9,7 +9,7 @@ from minisgl_backends.kernels.int4_weight import Int4Weight, quantize_groups, to
 from minisgl_backends.kernels.packed_matrix import TILE
 from minisgl_backends.quantization.int4_checkpoint import CheckpointInt4Linear, Prepare
 from minisgl_backends.quantization.int4_experts import CheckpointInt4Experts, Int4Experts
-from minisgl_backends.requirements import wrong_weights_message
+from minisgl_backends.requirements import stacked_experts_unsupported, wrong_weights_message
 from minisgl_core.contracts.checkpoint_quantization import CheckpointQuantization, Int4Format, int4_format
 from minisgl_core.contracts.layer_methods import (
     ExpertsMethod,
@@ -94,9 +94,8 @@ class Int4(Quantization):
             ModelFormatError: the checkpoint quantizes some experts of the layer only, or in several ways.
             ProviderUnsupportedError: the checkpoint stores all experts in one tensor.
         """
-        if spec.is_stacked:
-            reason = "it does not support checkpoints that store all experts in one tensor, as gpt-oss's do"
-            raise ProviderUnsupportedError("quantization", "int4", [reason])
+        if reasons := stacked_experts_unsupported(spec):
+            raise ProviderUnsupportedError("quantization", "int4", reasons)
         checkpoint = self.spec.checkpoint
         if checkpoint is None or checkpoint.is_gguf:
             return Int4Experts(spec, kernel)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from minisgl_backends.native import library
-from minisgl_backends.quantization.fp8_checkpoint import CheckpointMatrix
+from minisgl_backends.quantization.fp8_checkpoint import CheckpointLinear
 from minisgl_backends.quantization.gguf_cpu import CpuLinearMethod
 from minisgl_backends.quantization.gguf_types import TYPES
 from minisgl_backends.requirements import capability_missing, triton_missing, wrong_weights_message
@@ -82,28 +82,21 @@ class Int8Linear(PlainLinear):
         return operation(self.spec, codes, scales, self.bias)
 
 
-class CheckpointInt8Linear(LinearMethod):
+class CheckpointInt8Linear(CheckpointLinear):
     """A linear layer of a checkpoint with 8-bit integers."""
 
-    def __init__(self, spec: LinearSpec) -> None:
-        super().__init__(spec)
-        self._codes = spec.empty(spec.out_features, spec.in_features, dtype=torch.int8)
-        self._scales = spec.empty(spec.out_features, dtype=torch.float32)
-        self._bias = spec.empty(spec.out_features) if spec.bias else None
+    weight_dtype = torch.int8
 
     def targets(self) -> Targets:
         """Yield ``NAME.weight``, ``NAME.weight_scale`` and ``NAME.bias`` of every part; activation scales are not used."""
-        yield from CheckpointMatrix(self._codes, self._scales, self.spec.parts, self.spec.columns, None).targets()
+        yield from super().targets()
         for name in dict.fromkeys(part.name for part in self.spec.parts):
             for kind, dtype in (("input_scale", torch.float32), ("input_zero_point", torch.int8)):
                 yield f"{name}.{kind}", WeightTarget(torch.empty(1, dtype=dtype), optional=True, broadcast=True)
-        if self._bias is not None:
-            yield from self.spec.row_targets("bias", self._bias)
 
     def prepare(self) -> LinearOp:
-        """Hand the codes to the kernel of the device."""
-        codes, self._codes = self._codes, self._codes.new_empty(0)
-        return operation(self.spec, codes, self._scales, self._bias)
+        """Pass the weight to the kernel of the device."""
+        return operation(self.spec, self._matrix.values, self._matrix.scales, self._bias)
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

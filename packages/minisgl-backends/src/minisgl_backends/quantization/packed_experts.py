@@ -1,4 +1,4 @@
-"""Experts of a checkpoint that stores them packed, with a scale per block of inputs."""
+"""Base class of the experts of 4-bit checkpoints, which have a scale per block of inputs."""
 
 from dataclasses import replace
 
@@ -10,7 +10,12 @@ from minisgl_core.contracts.moe import MoeKernel
 
 
 class PackedExperts(ExpertsMethod):
-    """Base class of packed experts; a rank loads its shard of the intermediate size, extended to whole blocks."""
+    """Experts whose weights are loaded as the checkpoint has them, packed.
+
+    A rank loads its shard of the intermediate size, extended to whole blocks, which `spec` describes. The inputs of a block share
+    a scale in the down projection. A neighboring rank computes the rows that only complete a block, so
+    `zero_neighbor_rows` makes them zero in the gate and up projections here.
+    """
 
     def __init__(self, spec: ExpertsSpec, kernel: type[MoeKernel]) -> None:
         self._inner, loaded = spec.inner, extend_to_blocks(spec.inner)
