@@ -57,8 +57,8 @@ class ServerOptions:
     router: str = option("prefix", "Choice of the replica for a request.", kind="router")
     router_overload_requests: int = option(
         16,
-        "The router prefix treats a replica as overloaded if it has more requests than the least loaded one by this number"
-        " and by --router-overload-ratio.",
+        "With --router prefix, a replica is overloaded if it has over this many requests more than the least loaded one, and"
+        " over --router-overload-ratio times as many.",
         low=0,
     )
     router_overload_ratio: float = option(

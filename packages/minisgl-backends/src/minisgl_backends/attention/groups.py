@@ -40,7 +40,8 @@ def group_by_size(q_lens: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32]
 def query_tiles(lengths: npt.NDArray[np.int64], size: int) -> npt.NDArray[np.int32]:
     """Split each request's queries into tiles.
 
-    The last queries of a request see most keys. Their tiles come first, so that all threads or programs finish together.
+    The last queries of a request see most keys. Their tiles come first within the request, so that threads or programs finish at
+    about the same time. The last request comes first.
 
     Args:
         lengths: queries, or other rows, per request, [B].

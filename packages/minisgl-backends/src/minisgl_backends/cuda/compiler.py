@@ -1,4 +1,4 @@
-"""Compilation of CUDA C++ to cubins by NVRTC, which comes with torch. Cubins are cached per machine."""
+"""Compilation of CUDA C++ to cubins by NVRTC, which comes with torch. Cubins are cached per user."""
 
 import ctypes
 import hashlib

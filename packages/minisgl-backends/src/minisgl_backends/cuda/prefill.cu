@@ -7,7 +7,7 @@
 // while its tensor cores multiply the weights of the tile before with V. The warpgroups take turns to issue their wgmmas, so that
 // one computes exponentials while the other multiplies.
 //
-// The grid is persistent. Blocks take tiles from a counter, the ones with most keys first, and the producer loads the next tile's
+// The grid is persistent. Blocks take tiles from a counter, those of a request with most keys first, and the producer loads the next tile's
 // queries while the current one is computed.
 //
 // Keys are visited from the last to the first, so that the masked ones come first. The last keys are loaded in boxes of 8 tokens.
@@ -82,7 +82,7 @@ struct alignas(16) Tile {
     int position;         // position of the first token in its sequence
     int head, key_tiles;  // KV head; tiles of keys until the last query, or 0 after the last tile
     int row;              // of the page table
-    int first;            // tile of keys that is in any query's window
+    int first;            // first tile of keys that is in any query's window; 0 without a window
     __device__ __forceinline__ int first_key_tile() const { return EXTRAS ? first : 0; }
 };
 

@@ -322,7 +322,7 @@ def _show_gpus(gpus: list[str]) -> None:
 
 
 def _fit(bundles: list[dict[str, float]], nodes: list[dict[str, Any]], strategy: str) -> bool:
-    """Return True if the nodes could hold the bundles, were they free."""
+    """Return True if each bundle fits on some node, were it free, and STRICT_SPREAD has a node per bundle."""
 
     def holds(resources: dict[str, float], bundle: dict[str, float]) -> bool:
         return all(resources.get(kind, 0) >= amount for kind, amount in bundle.items())

@@ -25,7 +25,7 @@ MAX_EBNF_CHARS = 20_000
 """Longest EBNF. It is translated by Python code whose time is quadratic in the length."""
 
 MAX_RULES = 300
-"""Most rules of a grammar. llguidance's time is quadratic for nested rules, if it reports an error at each of them."""
+"""Maximum number of rules of a grammar. llguidance takes quadratic time for nested rules if it reports an error at each."""
 _STRING, _REGEX = r'"(?:\\.|[^"\\\n])*"', r"/(?:\\.|[^/\\\n])+/"
 _RULE = re.compile(rf'^[ \t]*[?!]?\w[^":\[\n]*+(?:\[(?:{_STRING}|{_REGEX}|[^"/\]\n])*+\])?+[^":\n]*+:', re.MULTILINE)
 """Matches a rule's name and attributes, such as ``word[capture="w"]:``. Nothing is tried twice, so the time is linear."""

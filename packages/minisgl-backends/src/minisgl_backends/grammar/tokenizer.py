@@ -14,8 +14,8 @@ _PRIVATE_PREFIX = "\U0010fffd"
 def read_tokenizer(tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> llguidance.LLTokenizer:
     """Convert a tokenizer as `llguidance.hf.from_tokenizer` does, but rename its special tokens.
 
-    llguidance tokenizes the text that a grammar forces. Text that spells a special token would become that token, which the
-    parser does not treat as text.
+    Where llguidance tokenizes text itself, text that spells a special token would become that token, which the parser does not
+    treat as text. It does so for forced tokens, which are off; see `lark.NO_FORCING`.
 
     Args:
         tokenizer: a fast tokenizer of transformers.

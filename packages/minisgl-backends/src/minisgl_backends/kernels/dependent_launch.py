@@ -1,6 +1,6 @@
 """Programmatic dependent launch (PDL), which GPUs have since Hopper.
 
-PDL saves time only next to GEMMs that prefetch their weights (`minisgl_backends.cuda.small_m_gemm`), not next to cuBLAS.
+PDL saves time only next to GEMMs that prefetch their weights (`minisgl_backends.cuda`), not next to cuBLAS.
 
 A kernel that is launched with the attribute may start before the previous kernel in the stream has ended. It starts once every
 program of that kernel has issued ``griddepcontrol.launch_dependents`` or has ended, so its launch latency is hidden. Only its

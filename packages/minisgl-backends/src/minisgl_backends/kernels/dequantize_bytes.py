@@ -13,7 +13,8 @@ from minisgl_backends.kernels.fp8 import INTERPRETED
 def _unpacking(low: str, high: str, scaling: str) -> str:
     """Return the PTX that dequantizes four bytes, $4: their low codes to $0 and $1, their high codes to $2 and $3.
 
-    The texts convert {x}, which has a byte in each half, to {to}. Scales are $5 and $6, offsets $7 and $8.
+    `low` and `high` extract codes from {x}, which has a byte in each half, to {to}. `scaling` applies offset and scale to them.
+    Scales are $5 and $6, offsets $7 and $8.
     """
     text = "{ .reg .b32 t, u, v, one, nil; mov.b32 one, 0x3F803F80; mov.b32 nil, 0x80008000; "
     text += "prmt.b32 t, $4, 0, 0x4140; prmt.b32 u, $4, 0, 0x4342; "

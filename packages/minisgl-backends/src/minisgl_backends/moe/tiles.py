@@ -23,8 +23,8 @@ class Tiles:
 def choose_block_size(num_rows: int, num_experts: int, *, is_packed: bool = False) -> int:
     """Return the rows per block (BLOCK_M): the first power of two from 16 on that is at least 1.5 times the mean rows per expert.
 
-    It is at most 128. Tensor cores need at least 16 rows. `is_packed`: weights of 4 bits, for which 16 are faster up to a mean of
-    16 rows.
+    It is at most 128. Tensor cores need at least 16 rows. `is_packed`: weights are bytes of two codes, for which 16 are faster up
+    to a mean of 16 rows.
     """
     block_size = 16
     if is_packed and num_rows <= block_size * num_experts:
@@ -48,7 +48,7 @@ def choose_tiles(
         element_size: bytes per element of the weight tensor. Packed 4-bit weights have 1, although a byte holds two of them;
             `triton_grouped` sets the depth of their tiles to the largest of 128, 64 and 32 that divides the inputs per scale.
         large_memory: a program may use 200 KB of shared memory. If False, the tiles fit into 96 KB.
-        is_packed: weights of 4 bits.
+        is_packed: weights are bytes of two codes.
     """
     if element_size > 2 or not large_memory:
         tiles = Tiles(64, 128 // element_size, 8 if block_size == 128 else 4, 3)

@@ -13,7 +13,7 @@ class HopperOps(TritonLinear, TritonNorm, TritonRotary):
     """Small-M GEMMs at memory bandwidth, and a large GEMM of gate and up with the activation in its epilogue.
 
     The GEMMs use programmatic dependent launch (PDL): a kernel may prefetch its weights while the kernel before it ends. This
-    needs PDL in the kernels between the GEMMs too, so norms, activations and rotary embedding are roles of this provider. No
+    needs PDL in the kernels between the GEMMs too, so this provider also has the roles norm and rotary, and the activations. No
     kernel of a step may write weights.
     """
 

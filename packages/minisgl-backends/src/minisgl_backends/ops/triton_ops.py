@@ -67,7 +67,7 @@ class TritonRotary(TritonProvider, RotaryOps):
 
 
 class TritonOps(TritonLinear, TritonNorm, TritonRotary, SamplingOps, StepOps, RoutingOps):
-    """Kernels of every role, one launch per operation."""
+    """Kernels of every role. Most operations are one launch."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(device, dtype)

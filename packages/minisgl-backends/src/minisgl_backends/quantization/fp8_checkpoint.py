@@ -40,7 +40,7 @@ class CheckpointMatrix:
     """Quantized values and scales of one weight on this rank.
 
     Attributes:
-        values: float8_e4m3fn, or int8 in `int8`, [out, in]; padding rows and columns are zero.
+        values: float8_e4m3fn, or int8 for `CheckpointInt8Linear`, [out, in]; padding rows and columns are zero.
         scales: one per row, float32 [out].
     """
 

@@ -62,7 +62,7 @@ class Gguf(Quantization):
         return None if types is None else self._linear(spec, types)
 
     def experts(self, spec: ExpertsSpec, kernel: type[MoeKernel]) -> ExpertsMethod:
-        """Return the method of packed experts, if all have a kernel that replaces the MoE kernel."""
+        """Return the method of packed experts if there are kernels for the types of all projections, else dequantize them."""
         types = None
         if self._experts.supports(spec, kernel):
             columns = (*[Shard.whole(spec.moe.hidden_size)] * 2, spec.inner)

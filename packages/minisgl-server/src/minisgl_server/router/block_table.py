@@ -1,4 +1,8 @@
-"""Table of the blocks that replicas hold, in constant memory."""
+"""Table of the replicas that hold each block of a prompt, in constant memory.
+
+This is not vLLM's block table: a block is one or more whole pages with at least 16 tokens; see
+`minisgl_core.contracts.router.block_size_for`.
+"""
 
 from typing import Any, NamedTuple
 

@@ -1,4 +1,4 @@
-"""Router ``prefix``: selects the replica with the fewest prompt tokens left to compute, among those that are not overloaded."""
+"""Router ``prefix``: selects the replica with the least work among those that are not overloaded; see `PrefixRouter`."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar

@@ -35,8 +35,8 @@ POSITIVE, NOT_NEGATIVE = click.FloatRange(0, min_open=True), click.FloatRange(0)
 @click.option(
     "--replica-model",
     type=click.Choice(["scheduler", "simple"]),
-    help=f"scheduler runs the scheduler and the radix cache; it is the default, for up to {MAX_SCHEDULERS} replicas. simple has a"
-    " set of block keys as its cache.",
+    help=f"scheduler runs the scheduler and the radix cache; it is the default, for up to {MAX_SCHEDULERS} replicas. simple has"
+    " an LRU set of hashes of prefixes as its cache, one per page.",
 )
 @click.option(
     "--router",

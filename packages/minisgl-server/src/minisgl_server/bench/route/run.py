@@ -69,7 +69,7 @@ def _setups(options: SimpleNamespace, num_pages: int) -> Iterator[tuple[str, Set
     if model == "scheduler" and num > MAX_SCHEDULERS:
         raise InvalidValueError("--replicas", num, f"at most {MAX_SCHEDULERS} with --replica-model scheduler")
     if model == "simple" and block_size_for(size) != size:
-        allowed = "a block of the router with --replica-model simple: 16 or more"
+        allowed = "16 or more with --replica-model simple"
         raise InvalidValueError("--page-size", size, allowed)
     step_time = StepTime(options.weights_ms, options.token_us, options.request_us, options.kv_token_ns, options.pair_ns)
     running, prefill = options.max_running_requests, options.max_prefill_length

@@ -1,7 +1,7 @@
 """Synthetic trace with the published statistics of the Qwen-Bailian trace A.
 
 Conversations arrive as a Poisson process. Each has a type, and its first prompt starts with that type's template. Some start
-with the whole first prompt of an earlier conversation instead, as for repeated questions about a document. New content
+with the first prompt of an earlier conversation instead, up to a limit, as for repeated questions about a document. New content
 follows. Each later turn follows after a log-normal gap; its prompt is the previous prompt, the response and new content. The
 probability of another turn is drawn per conversation, so that few conversations are long.
 
