@@ -114,7 +114,7 @@ class SchedulerOptions:
     max_step_ms: float | str = option(
         AUTO,
         "Longest step in milliseconds while requests decode, which limits its prompt tokens; 0 for no limit. auto is 50 on a"
-        " GPU, 100 on a CPU, and 0 in LLM.",
+        " GPU, 100 on a CPU, and 0 in LLM. With --pp above 1, there is no limit.",
         low=0.0,
     )
     max_queued_requests: int = option(

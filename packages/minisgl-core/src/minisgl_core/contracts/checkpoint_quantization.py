@@ -248,7 +248,7 @@ def _excluded(config: Mapping[str, Any]) -> Mapping[str, str]:
         raise ModelFormatError("config: quantization_config.modules_in_block_to_quantize is not supported")
     rules = config.get("dynamic") or {}
     if not isinstance(rules, Mapping) or not all(isinstance(each, str) and each.startswith("-:") for each in rules):
-        raise ModelFormatError("config: quantization_config.dynamic has rules that exclude no modules ('-:PATTERN')")
+        raise ModelFormatError("config: quantization_config.dynamic has rules other than exclusions ('-:PATTERN')")
     return {f"re:{each.removeprefix('-:')}": "dynamic" for each in rules}
 
 

@@ -176,7 +176,7 @@ class PrefixCache(ABC):
         return self.num_evictable + self.num_locked
 
     def count_hit(self, handle: Any) -> None:
-        """Count a request that starts after the prefix of `handle`, which is locked. For statistics only."""
+        """Count a request that reuses the prefix of `handle`, which is locked. For statistics only."""
 
     def nodes(self, max_nodes: int) -> list[PrefixTreeNode]:
         """Return the nodes of the prefix tree, for display. Parents come before their children.

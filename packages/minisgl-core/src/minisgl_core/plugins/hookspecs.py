@@ -99,7 +99,8 @@ def engine_started(info: EngineInfo) -> None:
 def engine_stopped() -> None:
     """Called when an engine ends.
 
-    If its start or a step failed, `engine_started` may not have been called, and the device may not be released yet.
+    After a failed start, `engine_started` may not have been called. After a failed start or step, the device may not be released
+    yet.
     """
 
 
@@ -159,7 +160,8 @@ def cli_options(command: str) -> Sequence[click.Option]:  # type: ignore[empty-b
 def api_routes(app: FastAPI) -> None:
     """Add routes to the API server.
 
-    ``--page`` enables the web UI, which is the hook module ``page``. ``--plugin-routes`` enables all other hook modules.
+    ``--page`` enables the routes of the web UI, which is the hook module ``page``. ``--plugin-routes`` enables those of all other
+    hook modules. Their other hooks need neither flag.
 
     ``app.state`` has the engine's ``client``, the server's ``options``, and ``public_paths``, which need no API key.
     """

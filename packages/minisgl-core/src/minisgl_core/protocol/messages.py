@@ -12,7 +12,7 @@ With ``--replicas``, a router receives what tokenizer workers send, and passes i
     tokenizer worker  --Submit/Abort/Ended-->  router  --Submit/Abort-->  scheduler (rank 0) of a replica
     tokenizer worker  <--ReplicaLost--  router  <--CacheEvents--  scheduler (rank 0) of a replica
     launcher  --ApiRestarted-->  tokenizer workers of an API worker
-    launcher  --ReplicaReady/ReplicaDied/NoReplica-->  router,  launcher  --EngineInfo/NoReplica-->  API server
+    launcher  --EngineInfo/ReplicaReady/ReplicaDied/NoReplica-->  router,  launcher  --NoReplica-->  API server
 
 One tokenizer worker serves a request in both directions, so that one process has its detokenizer state. The file is long because
 it has most of the protocol. `batch_plan` and `engine_snapshot` define the other messages.
@@ -235,7 +235,7 @@ class Submit(msgspec.Struct, tag=True, kw_only=True):
     adapter_id: str = ""
     """Adapter to apply; empty for the base model, which is all that this engine supports."""
     grammar: GrammarSource | None = None
-    """Grammar of the output; `sampling` has no structured outputs."""
+    """Grammar of the output, which the scheduler reads instead of `sampling.structured_outputs`."""
     bad_words: list[list[int]] = msgspec.field(default_factory=list)
     """Token sequences of `sampling`'s bad_words; see `minisgl_core.text.prompt.bad_word_tokens`."""
     bias_ids: np.ndarray = _NO_TOKENS
@@ -351,9 +351,10 @@ class TextBatch(msgspec.Struct, tag=True):
 
 
 class EngineInfo(msgspec.Struct, tag=True, kw_only=True):
-    """Properties of a started engine. The launcher passes them to the tokenizer workers and the API server.
+    """Properties of a started engine. The launcher passes them to the tokenizer workers, the API server and the
+    router, if there is one.
 
-    `choices` lists the selected providers and options as (name, value, reason), which the launch prints.
+    `choices` lists the selected providers and options as (name, value, reason), which the launcher prints.
     """
 
     model: str

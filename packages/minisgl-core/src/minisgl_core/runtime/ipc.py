@@ -5,12 +5,12 @@ one sender arrive in order. The directory is made for the launch, is accessible 
 These file permissions are the only access control of Unix sockets. Ranks on other hosts have TCP sockets, see `curve`.
 
     api_in           <-- tokenizer workers, launcher; each API worker has its own, and its own tokenizer workers
-    tokenizer_in[i]  <-- API server, scheduler of rank 0, launcher
-    scheduler_in     <-- tokenizer workers, launcher
+    tokenizer_in[i]  <-- API server, scheduler of rank 0, launcher, router
+    scheduler_in     <-- tokenizer workers or, with several replicas, the router
     RankPlacement.address  <-- scheduler of rank 0; for rank 0, the last pipeline stage
 
-With several replicas, tokenizer workers and launcher send to `router_in` instead, and the schedulers send to it too. The
-`IpcAddresses` of each engine have the `scheduler_in` of that engine.
+With several replicas, tokenizer workers, launcher and schedulers send to `router_in`. The `IpcAddresses` of each engine have the
+`scheduler_in` of that engine.
 
     router_in        <-- tokenizer workers, launcher, scheduler of rank 0 of each replica
     router_events    <-- scheduler of rank 0 of each replica
@@ -44,7 +44,7 @@ LINGER_MS = 1000
 _LONGEST_NAME = "/engine-9999/rank-99"
 """Longest path of a socket in the directory: each replica's engine has a directory of its own for the sockets of its ranks."""
 MAX_PATH_BYTES = 100
-"""Longest path of a socket here. Unix sockets allow 107 bytes, and ``ipc://`` needs the whole path to fit."""
+"""Maximum number of bytes of a socket's path here. Linux allows 107 for a Unix socket."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,8 +63,8 @@ class Planner:
         """Return the plan of a step: the rows that decode, and the chunks after them."""
         running, num_decodes = self._running, len(decodes)
         rows, starts = decodes, running.num_computed[decodes]
-        # The host knows the token unless a step in flight samples it. So it knows all tokens in a pipeline, and the token of a
-        # resumed request's first step.
+        # The host knows the token unless a step in flight samples it. So it knows all tokens without overlap and in a
+        # pipeline, and the last token of a resumed request.
         token_ids = np.where(running.num_pending[decodes] > 0, np.int32(FROM_DEVICE), running.last_token[decodes])
         num_new, samples = np.ones(num_decodes, np.int32), np.ones(num_decodes, np.bool_)
         if chunks:
