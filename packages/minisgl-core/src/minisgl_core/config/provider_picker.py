@@ -39,7 +39,7 @@ PREFERENCES: dict[tuple[str, str], tuple[str, ...]] = {
 is plain PyTorch.
 
 The order of attention backends on CUDA was measured on Hopper GPUs (docs/performance-notes.md). The Hopper kernels are not slower
-than FlashAttention 3 for prefills, and their decode kernel takes less time at its start and its end. What they do not support goes
+than FlashAttention 3 for prefills, and their decode kernel takes less time at its start and end. What they do not support goes
 to FlashAttention or FlashInfer for prefills, and to Triton for decodes. With mixed lengths, Triton's kernel is as fast as theirs,
 and needs no planning on the host. On four H200s, the one-shot all-reduce takes a third of NCCL's time for the message sizes of
 decode steps.
