@@ -37,8 +37,9 @@ for dtype, scales, block, unpacked in experts:
     constants = {**sizes, "BLOCK_DEPTH": block, "GROUP_SIZE": block, **({"zeros": None} if scales == "u8" else {})}
     of_gate = {"TOP_K": 4, "ACTIVATION": "swigluoai", "LIMIT": 7.0, "row_weights": None}
     of_down = {"TOP_K": 1, "ACTIVATION": None, "LIMIT": None}
+    tensor_cores = r"mma\\.sync[^\\n]*\\.%s" % dtype.replace("fp", "f")
     for projection in (of_gate, of_down):
-        check(triton_grouped._grouped_gemm, pointers, {**constants, **projection}, rf"(?s){unpacked}.*mma\\.sync")
+        check(triton_grouped._grouped_gemm, pointers, {**constants, **projection}, f"(?s){unpacked}.*{tensor_cores}")
 pointers = {"x": "i8", "row_scales": "fp32", "weight": "i8", "scales": "fp32", "bias": "bf16", "out": "bf16"}
 check(int8_gemm._int8_gemm, pointers, {"ROWS": 16, "COLS": 64, "DEPTH": 128, "HAS_BIAS": True}, r"mma\\.sync.*s32\\.s8\\.s8")
 packings = [(Packing("int4", 4, 0, sub=32, block=128), dtype) for dtype in ("bf16", "fp16")]

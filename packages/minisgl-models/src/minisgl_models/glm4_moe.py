@@ -17,7 +17,6 @@ from minisgl_core.contracts.moe import RoutingSpec
 from minisgl_core.contracts.ops import Rope
 from minisgl_core.errors import ModelFormatError
 from minisgl_core.layers import FusedMoE, Layer, RMSNorm, check_activation
-from minisgl_core.layers.moe import check_routing
 from minisgl_models.config_keys import unsupported_keys, whole_number, with_defaults
 from minisgl_models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP, LlamaModel
 
@@ -92,20 +91,19 @@ class Glm4MoeMoE(Layer):
             scaling_factor=raw["routed_scaling_factor"],
         )
         try:
-            check_routing(routing, moe.num_experts)
-        except ModelFormatError as error:
+            # The all-reduce of both is fused into the next layer's input_layernorm, or the final norm.
+            self.experts = FusedMoE(
+                moe.num_experts,
+                config.hidden_size,
+                moe.intermediate_size,
+                routing,
+                build,
+                correction_bias=self.gate.e_score_correction_bias,
+                reduce=False,
+            )
+        except ModelFormatError as error:  # of the routing
             keys = "n_routed_experts", "num_experts_per_tok", "n_group", "topk_group"
             raise ModelFormatError(f"config: {', '.join(f'{key}={raw.get(key)}' for key in keys)}: {error}") from None
-        # The all-reduce of both is fused into the next layer's input_layernorm, or the final norm.
-        self.experts = FusedMoE(
-            moe.num_experts,
-            config.hidden_size,
-            moe.intermediate_size,
-            routing,
-            build,
-            correction_bias=self.gate.e_score_correction_bias,
-            reduce=False,
-        )
         shared = replace(config, intermediate_size=moe.intermediate_size * whole_number(raw, "n_shared_experts", 1))
         self.shared_experts = LlamaMLP(shared, build)
 

@@ -1,8 +1,10 @@
 // GEMM with fused gated activation for many rows, for Hopper: out = silu(x @ gate.T) * (x @ up.T). Prefills spend half of their
 // time in it.
 //
-// Such GEMMs are compute-bound, or limited by the power that they draw. The fused activation takes little time or
-// power: gate and up are not stored and read back, and one warpgroup computes it while the other multiplies. A tile has 128 rows of x and 128 outputs. A thread holds gate and up of the same outputs in registers. The
+// Such GEMMs are compute-bound, or limited by the power that they draw. The fused activation takes little time or power: gate and
+// up are not stored and read back, and one warpgroup computes it while the other multiplies.
+//
+// A tile has 128 rows of x and 128 outputs. A thread holds gate and up of the same outputs in registers. The
 // two thread blocks of a cluster have neighbouring rows: one loads the gate weights for both, the other the up weights.
 //
 // A producer warp fills a ring of stages by TMA, and two consumer warpgroups multiply 64 rows each (wgmma, float32 accumulators),

@@ -7,8 +7,8 @@
 // while its tensor cores multiply the weights of the tile before with V. The warpgroups take turns to issue their wgmmas, so that
 // one computes exponentials while the other multiplies.
 //
-// The grid is persistent. Blocks take tiles from a counter, those of a request with most keys first, and the producer loads the next tile's
-// queries while the current one is computed.
+// The grid is persistent. Blocks take tiles from a counter, those of a request with most keys first, and the producer loads the
+// next tile's queries while the current one is computed.
 //
 // Keys are visited from the last to the first, so that the masked ones come first. The last keys are loaded in boxes of 8 tokens.
 // Rows of V after the last key in its box are set to zero: unused slots of the pool may have NaNs, and a weight of 0 times NaN would

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import torch
+
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
@@ -34,9 +36,7 @@ def choose_block_size(num_rows: int, num_experts: int, *, is_packed: bool = Fals
     return block_size
 
 
-def choose_tiles(
-    num_rows: int, block_size: int, element_size: int, large_memory: bool, *, is_packed: bool = False
-) -> tuple[Tiles, Tiles]:
+def choose_tiles(num_rows: int, block_size: int, dtype: torch.dtype, large_memory: bool) -> tuple[Tiles, Tiles]:
     """Return the tiles of the gate-up GEMM and of the down GEMM.
 
     ``scripts/tune_moe.py`` found them to be the fastest on an H200, for 128 experts, intermediate size 768 and hidden size 2048.
@@ -45,18 +45,17 @@ def choose_tiles(
     Args:
         num_rows: total number of rows.
         block_size: rows per block.
-        element_size: bytes per element of the weight tensor. Packed 4-bit weights have 1, although a byte holds two of them;
-            `triton_grouped` sets the depth of their tiles to the largest of 128, 64 and 32 that divides the inputs per scale.
+        dtype: dtype of the weight tensor; uint8 for packed weights, bytes of two codes. `triton_grouped` sets the depth of their
+            tiles to the largest of 128, 64 and 32 that divides the inputs per scale.
         large_memory: a program may use 200 KB of shared memory. If False, the tiles fit into 96 KB.
-        is_packed: weights are bytes of two codes.
     """
-    if element_size > 2 or not large_memory:
-        tiles = Tiles(64, 128 // element_size, 8 if block_size == 128 else 4, 3)
+    if dtype.itemsize > 2 or not large_memory:
+        tiles = Tiles(64, 128 // dtype.itemsize, 8 if block_size == 128 else 4, 3)
         return tiles, tiles
     if block_size == 128:
         return Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3)
     if block_size == 64:
         return Tiles(64, 64, 4, 3), Tiles(128, 64, 8, 4)
-    if is_packed or (block_size == 16 and num_rows <= 256):
+    if dtype == torch.uint8 or (block_size == 16 and num_rows <= 256):
         return Tiles(64, 128, 4, 3), Tiles(64, 128, 4, 3)
     return Tiles(64, 128, 4, 3), Tiles(128, 128, 4, 3)

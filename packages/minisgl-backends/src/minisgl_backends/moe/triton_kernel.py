@@ -50,11 +50,10 @@ class TritonMoe(MoeKernel):
     ) -> torch.Tensor:
         num_tokens, top_k = topk_ids.shape
         num_rows, num_experts = num_tokens * top_k, self.spec.num_experts
-        is_packed = weights.gate_up.dtype == torch.uint8
-        block_size = choose_block_size(num_rows, num_experts, is_packed=is_packed)
+        dtype = weights.gate_up.dtype
+        block_size = choose_block_size(num_rows, num_experts, is_packed=dtype == torch.uint8)
         blocks = self._blocks.sort_into_blocks(topk_ids.contiguous(), num_experts, block_size)
-        element_size = weights.gate_up.element_size()
-        first, second = choose_tiles(num_rows, block_size, element_size, self._large_memory, is_packed=is_packed)
+        first, second = choose_tiles(num_rows, block_size, dtype, self._large_memory)
         intermediate = x.new_empty(num_rows, self.spec.intermediate_size)
         self._grouped.grouped_gemm(
             *self._inputs(x.contiguous(), weights.gate_up),
