@@ -9,7 +9,7 @@ from minisgl_core.contracts.ops import Rope, RotaryOps
 
 
 def has_fused_store(backend: AttentionBackend, rotary: RotaryOps) -> bool:
-    """Return True if `rotary` can store K and V fused with RoPE instead of the backend."""
+    """Return True if the RoPE kernel of `rotary` stores K and V, so that the backend does not have to."""
     return rotary.fuses_store and backend.capabilities.fused_kv_store and backend.pool.spec.layout == "NHD"
 
 
@@ -23,7 +23,7 @@ def rope_and_store(
     rope: Rope | None,
     slots: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """Apply RoPE to q and k, after the QK norm if `rope` has one, fused with the KV store if `slots` is given.
+    """Apply `rope` to q and k, and the QK norm before it if it has one. Fuse this with the KV store if `slots` is given.
 
     Args:
         backend: attention backend with the KV pool.

@@ -1,4 +1,4 @@
-"""Opening of a checkpoint: which model it is, the provider of its architecture, and its normalised config."""
+"""Opening of a checkpoint: its files, the provider of its architecture, and its normalised config."""
 
 import logging
 from dataclasses import dataclass, replace

@@ -66,6 +66,7 @@ def decode_new_pages(plan: BatchPlan, page_size: int) -> np.ndarray | None:
     found = np.full(plan.num_requests, -1, np.int32)
     if len(plan.page_table_writes):
         rows, columns, pages = plan.page_table_writes.reshape(3, -1)
+        # `index` is the request of each written row, unless no request of the step has that row.
         order = np.argsort(plan.rows)
         index = order[np.searchsorted(plan.rows, rows, sorter=order).clip(max=len(order) - 1)]
         if (plan.rows[index] != rows).any() or (plan.starts[index] // page_size != columns).any():
@@ -141,7 +142,7 @@ class DecodeGraphs:
         if new_pages is None:
             update_table(plan, self._platform, self._table)
         sample = plan.sample
-        inputs = captured.io.begin()
+        inputs = captured.io.begin()  # rows as in `_Captured.inputs`
         inputs[:, count:] = 0
         inputs[:3, :count] = plan.rows, plan.token_ids, plan.starts
         inputs[3] = -1
@@ -167,7 +168,7 @@ class DecodeGraphs:
         device = self._platform.device
         io = ZeroCopyIO(self._platform, 7, size)
         first = io.begin()
-        first[3], first[4] = -1, 1
+        first[3], first[4] = -1, 1  # no new pages, sequences of one token
         inputs = self._platform.to_device(first)
         rows, _, _, _, seq_lens = inputs[:5].unbind(0)
         temperature, uniform = inputs[5:].view(torch.float32).unbind(0)

@@ -1,4 +1,4 @@
-"""Process that compiles the kernels which ``auto`` would have selected, for the next start.
+"""Process that compiles the attention kernels which ``auto`` would have selected, had they been compiled.
 
 The parent writes its options to the process's standard input and keeps that open. When that closes, even because the parent was
 killed, the process kills its compilers and ends.
@@ -56,7 +56,7 @@ def stop_kernel_compiler(process: subprocess.Popen[bytes]) -> None:
 
 
 def compile_kernels(config: EngineConfig) -> None:
-    """Compile the kernels that ``auto`` would have selected for these options, had they been compiled.
+    """Compile the kernels that ``auto`` would have selected for these options. The next start then selects them.
 
     Raises:
         MinisglError: the options are invalid, or the kernels cannot be compiled.

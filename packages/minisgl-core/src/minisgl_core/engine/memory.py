@@ -62,7 +62,7 @@ def size_pool(
     platform: Platform,
     groups: RankGroups,
     run_profile_batch: Callable[[], None],
-    num_graphs: int,
+    num_captures: int,
 ) -> KVPoolSpec:
     """Set the number of pages from ``--num-pages`` or the memory that is left; equal on all ranks.
 
@@ -77,7 +77,7 @@ def size_pool(
         platform: platform whose free memory is measured after the weights are loaded.
         groups: groups of this rank.
         run_profile_batch: runs the largest step, on platforms that can measure its memory.
-        num_graphs: number of capture sizes.
+        num_captures: number of capture sizes of CUDA graphs.
 
     Raises:
         OutOfMemoryError: the requested pages do not fit, or not even one page of tokens does. Or the memory
@@ -100,7 +100,7 @@ def size_pool(
     else:
         total = platform.hardware().total_memory
         in_use = total - platform.free_memory()
-        budget = int(config.cache.memory_ratio * total) - in_use - peak - num_graphs * GRAPH_BYTES
+        budget = int(config.cache.memory_ratio * total) - in_use - peak - num_captures * GRAPH_BYTES
         text = "device memory in GiB: %.1f total, %.1f in use, %.1f for the largest step, %.1f for KV"
         logger.info(text, *(value / _GIB for value in (total, in_use, peak, budget)))
     local_budget = torch.tensor([budget], dtype=torch.int64, device=platform.device)

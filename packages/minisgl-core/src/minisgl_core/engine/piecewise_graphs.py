@@ -53,7 +53,7 @@ class _Call:
     is_stored: bool
 
 
-class _Capture:
+class _CapturingAttend:
     """`Attend` that appends the attention calls to `calls` while a size is captured; see `minisgl_core.contracts.model`.
 
     Steps of this size have more tokens than `smaller_size`, the next smaller capture size. `between` ends one graph and begins
@@ -178,7 +178,7 @@ class PiecewiseGraphs:
 
     def _run(self, size: int, between: Callable[[], None], calls: list[_Call]) -> torch.Tensor:
         smaller_size, slots = int(max(self._sizes[self._sizes < size], default=0)), self._slots[:size]
-        attend = _Capture(self._platform, self._attention, self._rotary, slots, smaller_size, between, calls)
+        attend = _CapturingAttend(self._platform, self._attention, self._rotary, slots, smaller_size, between, calls)
         index = self._logits_index if self._uses_logits_index(size) else None
         return self._model.forward(self._ids[:size], self._positions[:size], attend, index)
 

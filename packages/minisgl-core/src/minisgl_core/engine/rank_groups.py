@@ -98,6 +98,7 @@ def join_groups(
     """
     tp, pp = config.parallel.tp, config.parallel.pp
     stage, tp_rank = divmod(placement.rank, tp)
+    # ``--communicator a,b`` takes `a` within a stage and `b` between stages.
     within, between = config.backends.communicator.split(",")[0], config.backends.communicator.split(",")[-1]
     urls = _GroupUrls(placement, has_subgroups=tp > 1 and pp > 1)
     tensor: Communicator = SingleRank()

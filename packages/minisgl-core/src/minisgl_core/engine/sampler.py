@@ -147,7 +147,7 @@ class Sampler:
         if top_k_host.all():
             num_candidates = min(int(top_k_host.max()), vocab_size)
         elif not self._platform.is_async and vocab_size > _FEW_CANDIDATES:
-            # The probability mass of a few candidates is known without a wait here, and usually makes the sort unnecessary.
+            # On a synchronous device, this check is cheap. It usually saves the sort of the whole vocabulary.
             few = probs.topk(_FEW_CANDIDATES, dim=-1).values.sum(-1, keepdim=True)
             if bool(((few >= top_p) | (top_p >= 1)).all()):
                 num_candidates = _FEW_CANDIDATES

@@ -41,7 +41,7 @@ class ZeroCopyIO:
     """
 
     def __init__(self, platform: Platform, num_inputs: int, size: int) -> None:
-        """Allocate `num_inputs` numbers per request for `size` requests."""
+        """Allocate `num_inputs` numbers (K) per request for `size` requests (B)."""
         self._platform = platform
         self._host_inputs, self.inputs = platform.allocate_mapped_memory((2, num_inputs, size), torch.int32)
         self._host_tokens, self.tokens = platform.allocate_mapped_memory((2, size), torch.int64)

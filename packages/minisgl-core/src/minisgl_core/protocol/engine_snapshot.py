@@ -27,7 +27,7 @@ class ReplicaState(msgspec.Struct, kw_only=True):
 
 
 class SnapshotRequest(msgspec.Struct, tag=True, kw_only=True):
-    """Request for a snapshot, which has the steps after step `since` that are still known."""
+    """Request for a snapshot, with those steps after step `since` that the scheduler still keeps."""
 
     worker: int
     """Index of the tokenizer worker that the answer goes to."""

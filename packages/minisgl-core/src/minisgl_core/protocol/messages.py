@@ -174,6 +174,7 @@ class Tokenize(msgspec.Struct, tag=True, kw_only=True):
 
 
 _CHARS_PER_NUMBER = 8
+"""Characters that `Tokenize.num_chars` counts per number, truth value or null."""
 
 
 def _num_chars(value: Any) -> int:

@@ -44,7 +44,7 @@ LINGER_MS = 1000
 _LONGEST_NAME = "/engine-9999/rank-99"
 """Longest path of a socket in the directory: each replica's engine has a directory of its own for the sockets of its ranks."""
 MAX_PATH_BYTES = 100
-"""Maximum number of bytes of a socket's path here. Linux allows 107 for a Unix socket."""
+"""Maximum length of a Unix socket's path, in bytes. Linux allows 107, and macOS 103."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ class _Channel:
     """Socket with its own context, so that closing one never waits for another."""
 
     def __init__(self, kind: int, context: zmq.Context[Any], max_messages: int = 0) -> None:
-        """`max_messages`: length of the queue; 0 for no limit."""
+        """Create a socket whose queue holds `max_messages` messages; 0 for no limit."""
         self._context = context
         self.socket: Any = context.socket(kind)
         self.socket.setsockopt(zmq.SNDHWM, max_messages)

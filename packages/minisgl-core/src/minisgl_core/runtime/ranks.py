@@ -79,7 +79,7 @@ class OtherRanks:
             thread.start()
             self._supervisor.wait(built.done, wake=reader)
             if isinstance(built.exception(), RuntimeError):
-                # A connection may break before the supervisor sees the end of its rank.
+                # The connection to a rank may break before the supervisor sees its end. If it ends, raise its error instead.
                 self._supervisor.wait(timeout_s=GRACE_S)
             result = built.result()
             self._supervisor.wait_ready()

@@ -283,9 +283,9 @@ def _serve(
 def _arrivals(requests: Receiver[Incoming], loop: EngineLoop) -> Iterator[Incoming | None]:
     """Yield the messages to handle before the next step.
 
-    If there are no requests, it first waits for a message, and loads the grammar backend after `_IDLE_S`. Then it yields all
-    messages that have arrived. With one message per step, short requests would end before the next one is submitted, and never
-    share a batch. At last it waits for more messages until `EngineLoop.time_to_schedule` is 0.
+    Without work, this first waits for a message, and loads the grammar backend after `_IDLE_S`. Then it yields all messages that
+    have arrived. With one message per step, short requests would end before the next one is submitted, and never share a
+    batch. Finally, it waits for more messages until `EngineLoop.time_to_schedule` is 0.
     """
     if not loop.has_work:
         message = requests.receive(_IDLE_S)
@@ -296,7 +296,7 @@ def _arrivals(requests: Receiver[Incoming], loop: EngineLoop) -> Iterator[Incomi
         yield message
     yield from requests.drain()
     while (wait_s := loop.time_to_schedule()) > 0:
-        if (message := requests.receive(max(wait_s, 1e-3))) is not None:
+        if (message := requests.receive(max(wait_s, 1e-3))) is not None:  # a socket waits for whole milliseconds
             yield message
 
 

@@ -1,9 +1,9 @@
 """Constrained decoding: grammars are compiled in threads, advanced by each token, and turned into token masks.
 
 A grammar takes milliseconds to compile, and the grammar backend reads the tokenizer before it compiles the first one. Threads do
-this work. A request waits in the queue until its grammar is compiled, and other requests run meanwhile. `GrammarChecker`
-refuses texts that take too long or too much memory before a thread compiles them. Grammars that fail a quick trial are left to
-a thread of their own, so that expensive grammars delay others by little.
+this work. A request waits in the queue until its grammar is compiled, and other requests run meanwhile. Before a thread
+compiles a grammar, `GrammarChecker` compiles it on trial, and refuses it if that takes too much time or memory. Grammars that
+fail a quick trial are left to a thread of their own, so that expensive grammars delay others by little.
 """
 
 import hashlib
@@ -102,7 +102,7 @@ class Constraint:
     def accept(self, token: int) -> None:
         """Advance the state by the next token."""
         assert self._state is not None
-        if self.reasoning_begin_token is not None:
+        if self.reasoning_begin_token is not None:  # this is the first token, which tells if there is reasoning content
             if token != self.reasoning_begin_token:
                 self._reasoning_end_token = None
             self.reasoning_begin_token = None
@@ -142,7 +142,7 @@ class GrammarManager:
         self._make_backend, self._vocab_size, self._checker = make_backend, vocab_size, checker
         self._backend: GrammarBackend | None = None
         self._backend_lock = Lock()
-        self._is_warming_up = False
+        self._has_warm_up_begun = False
         self._pool = ThreadPoolExecutor(_NUM_THREADS, "grammar")
         self._slow_pool = ThreadPoolExecutor(1, "slow grammar")
         self._lock = RLock()
@@ -158,8 +158,8 @@ class GrammarManager:
 
         For a vocabulary of 151,936 tokens, it takes 3 to 10 s, and keeps the GIL for up to 2 s of them.
         """
-        if not self._is_warming_up:
-            self._is_warming_up = True
+        if not self._has_warm_up_begun:
+            self._has_warm_up_begun = True
             self._pool.submit(self._load_backend)
 
     def close(self) -> None:
@@ -175,7 +175,7 @@ class GrammarManager:
         return len(self._cached) + len(self._pending)
 
     def start(self, source: GrammarSource) -> Constraint:
-        """Start to compile a grammar unless it is cached. A grammar that does not compile is not cached.
+        """Return the constraint of a new request. Start to compile its grammar, unless it is cached or being compiled.
 
         Raises:
             QueueFullError: too much text waits to be compiled already.
@@ -212,7 +212,7 @@ class GrammarManager:
                 self._cached_bytes -= self._cached.pop(key).result().num_bytes
 
     def _finish(self, key: bytes, num_chars: int) -> None:
-        """Cache a grammar unless its compilation failed or was cancelled, and evict others beyond the cache's limits."""
+        """Cache the grammar of an ended compilation if it succeeded, and evict others beyond the cache's limits."""
         with self._lock:
             compilation = self._pending.pop(key)
             compilation.source = None
@@ -246,8 +246,8 @@ class GrammarManager:
     ) -> Masks:
         """Return masks [len(constraints), W] of the tokens that may come next.
 
-        A constraint that is None, or not active yet, allows all tokens, or those that `rules` allows. The `banned` tokens are
-        cleared afterwards, unless that would leave no token.
+        A constraint that is None, or whose output is in the reasoning content, allows all tokens, or those that `rules` allows.
+        The `banned` tokens are cleared afterwards, unless that would leave no token.
         """
         masks = np.full((len(constraints), mask_width(self._vocab_size)), -1, np.int32)
         for mask, rule in zip(masks, rules, strict=False):
@@ -282,6 +282,7 @@ class GrammarManager:
         """Compile a grammar that a request still waits for. If it fails a quick trial, leave it to the slow thread."""
         if (source := compilation.source) is None:
             return
+        # The future is marked as running only at the end, because a running future cannot be cancelled.
         try:
             result = self._compile(source, is_quick)
         except QuickLimitError:

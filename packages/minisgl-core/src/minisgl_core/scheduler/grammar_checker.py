@@ -46,7 +46,7 @@ class Trial(msgspec.Struct, tag=True):
 
 
 class Verdict(msgspec.Struct, tag=True):
-    """Result of a trial, or of the start of the child process: empty if it succeeded, with `plugin_error` if it failed.
+    """Result of a trial, or of the start of the child process, which sets `plugin_error` if it failed and otherwise nothing.
 
     Attributes:
         number: number of the trial; 0 if `exit_status` is set.
@@ -148,7 +148,7 @@ class TrialProcess:
         if self._pipe is None:
             self._start()
         assert self._pipe is not None
-        while self._pipe.poll(0):  # the process was killed between two trials
+        while self._pipe.poll(0):  # the exit status of a fork that was killed between two trials
             self._pipe.recv_bytes()
         self._number += 1
         self._pipe.send_bytes(encode(Trial(self._number, source)))
@@ -186,7 +186,7 @@ class TrialProcess:
         if process is None:
             return -signal.SIGKILL
         try:
-            return process.wait(1) or -signal.SIGKILL
+            return process.wait(1) or -signal.SIGKILL  # 0 would mean that the trial succeeded
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

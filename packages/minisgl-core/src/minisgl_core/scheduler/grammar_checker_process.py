@@ -61,7 +61,7 @@ def _run_trials(pipe: Connection, backend: type[GrammarBackend], cpu_limit_s: fl
     child = os.fork()
     if child == 0:
         try:
-            with suppress(AttributeError):  # on systems other than Linux, it ends after its trial
+            with suppress(AttributeError):  # only Linux has prctl; elsewhere, the fork ends after its trial
                 ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             threading.stack_size(_STACK_BYTES)
             worker = threading.Thread(target=_serve, args=(pipe, backend, cpu_limit_s))
@@ -73,8 +73,9 @@ def _run_trials(pipe: Connection, backend: type[GrammarBackend], cpu_limit_s: fl
 
 
 def _serve(pipe: Connection, backend: type[GrammarBackend], cpu_limit_s: float) -> None:
-    with suppress(Exception):  # it also fails in the trials, which report it
-        backend.check("json_object", "", "")  # what the provider makes once does not count as memory of a trial
+    # What the provider allocates at its first call does not count as memory of a trial.
+    with suppress(Exception):  # each trial then fails, too, and reports the error
+        backend.check("json_object", "", "")
     _limit_memory()
     decode = decoder(Trial)
     while True:
@@ -89,7 +90,7 @@ def _serve(pipe: Connection, backend: type[GrammarBackend], cpu_limit_s: float) 
 
 def _verdict(backend: type[GrammarBackend], source: GrammarSource, cpu_limit_s: float) -> Verdict:
     before = _reset_peak()
-    signal.setitimer(signal.ITIMER_PROF, cpu_limit_s)
+    signal.setitimer(signal.ITIMER_PROF, cpu_limit_s)  # SIGPROF ends the process at the limit
     try:
         for name, schema in source.parts:
             backend.check("json_schema", schema, name)
@@ -97,7 +98,7 @@ def _verdict(backend: type[GrammarBackend], source: GrammarSource, cpu_limit_s: 
     except InvalidValueError as error:
         return Verdict(name=error.name, allowed=error.allowed, remedy=error.remedy)
     except MemoryError:
-        os.abort()
+        os.abort()  # as libraries do when an allocation fails
     except Exception as error:
         return Verdict(failure=f"{type(error).__name__}: {error}")
     finally:

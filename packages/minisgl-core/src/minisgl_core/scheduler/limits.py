@@ -41,7 +41,8 @@ class SchedulerLimits:
         """Check a request.
 
         Raises:
-            InvalidValueError: an empty prompt, a token out of range, no room for the output, or an adapter.
+            InvalidValueError: an empty prompt, a token out of range, no room for the output, an adapter, or restrictions that
+                can leave no token to sample.
         """
         num_tokens = len(submit.token_ids)
         if num_tokens == 0:

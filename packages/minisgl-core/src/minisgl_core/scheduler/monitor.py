@@ -100,6 +100,7 @@ class Monitor:
         stride = 1
         while allocator.capacity > stride * MAX_MAPPED_PAGES:
             stride *= 2
+        # A page that is neither free nor owned by a listed node or a request belongs to an unlisted node, -1.
         map_owners = np.where(allocator.is_free[1::stride], 0, -1)
         owned = [(node.node_id, node.pages) for node in nodes]
         owned += [(-1 - each.arrival, each.pages[each.num_shared :]) for each in self._scheduler.running]

@@ -103,6 +103,7 @@ class PageManager:
 
     def detach(self, request: Request) -> None:
         """Undo `attach_cached`, page-table entries included, for a request that was not admitted."""
+        # All entries of a write are of this request, or none is.
         self._table_writes = [write for write in self._table_writes if write[0][0] != request.row]
         if request.handle is not None:
             self.cache.unlock(request.handle)
@@ -113,7 +114,7 @@ class PageManager:
         return max(0, self.pages_for(num_tokens) - request.num_pages)
 
     def take(self, request: Request, num_tokens: int) -> None:
-        """Give the request pages for `num_tokens` tokens, and evict cached pages if needed. They must be available."""
+        """Give the request pages for `num_tokens` tokens, evicting cached pages if needed. `num_available` must suffice."""
         missing = self.missing_pages(request, num_tokens)
         if missing > 0:
             self._extend(request, self._allocate(missing))
@@ -125,7 +126,7 @@ class PageManager:
         return without_page
 
     def take_one_each(self, rows: Int32Array) -> None:
-        """Give each row a page. They must be available."""
+        """Give each row a page, evicting cached pages if needed. `num_available` must suffice."""
         if len(rows):
             pages = self._allocate(len(rows))
             self._table_writes.append((rows, self._running.add_pages(rows, pages), pages))

@@ -42,6 +42,8 @@ class Request:
         arrival_s, scheduled_s, first_token_s, num_preemptions: for the request's record; times by ``time.monotonic()``.
         constraint: state of the output's grammar, if there is one; it has accepted the output tokens known to the host.
         token_rules: further restrictions of the tokens that may be generated, if there are any.
+        prompt_logprobs: entries of the prompt's log-probabilities so far; None if they are not requested or were returned.
+        sampler_state_sent: True once a plan has set the row's penalty counts and logit biases.
         finish_reason: set once; the request is released when `num_inflight` is 0.
     """
 
@@ -55,7 +57,7 @@ class Request:
         eos_ids: frozenset[int],
         constraint: Constraint | None = None,
     ) -> None:
-        """Create a waiting request. `running` has the state of running requests. `seed` is used if the request has none."""
+        """Create a waiting request. `running` has the state of running requests. The client's seed has priority over `seed`."""
         sampling = submit.sampling
         self._running, self.row = running, 0
         self.request_id, self.worker = submit.request_id, submit.worker
@@ -162,6 +164,7 @@ class Request:
         )
         if self.num_output < self.sampling.min_tokens:
             return banned | self.stop_ids | (eos_ids if has_grammar else frozenset())
+        # A grammar allows EOS tokens wherever the output may end. With ignore_eos, it has to continue there.
         return banned | eos_ids if has_grammar and self.sampling.ignore_eos else banned
 
     @property

@@ -24,7 +24,8 @@ Bools = npt.NDArray[np.bool_]
 class RunningRequests:
     """Requests with a row, and the arrays of their state, each [R] unless stated otherwise. Row 0 is for padding.
 
-    The counts and flags of row 0 and of free rows are 0. The other arrays keep the values of the last request.
+    The counts and flags of row 0 and of free rows are 0. So a waiting request, whose row is 0, has no pages and no computed
+    tokens. The other arrays keep the values of the last request.
 
     Attributes:
         tokens: token ids of each row, of which the first `num_tokens` are known to the host, int32 [R, max_seq_len].
@@ -159,6 +160,7 @@ class RunningRequests:
 
     def removable(self, rows: Int32Array) -> list[Request]:
         """Return the requests among the rows that have ended and are in no step in flight."""
+        # A row that was freed already has no prompt tokens.
         is_removable = (self.num_inflight[rows] + self.max_length[rows] == 0) & (self.num_prompt_tokens[rows] > 0)
         return [self._requests[row] for row in rows[is_removable].tolist()]
 

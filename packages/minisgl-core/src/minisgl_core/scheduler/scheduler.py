@@ -1,9 +1,9 @@
 """Continuous batching with chunked prefill, admission by pages, preemption and resumption.
 
-Each step is one batch of a token per decoding request and up to `SchedulerLimits.max_prefill_tokens` prompt tokens (the chunked
-prefill of Sarathi-Serve, arXiv 2403.02310). If `max_step_s` limits its duration, it has fewer prompt tokens. The scheduler only
-plans steps. The engine loop runs the plans and returns their results in order, possibly one step late (overlap), or several
-steps late (pipeline parallelism).
+Each step is one batch: one token per decoding request, and up to `SchedulerLimits.max_prefill_tokens` prompt tokens (the
+chunked prefill of Sarathi-Serve, arXiv 2403.02310). If `max_step_s` limits its duration, it has fewer prompt tokens. The
+scheduler only plans steps. The engine loop runs the plans and returns their results in order, possibly one step late
+(overlap), or several steps late (pipeline parallelism).
 
 Decoding requests are handled together, as rows of the arrays in `RunningRequests`. Only prefills, requests that end, and those
 with a grammar or log-probabilities are handled one by one.
@@ -117,7 +117,7 @@ class Scheduler:
         self._num_arrived += 1
         constraint = None
         if submit.grammar is not None:
-            assert self.grammars is not None, "the request needs a mask, and the scheduler has no grammars"
+            assert self.grammars is not None, "the request has a grammar, and the scheduler has no grammar manager"
             constraint = self.grammars.start(submit.grammar)
         request = Request(
             submit,
@@ -269,7 +269,10 @@ class Scheduler:
     # Decodes.
 
     def _schedule_decodes(self) -> tuple[Int32Array, Int32Array] | None:
-        """Return the rows that decode, after giving them pages, and the rows that have more tokens to prefill."""
+        """Return the rows that decode, after giving them pages, and the rows that have more tokens to prefill.
+
+        Return None if a request must be preempted, but a step in flight may still use its pages.
+        """
         running, pages = self._running, self.pages
         decodes, prefills = self._next_rows()
         while len(without_page := pages.decodes_without_page(decodes)) > pages.num_available:
@@ -412,9 +415,11 @@ class Scheduler:
             output.stop_token_id = token if token in request.stop_ids else None
         else:
             output = TokenOut(
-                request_id=request.request_id, token_ids=[token], num_prompt_tokens=request.num_prompt_tokens
+                request_id=request.request_id,
+                token_ids=[token],
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_cached_tokens=max(request.num_cached, 0),
             )
-        output.num_cached_tokens = max(request.num_cached, 0)
         if logprobs is not None:
             output.logprobs = [logprobs]
         if request.num_output == 1 and request.sampling.prompt_logprobs is not None:

@@ -10,7 +10,7 @@ from statistics import median
 _NUM_KEPT = 5
 """Recent steps whose median is an estimate."""
 _DECODES_PER_GROUP = 8
-"""Decode steps with similar numbers of requests share an estimate."""
+"""Decode steps share an estimate if their numbers of requests round up to the same multiple of this."""
 _MIN_TOKENS = 16
 """Minimum number of prompt tokens of a step that updates the estimate of the time per prompt token."""
 MIN_CHUNK = 64

@@ -15,8 +15,8 @@ from minisgl_core.protocol.messages import Submit
 class TokenRules:
     """Token restrictions of one request.
 
-    Bad words are indexed by their second-to-last token, so that a step usually compares few of them with the output. A client
-    can choose words that all have the same one, so they are compared as bytes, which is fast.
+    Bad words are indexed by their second-to-last token, so that a step usually compares few of them with the output. If a client
+    sends many with the same second-to-last token, comparing them as bytes is still fast.
 
     Attributes:
         allowed: the only tokens that may be generated; None for all.

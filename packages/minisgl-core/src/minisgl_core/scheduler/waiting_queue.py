@@ -71,7 +71,7 @@ class WaitingQueue:
                 timeout_s = 0.0
                 if constraint in self._compiling:  # the request may have been aborted meanwhile
                     request = self._stop_compiling(constraint)
-                    self.add(request)
+                    self.add(request)  # an invalid one too, until the caller ends it
                     constraint.begin()
                     if constraint.error:
                         yield request
