@@ -1,4 +1,4 @@
-"""The attention backend keeps the contract."""
+"""Conformance tests of the attention backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model computes what a transformers model of the same shape does."""
+"""Conformance tests of the model, compared with the same architecture in transformers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from minisgl_core.testing.references import random_reference
 
 
 class ExampleConfig(LlamaConfig):
-    """Llama's, under a type of its own."""
+    """Config of Llama, with another `model_type`."""
 
     model_type = "example"
 
 
 class ParallelLayer(LlamaDecoderLayer):
-    """Llama's layer with attention and MLP side by side."""
+    """Llama's layer, with the same input for attention and MLP."""
 
     def forward(self, hidden_states: torch.Tensor, **arguments: Any) -> torch.Tensor:
         normed = self.input_layernorm(hidden_states)
@@ -34,7 +34,7 @@ class ParallelLayer(LlamaDecoderLayer):
 
 
 class Reference(LlamaForCausalLM):
-    """The architecture in transformers; its checkpoints name the class of minisgl."""
+    """The architecture in transformers."""
 
     config_class = ExampleConfig
 
@@ -47,7 +47,7 @@ class Reference(LlamaForCausalLM):
             del layer.post_attention_layernorm
 
 
-Reference.__name__ = ExampleForCausalLM.__name__
+Reference.__name__ = ExampleForCausalLM.__name__  # the `architectures` of its checkpoints
 AutoModelForCausalLM.register(ExampleConfig, Reference)
 
 

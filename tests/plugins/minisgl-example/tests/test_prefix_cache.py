@@ -1,4 +1,4 @@
-"""The cache keeps the contract."""
+"""Conformance tests of the prefix cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention as the textbook writes it, one request after the other."""
+"""Attention backend in plain PyTorch, one request after the other."""
 
 from __future__ import annotations
 
@@ -16,14 +16,19 @@ from minisgl_core.contracts.attention import (
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A step's index tensors: where new K and V go, and for each request its queries' range and its keys' slots."""
+    """Index tensors of a step.
+
+    Attributes:
+        store_index: destination of the new K and V in the pool; see `KVPages.store_index`.
+        requests: range of the queries of each request in q, and the slots of its keys, int64 [N].
+    """
 
     store_index: torch.Tensor
     requests: list[tuple[slice, torch.Tensor]]
 
 
 class ExampleAttention(AttentionBackend):
-    """Gathers a request's keys and values into one tensor each and multiplies. Works on any device."""
+    """Gathers the keys and values of each request from the pool, and attends in float32. Runs on any device."""
 
     capabilities = AttentionCapabilities(sliding_windows=True)
 
@@ -42,7 +47,7 @@ class ExampleAttention(AttentionBackend):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, plan: Plan
     ) -> torch.Tensor:
-        """Store k and v, then attend request by request, in float32."""
+        """Store k and v, then attend request by request."""
         self.pool.store(layer.index, k, v, plan.store_index)
         all_k, all_v = self.pool.k(layer.index).flatten(0, 1), self.pool.v(layer.index).flatten(0, 1)
         group = self.spec.num_q_heads // self.spec.num_kv_heads

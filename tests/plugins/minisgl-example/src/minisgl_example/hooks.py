@@ -1,4 +1,4 @@
-"""A hook module: appends a line to a file for each request that ends, where the user names one, and adds a route."""
+"""Hook module that logs each finished request to a file, and adds a route to the API server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def request_finished(record: RequestRecord) -> None:
-    """Write to the file that MINISGL_EXAMPLE_LOG names."""
+    """Append a JSON line to the file that MINISGL_EXAMPLE_LOG names, if it is set."""
     path = os.environ.get("MINISGL_EXAMPLE_LOG")
     if not path:
         return
@@ -26,7 +26,7 @@ def request_finished(record: RequestRecord) -> None:
 
 @hookimpl
 def api_routes(app: FastAPI) -> None:
-    """Serve a greeting, where the user asks for plugins' routes."""
+    """Serve a greeting. Called only with ``--plugin-routes``."""
 
     @app.get("/example")
     async def example() -> dict[str, str]:

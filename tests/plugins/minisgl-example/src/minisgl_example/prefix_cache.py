@@ -1,4 +1,4 @@
-"""A prefix cache in one dictionary: a page is found by the page before it and its own tokens."""
+"""Prefix cache in one dictionary, which finds a page by the page before it and by its own tokens."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from minisgl_core.errors import CacheFullError
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """One cached page, and the handle of the prefix that it ends.
+    """Cached page. It is also the handle of the prefix that ends with this page.
 
     Attributes:
-        key: the entry before it (the namespace for the first page of a prompt) and the page's tokens as bytes.
-        page: its id in the KV pool.
-        num_children: entries that continue it.
-        num_locks: locks on any prefix that contains it.
-        last_used: the cache's clock when a match, an insert or an unlock last went through it.
+        key: entry of the page before it, or the namespace for the first page of a prompt; and the page's tokens as bytes.
+        page: page id in the KV pool.
+        num_children: number of entries whose `parent` is this one.
+        num_locks: number of locks on prefixes that contain the page.
+        last_used: value of the cache's clock at the last match, insertion or unlock of a prefix that contains the page.
     """
 
     key: tuple[Entry | CacheNamespace, bytes]
@@ -41,15 +41,15 @@ class Entry:
 
     @property
     def parent(self) -> Entry | None:
-        """The page before; None for the first of a prompt."""
+        """Entry of the page before it; None for the first page of a prompt."""
         return self.key[0] if isinstance(self.key[0], Entry) else None
 
 
 class ExampleCache(PrefixCache):
-    """Least recently used pages go first. An eviction looks at every entry, which a cache for production would avoid."""
+    """Evicts the least recently used pages first. Each eviction scans all entries, which is slow for a large cache."""
 
     def __init__(self, page_size: int) -> None:
-        """Start empty."""
+        """Create an empty cache."""
         super().__init__(page_size)
         self._entries: dict[tuple[Entry | CacheNamespace, bytes], Entry] = {}
         self._num_locked = 0
@@ -60,8 +60,8 @@ class ExampleCache(PrefixCache):
         pages = np.ascontiguousarray(token_ids[:whole], dtype=np.int32).reshape(-1, self.page_size)
         return [page.tobytes() for page in pages]
 
-    def _walk(self, keys: list[bytes], namespace: CacheNamespace) -> list[Entry]:
-        """The cached entries from the first page on, marked as used."""
+    def _find_path(self, keys: list[bytes], namespace: CacheNamespace) -> list[Entry]:
+        """Return the entries of the longest cached prefix, and mark them as used."""
         self._clock += 1
         path: list[Entry] = []
         for key in keys:
@@ -73,16 +73,16 @@ class ExampleCache(PrefixCache):
         return path
 
     def match(self, token_ids: TokenIds, namespace: CacheNamespace = DEFAULT_NAMESPACE) -> PrefixMatch:
-        """Find the longest cached prefix."""
-        path = self._walk(self._page_keys(token_ids), namespace)
+        """Return the longest cached prefix."""
+        path = self._find_path(self._page_keys(token_ids), namespace)
         return PrefixMatch(_page_ids(path), path[-1] if path else None)
 
     def insert(
         self, token_ids: TokenIds, pages: PageIds, namespace: CacheNamespace = DEFAULT_NAMESPACE
     ) -> PrefixInsert:
-        """Add the pages after the longest cached prefix."""
+        """Insert the pages after the longest cached prefix."""
         keys = self._page_keys(token_ids)[: len(pages)]
-        path = self._walk(keys, namespace)
+        path = self._find_path(keys, namespace)
         num_present = len(path)
         for key, page in zip(keys[num_present:], pages[num_present:].tolist(), strict=False):
             parent = path[-1] if path else None
@@ -94,22 +94,22 @@ class ExampleCache(PrefixCache):
         return PrefixInsert(_page_ids(path), num_present, path[-1] if path else None)
 
     def lock(self, handle: Any) -> None:
-        """Count a lock on every page of the prefix."""
-        for entry in _ancestry(handle):
+        """Lock every page of the prefix."""
+        for entry in _path_to(handle):
             self._num_locked += entry.num_locks == 0
             entry.num_locks += 1
 
     def unlock(self, handle: Any) -> None:
-        """Take one lock off every page of the prefix, which counts as use."""
+        """Remove a lock from every page of the prefix, and mark the pages as used."""
         self._clock += 1
-        for entry in _ancestry(handle):
+        for entry in _path_to(handle):
             assert entry.num_locks > 0, "unlocked more often than locked"
             entry.num_locks -= 1
             self._num_locked -= entry.num_locks == 0
             entry.last_used = self._clock
 
     def evict(self, num_pages: int) -> PageIds:
-        """Drop the least recently used entry that nothing continues, then the next."""
+        """Evict unlocked entries without children, the least recently used first."""
         if num_pages > self.num_evictable:
             raise CacheFullError(f"{num_pages} pages to evict, {self.num_evictable} evictable")
         leaves = [
@@ -132,38 +132,38 @@ class ExampleCache(PrefixCache):
 
     @property
     def num_evictable(self) -> int:
-        """Pages without a lock: a lock covers the whole way to a page, so nothing locked can hang below them."""
+        """Number of pages without a lock. All pages after them are unlocked, too, because a lock covers whole prefixes."""
         return len(self._entries) - self._num_locked
 
     @property
     def num_locked(self) -> int:
-        """Pages with a lock."""
+        """Number of pages with a lock."""
         return self._num_locked
 
     def reset(self) -> Sequence[int]:
-        """Forget everything."""
+        """Remove all entries, and return their pages."""
         assert self._num_locked == 0, "reset while a prefix is locked"
         pages = [entry.page for entry in self._entries.values()]
         self._entries.clear()
         return pages
 
     def check(self) -> None:
-        """Count everything again."""
+        """Verify keys, links and counters."""
         children = dict.fromkeys(self._entries.values(), 0)
         for key, entry in self._entries.items():
-            assert entry.key == key, "an entry lies under another's key"
+            assert entry.key == key, "an entry is stored under another key"
             if entry.parent is not None:
-                assert entry.parent in children, "an entry continues one that was evicted"
-                assert entry.parent.num_locks >= entry.num_locks, "a page is locked less often than its continuation"
+                assert entry.parent in children, "the parent of an entry was evicted"
+                assert entry.parent.num_locks >= entry.num_locks, "a page has fewer locks than the page after it"
                 children[entry.parent] += 1
         for entry, count in children.items():
-            assert entry.num_children == count, "an entry miscounts its continuations"
+            assert entry.num_children == count, "num_children is wrong"
         pages = [entry.page for entry in children]
         assert len(set(pages)) == len(pages), "a page is cached twice"
-        assert sum(entry.num_locks > 0 for entry in children) == self._num_locked, "locked pages are miscounted"
+        assert sum(entry.num_locks > 0 for entry in children) == self._num_locked, "the number of locked pages is wrong"
 
 
-def _ancestry(handle: Entry | None) -> list[Entry]:
+def _path_to(handle: Entry | None) -> list[Entry]:
     entries = []
     while handle is not None:
         entries.append(handle)
