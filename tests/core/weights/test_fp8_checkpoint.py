@@ -214,7 +214,7 @@ def test_layers_that_the_checkpoint_leaves(kind: str, plain: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"q.weight_scale": None}, "q.weight has no weight_scale"),
+        ({"q.weight_scale": None}, "q.weight is float8 and has neither weight_scale"),
         ({"q.weight": torch.zeros(4, 8)}, "q.weight has scales but is not float8"),
         ({"q.weight_scale": torch.ones(3)}, r"q.weight, \[4, 8\], has scales of shape \[3\]"),
     ],

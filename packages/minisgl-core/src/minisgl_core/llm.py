@@ -49,7 +49,7 @@ class GenerationOutput:
 
     Attributes:
         prompt_token_ids: token ids of the prompt.
-        text: text of the output without special tokens and stop string; empty if the model has no tokenizer.
+        text: text of the output, by default without special tokens and stop string; empty if the model has no tokenizer.
         token_ids: token ids of the output, including a stop token.
         finish_reason: ``stop``, ``length`` or ``abort``; empty while tokens may follow.
         stop_reason: the stop string, or the id from ``stop_token_ids``, that ended the output; None otherwise.
@@ -142,7 +142,7 @@ class LLM:
         Raises:
             MinisglError: an option, the model or a provider is not valid; the message names it and the reason.
         """
-        # Offline, throughput matters more than the time between two tokens, which the limit is for.
+        # Offline, throughput matters more than the time per output token, which this option limits.
         if options.get("max_step_ms", AUTO) == AUTO:
             options["max_step_ms"] = 0.0
         config = EngineConfig.from_flat(model=model, **options)

@@ -52,13 +52,13 @@ _MIN_TEMPERATURE = 1e-5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Sampling parameters of one request. Names are OpenAI's, or vLLM's where OpenAI has none. So are most ranges.
+    """Sampling parameters of one request. Names and most ranges are OpenAI's, or vLLM's where OpenAI has none.
 
     `stop`, `stop_token_ids` and `bad_words` accept any collection, and `logit_bias` any mapping; None stands for an empty one.
 
     Attributes:
         max_tokens: maximum number of tokens to generate, at least 1.
-        min_tokens: minimum number of tokens to generate; before, EOS and stop tokens are banned and stop strings are ignored.
+        min_tokens: minimum number of tokens to generate; until then, EOS and stop tokens are banned and stop strings are ignored.
         temperature: divisor of the logits, in [0, 1e6]; sampling is greedy below 1e-5.
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         top_p: keep the smallest set of tokens whose probability reaches this; in (0, 1].
@@ -67,9 +67,9 @@ class SamplingParams:
         frequency_penalty: subtracted once per occurrence of the token in the output; in [-2, 2].
         repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output; in [1e-6, 1e6].
         logit_bias: token id to a number added to its logit, in [-100, 100].
-        allowed_token_ids: the only tokens that may be generated; EOS tokens too only if they are listed; None allows all.
+        allowed_token_ids: the only tokens that may be generated; this bans EOS tokens unless they are listed. None allows all.
         bad_words: texts that are not generated. The token that would complete a bad word's token sequence is banned, as in
-            vLLM. The sequence is that of the text, or of the text after a space if that has as many tokens.
+            vLLM. The token sequence of the text after a space is also banned, if it is equally long.
         seed: the same seed gives the same tokens if the logits are equal; None draws a random seed. Other requests in the
             batch change no random number. They change logits slightly in bfloat16 and float16, which may change a token.
         stop: texts that end the output; the match itself is not returned.

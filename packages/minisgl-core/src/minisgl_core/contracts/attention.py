@@ -142,7 +142,7 @@ class AttentionLayer:
 
 
 def check_layers(spec: AttentionSpec, layers: Sequence[AttentionLayer]) -> list[str]:
-    """Return the differences between a model's layers and `spec`, which a backend would ignore silently.
+    """Return the differences between a model's layers and `spec`. A backend would ignore them silently.
 
     Args:
         spec: spec for which a backend's `unsupported` returned nothing.

@@ -147,14 +147,14 @@ class Int4Format:
 
 
 def is_int8(stored: CheckpointQuantization, weights: Mapping[str, Any]) -> bool:
-    """Return True for 8-bit integers with a scale per tensor or output channel, for activations in 8 bits (W8A8).
+    """Return True for 8-bit integers with a scale per tensor or output channel, as in W8A8 checkpoints.
 
     Args:
         stored: quantization of the checkpoint.
         weights: weight format, one of ``stored.groups``.
 
     Raises:
-        ModelFormatError: they are 8-bit integers of a kind that is not supported; the message names the key.
+        ModelFormatError: the weights are 8-bit integers of a kind that is not supported; the message names the key.
     """
     if not _is_compressed_int(stored, weights) or weights.get("num_bits") != 8:
         return False
@@ -253,7 +253,7 @@ def _excluded(config: Mapping[str, Any]) -> Mapping[str, str]:
 
 
 class _Modules:
-    """List of modules, given by names, endings of names, or regular expressions that match their beginnings.
+    """List of modules. An entry is a name, the end of a name, or a regular expression that matches the beginning of a name.
 
     Attributes:
         has_all_linear: True if the list selects every linear layer.

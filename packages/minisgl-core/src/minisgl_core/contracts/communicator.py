@@ -105,7 +105,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def broadcast_object(self, value: object) -> object:
-        """Return rank 0's `value`, a JSON-like object, on all ranks. It may be slow, since only the start calls it."""
+        """Return rank 0's `value`, a JSON-like object, on all ranks. It may be slow, since it is called only at startup."""
 
     def abort(self) -> None:
         """Abort the group because another rank has ended. Collectives that wait for it end with undefined results.

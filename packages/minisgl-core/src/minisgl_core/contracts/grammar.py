@@ -33,8 +33,8 @@ GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar"
 - ``structural_tag``: a JSON object with ``triggers``, a list of texts, and ``structures``, a list of objects. A structure has
   ``begin`` (a text that begins with a trigger), ``schema`` (of the JSON value after it) and ``end`` (the text after the value).
   The output is unrestricted, special tokens included, until a trigger. From the trigger on it is one of the structures that
-  begin with it, and it is unrestricted again after that. It may end only outside of structures. Tags are tokens as above; a
-  trigger also counts if several tokens spell it.
+  begin with it, and it is unrestricted again after that. It may end only outside of structures. As in ``tagged_json``, a tag
+  that is a token appears as that token; but a trigger also counts if several tokens spell it.
 """
 
 
@@ -65,6 +65,7 @@ def check_grammar_size(kind: GrammarKind, text: str, name: str) -> None:
     """
     limit = MAX_GRAMMAR_BYTES[kind]
     try:
+        # A text has at least as many bytes as characters, so a very long one need not be encoded.
         size = len(text) if len(text) > limit else len(text.encode())
     except UnicodeEncodeError as error:
         raise InvalidValueError(name, text, f"valid Unicode ({error.reason})") from None

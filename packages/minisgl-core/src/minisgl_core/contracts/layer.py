@@ -21,7 +21,7 @@ class Layer:
 
     Its parameters (`torch.nn.Parameter`) and its sub-layers (a `Layer`, a list of them or a dict by index) are attributes,
     named as in the checkpoint. Attributes with a leading underscore are private. It is not a `torch.nn.Module`, whose
-    overhead is a microsecond per call and a third of one per attribute: 3% of a decode step of a small model on a CPU.
+    overhead per call and per attribute slows the decode steps of small models on a CPU.
     """
 
     def sublayers(self) -> "Iterator[tuple[str, Layer]]":

@@ -295,7 +295,7 @@ class PlainExperts(ExpertsMethod):
 class InterleavedExperts(ExpertsMethod):
     """Weights in the model's dtype, from checkpoint tensors that hold all experts of a layer, as gpt-oss's do.
 
-    Compared with `PlainExperts` they are transposed, and the outputs of gate and up alternate: gate 0, up 0, gate 1, up 1.
+    Those tensors are transposed, [E, in, out], and the outputs of gate and up alternate: gate 0, up 0, gate 1, up 1.
 
     Attributes:
         gate_up: as in the checkpoint, [E, H, 2 * I]; padding columns are zero.

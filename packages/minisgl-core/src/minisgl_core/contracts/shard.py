@@ -86,6 +86,6 @@ def sharded_target(tensor: torch.Tensor, *shards: Shard) -> WeightTarget:
     for dim, shard in enumerate(shards):
         tensor = tensor.narrow(dim, 0, shard.unpadded_size)
     index = [shard.index for shard in shards]
-    while len(index) > 1 and index[-1] == slice(None):
+    while len(index) > 1 and index[-1] == slice(None):  # trailing dimensions that are whole need no slice
         index.pop()
     return WeightTarget(tensor, tuple(index), shape=(*(shard.total for shard in shards), *unsharded))

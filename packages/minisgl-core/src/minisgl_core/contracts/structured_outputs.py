@@ -102,8 +102,8 @@ class GrammarSource(msgspec.Struct, frozen=True, array_like=True):
             grammar applies from the beginning.
         reasoning_begin_token: token that starts the reasoning content. If the output does not begin with it, the grammar
             applies from the beginning; None if the output always begins in the reasoning content.
-        parts: schemas that `text` is made of, with the user's names for them. They are checked first, so that an error
-            names the part at fault.
+        parts: the user's name and the schema of each part of `text`. These are checked first, so that an error names the
+            part at fault.
     """
 
     kind: GrammarKind

@@ -104,14 +104,14 @@ class WeightSource(ABC):
         """
 
     def stored_tensors(self, config: ModelConfig, wanted: Container[str]) -> Iterator[tuple[str, LazyTensor]]:
-        """Yield `tensors`, but a quantized weight as the checkpoint stores it if the names of its packed tensors are in `wanted`.
+        """Yield the same as `tensors`, except that quantized weights in `wanted` are yielded as the checkpoint stores them.
 
         Override it for a format of quantized weights that a `Quantization` provider reads.
 
         Args:
             config: see `tensors`.
-            wanted: names of the tensors that the model's layers load. They include ``X.weight_scale`` if a provider loads
-                ``X`` as it is stored.
+            wanted: names of the tensors that the model's layers load, including those of packed weights: if a provider loads
+                ``X`` as it is stored, ``X.weight_scale`` is among them.
         """
         return self.tensors(config)
 

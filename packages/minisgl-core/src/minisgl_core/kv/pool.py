@@ -27,6 +27,7 @@ class KVPool:
         self._layers = list(self.data.unbind(0))
         self._k = [layer[0] for layer in self._layers]
         self._v = [layer[1] for layer in self._layers]
+        # `store` writes rows: all heads of a token in layout NHD, one head of a token in layout HND.
         width = spec.head_dim if spec.layout == "HND" else spec.num_kv_heads * spec.head_dim
         is_fp8 = spec.dtype == FP8
         self._encode = _fp8_bits if is_fp8 else _unchanged
@@ -47,6 +48,7 @@ class KVPool:
     def store_index(self, slots: torch.Tensor) -> torch.Tensor:
         if self.spec.layout == "NHD":
             return slots
+        # Row of head h in layout HND: (page * Hkv + h) * S + offset.
         size = self.spec.page_size
         first = slots // size * (size * self.spec.num_kv_heads) + slots % size
         return (first[:, None] + self._head_offsets).view(-1)
@@ -65,10 +67,11 @@ class KVPool:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return zeros. On a CPU, the system provides memory when it is first written, and many pools never fill up."""
+    """Return zeros. On a CPU, many pools never fill up, and `torch.zeros` would make all of their memory resident."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or sys.platform == "win32" or num_bytes == 0:
         return torch.zeros(shape, dtype=dtype, device=device)
+    # The system provides the memory of an anonymous mapping, already zero, page by page when it is first written.
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
 

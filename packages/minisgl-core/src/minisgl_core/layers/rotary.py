@@ -44,7 +44,8 @@ class RotaryEmbedding(Layer):
 def inverse_frequencies(rope: RopeConfig, max_position: int = 0) -> tuple[torch.Tensor, float]:
     """Return the frequency of each pair of dimensions in radians per token, float32 [D2] on the CPU, and a factor on cos and sin.
 
-    With ``dynamic``, these are the unscaled frequencies, since the context of its models ends at the unscaled length.
+    With ``dynamic`` (dynamic NTK), these are the unscaled frequencies, since the engine limits the context to the
+    unscaled length.
 
     With ``longrope``, `max_position` selects the short or the long factors for all positions, since cached keys cannot be
     rotated again. transformers uses the short factors until a sequence exceeds the unscaled context length.
@@ -95,9 +96,11 @@ def _yarn(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn_attention_factor(rope: RopeConfig) -> float:
-    def grown(mscale: float) -> float:
+    """Return YaRN's own factor on cos and sin, computed as in transformers."""
+
+    def get_mscale(mscale: float) -> float:
         return 1.0 if rope.factor <= 1 else 0.1 * mscale * math.log(rope.factor) + 1.0
 
     if rope.mscale and rope.mscale_all_dim:
-        return grown(rope.mscale) / grown(rope.mscale_all_dim)
-    return grown(1.0)
+        return get_mscale(rope.mscale) / get_mscale(rope.mscale_all_dim)
+    return get_mscale(1.0)

@@ -105,12 +105,14 @@ class CpuGraph(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.calls.append((_CapturedOp(func, kwargs), args))
             return result
         given = {each.untyped_storage().data_ptr() for each in tree_leaves((args, kwargs)) if _is_tensor(each)}
+        # The tensor of a torch.tensor() call is kept, because a captured `call` has only its address.
         if func is torch.ops.aten.lift_fresh.default:
             self._constants.append(result)
         leaves, spec = tree_flatten(result)
         is_new = [_is_tensor(each) and each.untyped_storage().data_ptr() not in given for each in leaves]
         if not any(is_new):  # views
             return result
+        # The captured code gets copies of new results. Each replay writes its results to the same memory.
         kept = [self._pool.like(each) if new else each for each, new in zip(leaves, is_new, strict=True)]
         if func.overloadpacket not in _ALLOCATE:
             captured = _CapturedOp(func, kwargs, [(index, kept[index]) for index, new in enumerate(is_new) if new])

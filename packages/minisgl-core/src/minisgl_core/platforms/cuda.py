@@ -120,6 +120,7 @@ class CudaPlatform(Platform):
         return list(graphs), output
 
     def weak_ref(self, tensor: torch.Tensor) -> torch.Tensor:
+        # The CUDA array interface has no bfloat16 and no float8.
         integers = tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
         alias = torch.as_tensor(_Memory(integers), device=self.device).view(tensor.dtype)
         if alias.data_ptr() != tensor.data_ptr():

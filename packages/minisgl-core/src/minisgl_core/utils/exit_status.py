@@ -4,7 +4,10 @@ import signal
 
 
 def describe_exit(exitcode: int | None) -> str:
-    """Return a phrase that tells how a process ended and follows its name."""
+    """Return a phrase to follow a process's name, such as ``was killed by SIGTERM``.
+
+    `exitcode` is None if the process still runs although its pipe is closed.
+    """
     if exitcode is None:
         return "closed its pipe and hangs"
     if exitcode >= 0:

@@ -17,17 +17,19 @@ if TYPE_CHECKING:
 _STD = 0.02
 """Standard deviation of weights, as at the initialisation of many models; also the scale of packed weights."""
 _BLOCK_ELEMENTS = 4_000_037
-"""Prime, so that no row length divides it and all rows differ."""
+"""Elements of a block of random numbers: a prime, so that no row length divides it and all rows differ."""
 _E8M0 = 121
 """Scale of MXFP4 weights, 2^-6, as a code of e8m0: its exponent plus 127."""
 
 
 class DummyWeights(FolderSource):
-    """A folder with a ``config.json``. The server also needs its tokenizer; without one, `LLM` accepts token ids only.
+    """Random weights for a folder with a ``config.json``.
 
-    Norms are 1, everything else is drawn from N(0, 0.02) with a fixed seed. Packed weights are drawn from N(0, 1) in float8 or
-    from all integers of their dtype, and their scales are 0.02, or 2^-6 for MXFP4. Values are copied from a block of random
-    numbers on the device, so loading is as fast as its memory.
+    The server also needs the folder's tokenizer; without one, `LLM` accepts token ids only.
+
+    Norms are 1. Other weights are normal with standard deviation 0.02, from a fixed seed. Packed weights are normal with standard
+    deviation 1 in float8, or uniform integers of their dtype. Their scales are 0.02, or 2^-6 for MXFP4. Values are copied from
+    a block of random numbers on the device, so loading is as fast as the device's memory.
     """
 
     def __init__(self, path: Path) -> None:

@@ -47,11 +47,11 @@ class FolderSource(WeightSource):
         """
         if not any(file for pattern in _TOKENIZER_FILES for file in self._path.glob(pattern)):
             raise TokenizerNotFoundError(
-                f"{self._path} holds no tokenizer (no tokenizer.json, tokenizer.model or vocab)"
+                f"{self._path} holds no tokenizer (no tokenizer.json, tokenizer.model or vocab); add the model's tokenizer files"
             )
         from transformers import AutoTokenizer
 
-        # Without trust_remote_code, transformers asks on a terminal whether to run the code of the checkpoint.
+        # If trust_remote_code is left out, transformers asks on a terminal whether to run the code of the checkpoint.
         options = {"local_files_only": True, "trust_remote_code": False, **self._plain_config()}
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(self._path), **options)

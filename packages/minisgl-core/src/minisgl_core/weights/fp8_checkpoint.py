@@ -99,7 +99,7 @@ def join_scales(
             else:
                 yield name, scaled
     if weights:
-        raise ModelFormatError(f"{next(iter(weights))} has no weight_scale or weight_scale_inv")
+        raise ModelFormatError(f"{next(iter(weights))} is float8 and has neither weight_scale nor weight_scale_inv")
     if scales:
         raise ModelFormatError(f"{next(iter(scales))} has scales but is not float8")
 
@@ -122,11 +122,11 @@ class ScaledTensor:
         self.weight, self._scales = weight, scales
         shape = tuple(scales.shape)
         if len(self.shape) == 2 and shape in ((), (1,), (1, 1)):
-            self._sizes = self.shape
+            self._block = self.shape
         elif len(self.shape) == 2 and shape in ((self.shape[0],), (self.shape[0], 1)):
-            self._sizes = (1, self.shape[1])
+            self._block = (1, self.shape[1])
         elif len(self.shape) == 2 and block and shape == _num_blocks(self.shape, block):
-            self._sizes = block
+            self._block = block
         else:
             blocks = f"blocks of {block[0]} by {block[1]}" if block else "no block size in the config"
             raise ModelFormatError(f"{name}, {list(self.shape)}, has scales of shape {list(shape)}, with {blocks}")
@@ -138,13 +138,13 @@ class ScaledTensor:
         values = self.weight[index].float()
         scales = self.scales()
         for dim, part in enumerate(index):
-            block_ids = torch.arange(self.shape[dim])[part] // self._sizes[dim]
+            block_ids = torch.arange(self.shape[dim])[part] // self._block[dim]
             scales = scales.index_select(dim, block_ids)
         return values.mul_(scales)
 
     def scales(self) -> torch.Tensor:
         """Return the scales, float32 [row blocks, column blocks]."""
-        return self._scales[()].float().view(_num_blocks(self.shape, self._sizes))
+        return self._scales[()].float().view(_num_blocks(self.shape, self._block))
 
 
 def _num_blocks(shape: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:

@@ -85,5 +85,5 @@ class SamplingOps(OpsProvider):
             Masked logits, [N, V].
         """
         bits = (1 << torch.arange(8, device=words.device)).to(torch.uint8)
-        ruled_out = (words.view(torch.uint8)[:, :, None] & bits).view(len(index), -1)[:, : logits.shape[1]] == 0
-        return logits.index_copy_(0, index, logits[index].masked_fill_(ruled_out, -torch.inf))
+        is_banned = (words.view(torch.uint8)[:, :, None] & bits).view(len(index), -1)[:, : logits.shape[1]] == 0
+        return logits.index_copy_(0, index, logits[index].masked_fill_(is_banned, -torch.inf))
