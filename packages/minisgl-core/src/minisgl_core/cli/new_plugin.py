@@ -92,6 +92,7 @@ def write_plugin(name: str, kind: str, parent: Path) -> list[Path]:
     package = distribution.replace("-", "_")
     short = distribution.removeprefix("minisgl-")
     scaffold = SCAFFOLDS[kind]
+    # The class of the attention backend my-attention is MyAttention, not MyAttentionAttention.
     camel = "".join(map(str.capitalize, short.split("-"))).removesuffix(scaffold.provider.partition("}")[2])
     words = {"name": short, "name_": short.replace("-", "_"), "Name": camel}
     entry = scaffold.entry.format(**words)

@@ -15,9 +15,9 @@ The options of a command are fields of dataclasses, made with `minisgl_core.conf
         server = ServerOptions(**pick(values, ServerOptions))
 
 ``values`` has all options by field name, checked and converted. ``sources`` describes where each value came from. The order of
-precedence is flag, environment variable, config file, default. `with_options` adds ``--config`` and ``--print-config``, which
-prints the options and exits before the function runs. It fails if a selected provider is not installed. The group passes its
-`Registry` as the context's object.
+precedence is flag, environment variable, config file, default. `with_options` adds ``--config`` and ``--print-config``. The
+latter prints the options and exits before the function runs; it fails if a selected provider is not installed. The command group
+passes its `Registry` as the context's object.
 """
 
 import dataclasses
@@ -163,7 +163,7 @@ class _Checked(click.ParamType):  # type: ignore[type-arg]  # generic since clic
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         assert isinstance(param, ConfigOption)
         checked = check_value(param.spelling(ctx), value, param.item)
-        return checked[0] if param.multiple else checked
+        return checked[0] if param.multiple else checked  # click passes the values of a list one by one
 
 
 class _CheckedFlag(_Checked, click.types.BoolParamType):

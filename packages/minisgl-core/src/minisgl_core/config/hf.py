@@ -19,8 +19,8 @@ _CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "Qwen3ForCausalLM": {"head_dim": 128, "max_window_layers": 28, **_QWEN_WINDOW},
     "Qwen3MoeForCausalLM": {"moe_intermediate_size": 768, **_QWEN_WINDOW},
 }
-"""Defaults of missing keys that differ between transformers' config classes, and values that an architecture fixes without a
-key. An architecture whose entry lacks ``max_window_layers`` ignores that key."""
+"""Defaults of missing keys that differ between transformers' config classes, and Qwen2's biases, which transformers hard-codes.
+An architecture whose entry lacks ``max_window_layers`` ignores that key."""
 
 _SAME_WINDOW = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen3MoeForCausalLM"})
 """Architectures that do not read ``layer_types``: all layers have the same window, or none has one."""
@@ -78,7 +78,7 @@ def model_config(
         num_q_heads=num_q_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        # A config with a rope per kind of layer states the scaled context.
+        # Configs with RoPE settings per kind of layer, such as Gemma 3's, have the scaled context in this key.
         max_position=max_position if sliding_rope else _scaled_context(max_position, rope),
         rms_norm_eps=keys.above("rms_norm_eps", 0.0, 1e-6),
         rope=rope,
@@ -146,7 +146,7 @@ def _rope_settings(keys: Keys) -> tuple[str, Mapping[str, Any]]:
 
 
 def _ropes(keys: Keys, head_dim: int, max_position: int) -> tuple[RopeConfig, RopeConfig | None]:
-    """Return the rope of all layers and None, or that of full-attention layers and that of layers with a window."""
+    """Return the RoPE of full-attention layers, and that of layers with a sliding window; None if it is the same."""
     by_kind = keys.get("rope_parameters")
     if not isinstance(by_kind, Mapping) or set(by_kind) != {"full_attention", "sliding_attention"}:
         return _rope(keys, head_dim, max_position), None
@@ -173,7 +173,7 @@ def _rope(keys: Keys, head_dim: int, max_position: int) -> RopeConfig:
             "their number must be even and at most head_dim"
         )
     theta = rope.above("rope_theta", 1.0, keys.above("rope_theta", 1.0, 10000.0))
-    if kind not in ROPE_KINDS:
+    if kind not in ROPE_KINDS:  # a plugin's model may implement it; `RotaryEmbedding` refuses it
         return RopeConfig(theta, rotary_dim, kind, original_max_position=max_position)
     original = _original_max_position(keys, rope, kind, max_position)
     implied_factor = max_position / original if kind == "yarn" and original < max_position else None
@@ -212,10 +212,10 @@ def _original_max_position(keys: Keys, rope: Keys, kind: str, max_position: int)
 
 
 def _scaled_context(max_position: int, rope: RopeConfig) -> int:
-    """Return the scaled context length. Some kinds of RoPE scaling keep the unscaled one in ``max_position_embeddings``.
+    """Return the scaled context length. With ``linear`` and ``yarn``, ``max_position_embeddings`` may be the unscaled one.
 
-    ``dynamic`` is not among them. Beyond the unscaled context, its rotation of every key depends on the length of the sequence,
-    and cached keys cannot be rotated again.
+    The context of ``dynamic`` stays unscaled. Beyond it, the rotation of every key would depend on the length of the sequence,
+    but cached keys cannot be rotated again.
     """
     if rope.kind not in ("linear", "yarn"):
         return max_position

@@ -80,7 +80,7 @@ class Keys:
         """Return a list of `count` numbers above 0; empty if the key is missing and not `required`."""
         values = self.get(key, ())
         if not isinstance(values, (list, tuple)) or any(not is_number(each) or each <= 0 for each in values):
-            raise ModelFormatError(f"{self._where}: {key} is not a list of numbers above 0")
+            raise self.error(key, "is not a list of numbers above 0")
         if len(values) != count and (values or required):
             raise ModelFormatError(f"{self._where}: {key} has {len(values)} entries, not {count}")
         return tuple(map(float, values))
@@ -108,7 +108,7 @@ class Keys:
 
 
 def is_number(value: Any) -> bool:
-    """Return True if a value is a finite number, and no boolean."""
+    """Return True if a value is a finite number, but not a boolean."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     return abs(value) < 2**1000 and math.isfinite(value)  # a larger int would not fit in a float

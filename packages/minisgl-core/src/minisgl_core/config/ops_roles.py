@@ -22,7 +22,8 @@ def assign_roles(
         roles_of: function that returns the roles of a supported provider.
 
     Returns:
-        Names of the providers that serve a role, separated by commas, and a text with the roles of each.
+        Names of the providers that serve a role, separated by commas, and a text with the roles of each. The names may
+        lack ``torch``, which always serves the remaining roles.
 
     Raises:
         ProviderUnsupportedError: a provider that the user named is not supported here.

@@ -30,8 +30,8 @@ class Option:
         metavar: placeholder in ``--help``.
         env: further environment variables that set it, such as an older name.
         secret: True if the value must not be shown.
-        convert: function of the option's name and a string, called before the other checks. It returns the string, or an
-            instance of the field's type or of a subclass.
+        convert: function of the option's name and a string value, called before the other checks. It returns a string, or an
+            instance of the field's type.
     """
 
     help: str

@@ -38,11 +38,10 @@ PREFERENCES: dict[tuple[str, str], tuple[str, ...]] = {
 ``ops``, each role is served by the first provider that has it. On CPUs, ``native`` are this project's kernels in C, and ``torch``
 is plain PyTorch.
 
-The order of attention backends on CUDA was measured on Hopper GPUs (docs/performance-notes.md). The Hopper kernels are not slower
-than FlashAttention 3 for prefills, and their decode kernel takes less time at its start and end. What they do not support goes
-to FlashAttention or FlashInfer for prefills, and to Triton for decodes. With mixed lengths, Triton's kernel is as fast as theirs,
-and needs no planning on the host. On four H200s, the one-shot all-reduce takes a third of NCCL's time for the message sizes of
-decode steps.
+The order of attention backends on CUDA was measured on Hopper GPUs (docs/performance-notes.md). There, the Hopper kernels are the
+fastest for prefills and decodes. What they do not support goes to FlashAttention or FlashInfer for prefills, and to Triton for
+decodes, where Triton's kernel is as fast as theirs and needs no planning on the host. For the message sizes of decode steps on
+four H200s, the one-shot all-reduce is two to five times as fast as NCCL's (docs/benchmarks.md).
 """
 
 
@@ -50,7 +49,7 @@ class ProviderPicker:
     """Selection of the provider of each kind, for one machine.
 
     Attributes:
-        to_compile: names of the attention backends that were passed over because they are not compiled, as keys.
+        to_compile: attention backends that were passed over because they are not compiled; an ordered set, so values are None.
     """
 
     def __init__(
@@ -123,6 +122,7 @@ class ProviderPicker:
         return self._preferred(kind) or self._preferences(kind)[0]
 
     def _preferences(self, kind: str) -> tuple[str, ...]:
+        """Return the platform's list. A plugin's platform has the CPU's lists."""
         return PREFERENCES.get((kind, self._platform), ()) or PREFERENCES[(kind, "cpu")]
 
 

@@ -1,7 +1,6 @@
 """Calls to the hooks of installed plugins.
 
-The registry loads the modules, and not pluggy's own loader. A module that fails to import then causes a warning and does not stop
-the launch.
+The registry loads the hook modules, not pluggy's own loader, so that a module that fails to import only causes a warning.
 """
 
 import functools
@@ -102,6 +101,7 @@ def _add(manager: pluggy.PluginManager, registry: Registry, entry: Entry) -> Non
         manager.register(hooks, name)
         manager.check_pending()
     except (ValueError, pluggy.PluginValidationError) as error:
+        # A ValueError means that another module is registered under this name, and that one stays.
         if isinstance(error, pluggy.PluginValidationError) and manager.has_plugin(name):
             manager.unregister(name=name)
         raise PluginError(" ".join(str(error).split())) from error

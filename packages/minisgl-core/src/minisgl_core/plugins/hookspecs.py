@@ -87,7 +87,7 @@ class EngineState(Protocol):
 
     @property
     def stats(self) -> SchedulerStats:
-        """Totals since the start. After an `LLM` recovers from a failed step, they restart in a new object."""
+        """Totals since the start. After an `LLM` recovers from a failed step, a new object counts from 0."""
 
 
 @hookspec
@@ -149,7 +149,7 @@ def cli_options(command: str) -> Sequence[click.Option]:  # type: ignore[empty-b
     """Return further options for a command.
 
     ``--config`` files may set them like the command's own options. Their values are not passed to the command, so an option acts
-    in its click callback. Hooks of the engine loop may run in other processes, which inherit the environment.
+    in its click callback. To reach hooks in other processes, the callback can set an environment variable, which they inherit.
 
     Args:
         command: the command's name, such as ``launch``.

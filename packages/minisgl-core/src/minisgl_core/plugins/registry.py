@@ -221,7 +221,7 @@ def _scan(notes: list[str]) -> Iterator[Entry]:
     """Yield each provider once. If a distribution occurs twice on the path, the first one counts, as for imports."""
     seen: set[str] = set()
     for distribution in distributions():
-        name = "?"
+        name = ""
         try:
             text = distribution.read_text("entry_points.txt")
             if not text or _PREFIX not in text:
@@ -229,9 +229,9 @@ def _scan(notes: list[str]) -> Iterator[Entry]:
             name = canonicalize_name(distribution.metadata["Name"])
             if name not in seen:
                 seen.add(name)
-                yield from list(_entries_of(distribution, name, notes))
+                yield from list(_entries_of(distribution, name, notes))  # as a list, so that an error leaves out all
         except Exception as error:
-            where = name if name != "?" else getattr(distribution, "_path", "a distribution")
+            where = name or getattr(distribution, "_path", "a distribution")
             notes.append(f"the metadata of {where} cannot be read: {type(error).__name__}: {error}")
 
 

@@ -95,12 +95,12 @@ def render_chat(
         continue_final_message: leave the last message open, so that the answer continues it; as in transformers.
         documents: documents for the template, which must have that variable.
         chat_template: template to use instead of the tokenizer's.
-        apply: function to use instead of ``tokenizer.apply_chat_template``.
+        apply: function to use instead of ``tokenizer.apply_chat_template``, for example to render in another process.
 
     Raises:
-        InvalidValueError: there is no template or no message, a role is unknown, or a content is not text. Also raised for
-            a variable that the template does not have, and for a template that fails or refuses the conversation. The same
-            holds for one that exceeds the limits of `minisgl_core.text.render_limit`.
+        InvalidValueError: there is no template or no message, a message is not valid, or the template does not have a variable
+            that is set. Also raised if the template fails, refuses the conversation, or exceeds the limits of
+            `minisgl_core.text.render_limit`.
     """
     template = tokenizer.chat_template if chat_template is None else chat_template
     if template is None:
@@ -131,6 +131,7 @@ def render_chat(
 
 
 def _apply(tokenizer: Any, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
+    """Render with the tokenizer, within the limits on time, memory and numbers."""
     check_numbers(_JINJA, options.get("chat_template", tokenizer.chat_template))
     text: str = run_limited(lambda: tokenizer.apply_chat_template(messages, tokenize=False, **options))
     return text

@@ -107,14 +107,15 @@ class _WindowDecoder:
             end -= min(MAX_CHAR_BYTES - 1, end - len(text.rstrip(REPLACEMENT)))
         shown = text[self._num_shown : end]
         self._num_shown = max(self._num_shown, end)
-        if shown and end == len(text):
+        if shown and end == len(text):  # a character boundary: these tokens become the context of the next ones
             self._ids = self._ids[self._num_context :]
             self._num_context = len(self._ids)
             self._num_shown = len(self._text(self._ids))
-        elif len(self._ids) > MAX_WINDOW:
+        elif len(self._ids) > MAX_WINDOW:  # a long run without a boundary
             num_waiting = len(text) - self._num_shown
             self._ids = self._ids[-KEPT_WINDOW:]
             self._num_context = 0
+            # The characters that were not returned yet are at the end of the text.
             self._num_shown = max(0, len(self._text(self._ids)) - num_waiting)
         return shown
 

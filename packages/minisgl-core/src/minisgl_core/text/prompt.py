@@ -14,7 +14,7 @@ from minisgl_core.text.chat import render_chat
 _FIRST_CHARS = 2**14
 """Characters that are tokenized first, which takes about 10 ms."""
 _EXTRA_TOKENS = 256
-"""Upper bound of the tokens that a cut adds: the beginning of a text may have more tokens alone than the whole text has."""
+"""Margin for a cut, which may split words: a part of a text may have more tokens than the same part within the whole text."""
 
 
 def list_prompts(prompts: Any) -> list[Any]:

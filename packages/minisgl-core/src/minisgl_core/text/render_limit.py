@@ -129,7 +129,7 @@ def run_limited(function: Callable[[], Result]) -> Result:
         finally:
             _watchdog.end(render)
     except _Stop:
-        _watchdog.end(render)
+        _watchdog.end(render)  # again, as the exception may have interrupted the first call
         raise RenderLimitError(render.stopped_by) from None
     except MemoryError:
         raise RenderLimitError(_memory_message()) from None
