@@ -71,7 +71,7 @@ def dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: At
 def quarter_turns(num_tokens: int, like: torch.Tensor) -> Rope:
     """Return rotations by multiples of 90 degrees, which are exact and differ between tokens and pairs of dimensions."""
     tokens, pairs = (torch.arange(n, device=like.device) for n in (num_tokens, like.shape[-1] // 2))
-    quarters = (tokens[:, None] + pairs) % 4
+    quarters = (tokens[:, None] + pairs) % 4  # cos is 1, 0, -1, 0 and sin is 0, 1, 0, -1
     cos, sin = (1 - quarters % 2) * (1 - quarters), quarters % 2 * (2 - quarters)
     return Rope(cos.to(like.dtype), sin.to(like.dtype))
 
@@ -338,7 +338,7 @@ class AttentionRig:
                 part = slice(end - num_new, end)
                 self._check_request(request, layer, q[part], out[part].cpu())
         changed = (self.pool.data.cpu().float() != self._laid_out(self.expected_pool).float()).flatten(3).any(-1)
-        wrong = [index for index in changed.nonzero().tolist() if index[2] != 0]
+        wrong = [index for index in changed.nonzero().tolist() if index[2] != 0]  # padding may write to page 0
         assert not wrong, f"{self}: these (layer, K or V, page) have wrong content: {wrong[:8]}"
 
     def _set_expected(self, layer: AttentionLayer, slots: torch.Tensor, given: torch.Tensor) -> None:
@@ -409,7 +409,7 @@ class DecodeGraph:
 
     def _capture(self, forward: Forward) -> Callable[[], list[torch.Tensor]]:
         """Return a function that runs all layers on the current content of `inputs`."""
-        outputs = self.rig.run(forward, self.inputs, self.plan)
+        self.rig.run(forward, self.inputs, self.plan)  # kernels may be compiled in their first call
         if self.rig.spec.device.type != "cuda":
             return lambda: self.rig.run(forward, self.inputs, self.plan)
         graph = torch.cuda.CUDAGraph()
@@ -428,6 +428,7 @@ class DecodeGraph:
         work = [(request, 1) for request in requests] + [(None, 1)] * (self.size - len(requests))
         now = self.rig.batch(work, self.size)
         for replay, _ in zip(self._replays, self.rig.variants(), strict=True):
+            # With this capability, `plan_replay` must not read device memory, which has wrong values until the replay.
             reads_table = self.backend.capabilities.graph_reads_page_table
             for name in ("rows", "seq_lens"):
                 getattr(self.batch, name).copy_(0 if reads_table else getattr(now, name))
@@ -437,7 +438,7 @@ class DecodeGraph:
             table = self.backend.page_table
             whole = table.clone()
             if reads_table:
-                table.zero_()  # only the replay may read it
+                table.zero_()
             self.backend.plan_replay(self.batch)
             table.copy_(whole)
             for name in ("rows", "seq_lens", "slots"):

@@ -16,7 +16,7 @@ from minisgl_core.contracts.ops import NormOps
 DTYPES = (torch.float32, torch.bfloat16)
 
 _SHORT_TIMEOUT_S = 0.9
-"""Timeout of what must fail. A `FileStore` waits until whole seconds exceed it: 1 s, but 2 s for a timeout of 1 s."""
+"""Timeout of calls that must fail. A `FileStore` counts whole seconds: this timeout takes 1 s, but one of 1 s would take 2 s."""
 
 
 @dataclass(frozen=True)
@@ -241,11 +241,11 @@ COLLECTIVES = (
     check_send_and_recv,
     check_objects,
 )
-"""Checks of one group, which they share."""
+"""Checks that share one group."""
 GROUPS = (check_two_groups, check_abort)
 """Checks that join groups themselves."""
 FAULTS = (check_group_without_a_rank, check_collective_without_a_rank, check_collective_after_a_rank_left)
-"""Checks whose timeouts end the process on devices with asynchronous execution."""
+"""Checks of missing ranks. On devices with asynchronous execution, their timeouts end the process."""
 
 
 def run_checks(me: Rank, with_faults: bool) -> None:
@@ -256,7 +256,7 @@ def run_checks(me: Rank, with_faults: bool) -> None:
         note.write_text(collective.__name__)
         collective(me, group)
     group.close()  # not after a failure, as it may wait for the other ranks
-    for check in GROUPS + FAULTS * with_faults:
+    for check in GROUPS + FAULTS if with_faults else GROUPS:
         note.write_text(check.__name__)
         check(me)
 

@@ -103,6 +103,7 @@ def meet(placement: RankPlacement, directory: str, report: Callable[[Ready], Non
         store.wait([str(rank) for rank in range(placement.size)])
         report(Ready(process=f"rank {placement.rank} of {placement.size}, local {placement.local_rank}"))
         if receiver.receive() is not None:
+            # Renamed when it is complete, so that nobody reads an empty file.
             Path(directory, f"new {placement.rank}").write_text(str(os.getpid()))
             Path(directory, f"new {placement.rank}").rename(Path(directory, f"done {placement.rank}"))
         receiver.receive()  # keep running, because the supervisor reports an exited rank as an error

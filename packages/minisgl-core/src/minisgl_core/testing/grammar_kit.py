@@ -14,6 +14,7 @@ from minisgl_core.contracts.grammar import WHITESPACE, GrammarBackend, GrammarKi
 from minisgl_core.errors import InvalidValueError
 
 EOS = (257, 259)
+"""Ids of ``<|end|>`` and ``<|stop|>`` in `byte_tokenizer`."""
 VOCAB_SIZE = 300
 """Size of a padded vocabulary; the kit's tokenizer has fewer tokens."""
 
@@ -197,7 +198,7 @@ class GrammarTests:
 
     @pytest.mark.parametrize("name", list(CASES))
     def test_invalid_outputs_are_refused(self, name: str) -> None:
-        """Invalid outputs are refused at the wrong byte, and the state does not change."""
+        """Invalid outputs are refused at the wrong byte or earlier, and the refused token does not change the state."""
         for text in CASES[name].invalid:
             state = self.make(name)
             *first, wrong = _encode(text, one_byte_each=True)
@@ -230,6 +231,7 @@ class GrammarTests:
             tokens: list[int] = []
             while len(tokens) < 60:
                 allowed, tags = _allowed(state), _encode("<|call|><tool>")
+                # EOS in 10% of the positions where it is allowed, and a token of a tag in 20%, so that tags occur.
                 chance = rng.random()
                 chosen = allowed & ({*EOS} if chance < 0.1 else {*tags} if chance < 0.3 else set())
                 token = rng.choice(sorted(chosen or allowed - set(EOS) or allowed))
@@ -360,7 +362,7 @@ def _letters(text: str) -> list[str]:
 
 
 def _mask(state: GrammarState, vocab_size: int = VOCAB_SIZE) -> Any:
-    mask = np.full(mask_width(vocab_size), 0x55555555, np.int32)
+    mask = np.full(mask_width(vocab_size), 0x55555555, np.int32)  # bits of an earlier step, which must not stay
     state.fill_mask(mask)
     return mask
 

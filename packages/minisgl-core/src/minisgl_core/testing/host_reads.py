@@ -11,6 +11,7 @@ Result = TypeVar("Result")
 _READS = {"item", "tolist", "numpy", "cpu", "nonzero", "argwhere", "equal", "allclose", "unique", "masked_select"} | {
     f"__{name}__" for name in ("bool", "int", "float", "complex", "index", "array", "contains", "format", "repr")
 }
+"""Functions and methods that read tensor values on the host. Indexing does so with some indices; see `_reads_index`."""
 
 
 class HostReads(TorchFunctionMode):
@@ -40,7 +41,7 @@ class HostReads(TorchFunctionMode):
 
 
 def unrecorded(function: Callable[..., Result]) -> Callable[..., Result]:
-    """Return `function` without the recording of its reads by `HostReads`."""
+    """Return a function that does the same, but whose reads `HostReads` does not record."""
 
     def call(*args: Any, **kwargs: Any) -> Result:
         with torch._C.DisableTorchFunction():

@@ -44,6 +44,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known.add(key)
         self.live += size
         self.peak = max(self.peak, self.live)
+        # torch keeps one Python object per storage, which lives as long as the storage.
         weakref.finalize(storage, self._forget, key, size)
 
     def _forget(self, key: int, size: int) -> None:

@@ -43,7 +43,7 @@ def _all_alike(num_tokens: int, num_experts: int, top_k: int, random: torch.Gene
 def _skewed(num_tokens: int, num_experts: int, top_k: int, random: torch.Generator) -> torch.Tensor:
     """Route most tokens to the experts in the middle; the first and the last experts get few or none."""
     nearness = -(torch.arange(num_experts) - num_experts // 2).abs() * 2.0
-    noise = torch.rand(num_tokens, num_experts, generator=random).log().neg().log().neg()
+    noise = torch.rand(num_tokens, num_experts, generator=random).log().neg().log().neg()  # of the Gumbel distribution
     return (nearness + noise).argsort(dim=1, descending=True)[:, :top_k]
 
 
@@ -135,7 +135,7 @@ def activated(gate: torch.Tensor, up: torch.Tensor, spec: MoeSpec) -> torch.Tens
 def dequantized(
     weight: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype, zeros: torch.Tensor | None, columns: int
 ) -> torch.Tensor:
-    """Return the weights of `ExpertWeights`, dequantized to `dtype`, for that number of columns."""
+    """Return weights of `ExpertWeights`, dequantized to `dtype`. Packed ones may have padding after the first `columns`."""
     if weight.dtype == torch.uint8 and scales is not None:
         values = torch.stack((weight % 16, weight // 16), -1).flatten(-2).to(dtype)
         size = values.shape[-1] // scales.shape[-1]
@@ -182,11 +182,12 @@ def expected_routing(
     for token, row in enumerate(logits.cpu().double()):
         scores = (row.softmax(0) if spec.scoring == "softmax" else 1 / (1 + (-row).exp())).tolist()
         bias = [0.0] * len(scores) if correction_bias is None else correction_bias.cpu().double().tolist()
-        choice = [score + each for score, each in zip(scores, bias, strict=True)]
+        biased = [score + each for score, each in zip(scores, bias, strict=True)]
         groups = [range(start, start + size) for start in range(0, len(scores), size)]
-        groups.sort(key=lambda group: sum(sorted((choice[i] for i in group), reverse=True)[:2]), reverse=True)
+        # As in DeepSeek-V3, a group's score is the sum of its two largest biased scores.
+        groups.sort(key=lambda group: sum(sorted((biased[i] for i in group), reverse=True)[:2]), reverse=True)
         allowed = [i for group in groups[: spec.topk_groups] for i in group]
-        chosen = sorted(allowed, key=choice.__getitem__, reverse=True)[: spec.top_k]
+        chosen = sorted(allowed, key=biased.__getitem__, reverse=True)[: spec.top_k]
         total = sum(scores[i] for i in chosen) if spec.renormalize else 1.0
         for i in chosen:
             weights[token, i] = scores[i] / total * spec.scaling_factor

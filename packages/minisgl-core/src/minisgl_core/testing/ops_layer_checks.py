@@ -30,14 +30,14 @@ class LinearChecks(OpsChecks):
         """Plain and gated GEMMs of all shapes and numbers of tokens, with weights in the model's dtype or FP8.
 
         The simplest ones run with each number up to 18, since a kernel that computes several tokens at once may lose the last.
-        Others run twice with each number.
+        Others run twice with each number, since a kernel may keep state from its last call.
         """
         more = self.num_rows if has_bias or in_fp8 else range(19)
         for ops, shape in self.weights(in_fp8):
             for op, expected in self.gemms(ops, shape, has_bias, in_fp8):
                 for num_rows in sorted([*self.num_rows, *more]):
                     x = self.random(num_rows, shape[1], dtype=ops.dtype)
-                    label = f"{num_rows} tokens, weight {shape}{' in FP8' * in_fp8}"
+                    label = f"{num_rows} tokens, weight {shape}, in_fp8={in_fp8}"
                     self.check(op, expected, x, label, roundings=2)
 
     @pytest.mark.parametrize("in_fp8", [False, True])

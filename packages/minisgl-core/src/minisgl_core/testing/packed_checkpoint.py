@@ -1,4 +1,4 @@
-"""Quantized checkpoints of one layer for the quantization kit."""
+"""Checkpoints of one layer, quantized or not, for the quantization kit."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -86,9 +86,10 @@ class PlatformTests:
         """Concurrent copies do not overwrite each other's memory."""
         platform = self.make()
         with platform.stream():
-            late = torch.ones(_NUM_WORDS, device=platform.device)
+            # This work keeps the device busy while the host queues all copies.
+            busy = torch.ones(_NUM_WORDS, device=platform.device)
             for _ in range(200):
-                late = late * 1.5 - 0.5
+                busy = busy * 1.5 - 0.5
             filled = [torch.empty(50, dtype=torch.int32, device=platform.device) for _ in range(40)]
             for number, tensor in enumerate(filled):
                 platform.fill(tensor, np.full(50, number, np.int32))

@@ -105,7 +105,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         assert (self.cache.num_evictable, self.cache.num_locked) == sizes, "match changed a size"
         part = self.longest_cached(prefix)
         assert result.pages.tolist() == self.pages_of(part), "match returned other pages"
-        result.pages[:] = -1
+        result.pages[:] = -1  # the caller's copy
         self.use(part, surely=False)
         self.hold(result.handle, part, lock)
 
@@ -117,7 +117,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         lock=st.booleans(),
     )
     def insert(self, prefix: Prefix, num_extra: int, num_reused: int, num_surplus: int, lock: bool) -> None:
-        """Insert a prefix: the cache's own pages for the first cached tokens, and new pages for the rest."""
+        """Insert a prefix with up to `num_reused` pages of the cache, then new ones, `num_surplus` more than the prefix needs."""
         present = self.longest_cached(prefix)
         reused = self.pages_of(present)[:num_reused]
         num_own = len(prefix) - len(reused) + num_surplus
@@ -135,7 +135,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         assert result.pages.tolist() == pages, "insert returned other pages"
         self.cached.update(zip(self.beginnings(prefix), pages, strict=False))
         self.free += [page for page in own if page not in pages]
-        tokens[:], offered[:], result.pages[:] = -1, -1, -1
+        tokens[:], offered[:], result.pages[:] = -1, -1, -1  # the cache must have copied them
         self.use(prefix[:num_cached], surely=True)
         self.hold(result.handle, prefix[:num_cached], lock)
 
@@ -182,6 +182,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             assert all(self.surely_used[prefix] <= oldest_kept for prefix in evicted), (
                 "a page was evicted before one that was used earlier"
             )
+        # An eviction invalidates all handles that are not locked, except for those of the empty prefix.
         self.handles = [*self.locks, *((handle, prefix) for handle, prefix in self.handles if not prefix)]
 
     @precondition(lambda self: len(self.cached) > 4 and not self.locked())

@@ -229,7 +229,7 @@ class QuantizationTests:
             self.check(layer.forward(x), self.expected_linear(x, module), "strided")
 
     def test_linear_weights_have_no_second_copy(self) -> None:
-        """`prepare` keeps no unquantized copy of a weight. Packed weights are never dequantized, not even while loading."""
+        """`prepare` keeps no unquantized copy of a weight. Packed weights are never all dequantized, not even while loading."""
         (rows, columns), count = (256, 512), 24
         for provider, checkpoint in self.cases():
             module = self.module(checkpoint, (rows, columns), provider, False)
@@ -356,8 +356,8 @@ class QuantizationTests:
     ) -> tuple[MoeCase, dict[str, PackedModule]]:
         """Return inputs and the modules of three experts.
 
-        From expert to expert, gate and up weights grow by a factor of 8, and down weights shrink by it. Their activated product
-        stays in float16's range.
+        From expert to expert, gate and up weights grow by a factor of 8, and down weights shrink by it. The product of gate and
+        up stays in float16's range.
         """
         modules = {}
         for expert in range(3):

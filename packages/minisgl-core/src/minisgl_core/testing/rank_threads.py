@@ -38,7 +38,7 @@ class _Exchange:
             self._barrier.wait()
         values = list(self._values)
         with self.unlocked():
-            self._barrier.wait()
+            self._barrier.wait()  # no rank may set its next value before all have read these
         return values
 
     @contextmanager
@@ -60,7 +60,8 @@ class _Exchange:
 class ThreadCommunicator(Communicator):
     """Communicator between threads. It sums in rank order, so that all ranks have bitwise equal results.
 
-    Residual rows that `all_reduce_add_norm` may leave to other ranks are NaN, if the ranks divide the number of rows.
+    If each rank gets as many rows, `all_reduce_add_norm` returns NaN in the residual's rows of other ranks. The contract leaves
+    their values open.
     """
 
     def __init__(self, rank: int, size: int, exchange: _Exchange) -> None:
@@ -69,7 +70,7 @@ class ThreadCommunicator(Communicator):
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """All-reduce in place, as the contract allows."""
         total: torch.Tensor = sum(self._exchange.swap(self.rank, x), torch.zeros_like(x))
-        self._exchange.swap(self.rank, None)
+        self._exchange.swap(self.rank, None)  # wait until all ranks have read x
         return x.copy_(total)
 
     def all_reduce_add_norm(
@@ -87,7 +88,7 @@ class ThreadCommunicator(Communicator):
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """Concatenate the ranks' tensors."""
         gathered = torch.cat(self._exchange.swap(self.rank, x), dim)
-        self._exchange.swap(self.rank, None)
+        self._exchange.swap(self.rank, None)  # wait until all ranks have read x
         return gathered
 
     def send(self, x: torch.Tensor, dst: int) -> None:

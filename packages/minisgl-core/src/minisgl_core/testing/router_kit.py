@@ -145,6 +145,7 @@ class RouterTests:
                 router.inserted(holder, routed.block_keys())
                 router.evicted(holder, routed.block_keys()) if forget == "evicted" else router.lost(holder)
                 chosen.add(router.route(routed, replicas))
+            # The prompts differ, but no prefix is cached and all loads are equal, so nothing favours a replica.
             assert len(chosen) == 1, f"a prompt is routed to the replica that had its prefix, after {forget}()"
 
     def test_prefixes_of_other_namespaces_do_not_count(self) -> None:

@@ -31,7 +31,7 @@ class WeightSourceTests:
             Path of the checkpoint, and the expected tensors by their Hugging Face names.
         """
         raise NotImplementedError
-        yield
+        yield  # makes this function a generator
 
     def test_only_paths_of_the_format_are_supported(self) -> None:
         """`unsupported` accepts the checkpoint and refuses an empty folder, an empty file and a missing path."""
