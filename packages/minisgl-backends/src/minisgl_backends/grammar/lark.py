@@ -19,7 +19,8 @@ _COMPACT = {"whitespace_flexible": False, "item_separator": ",[ ]?", "key_separa
 NO_FORCING = '\n%llguidance {"no_forcing": true}'
 """Turn off forced tokens (fast-forwarding).
 
-llguidance computes all forced text in advance and without limits: `a{1000000000}` takes a second.
+llguidance computes all forced text in advance and without limits: `a{1000000000}` takes a second. It also tokenizes forced text,
+so text that spells a special token would become that token, which its parser then refuses.
 """
 MAX_EBNF_CHARS = 20_000
 """Longest EBNF. It is translated by Python code whose time is quadratic in the length."""
@@ -52,7 +53,7 @@ def from_grammar(text: str, special: SpecialTokens) -> str:
         )
     try:
         return gbnf_to_lark(text)
-    except RecursionError:
+    except RecursionError:  # the caller reports it
         raise
     except Exception as error:  # its exceptions have no common base class
         raise ValueError(str(error)) from None
@@ -95,7 +96,7 @@ def structural_tag(tag: StructuralTag, special: SpecialTokens) -> str:
 
 
 def _literal(text: str, special: SpecialTokens) -> str:
-    """Return a literal text, in which special tokens are not text."""
+    """Return a text as strings in quotes, and special tokens by their ids."""
     tag = re.compile("|".join(f"({re.escape(each)})" for each in special) or "(?!)")
     pieces = (piece for piece in tag.split(text) if piece)
     return " ".join(f"<[{special[piece]}]>" if piece in special else json.dumps(piece) for piece in pieces)
@@ -117,6 +118,7 @@ def without_tokens(text: str) -> str:
 
 
 def _value(schema: Any) -> str:
+    """Return the directive for a JSON value of a schema, with the whitespace that the schema sets."""
     schema = schema if isinstance(schema, dict) else {"allOf": [schema]}
     whitespace = schema.get(WHITESPACE)
     if not isinstance(whitespace, str | None):

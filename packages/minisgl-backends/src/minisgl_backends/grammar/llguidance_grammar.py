@@ -8,7 +8,6 @@ import llguidance
 import numpy as np
 
 from minisgl_backends.grammar import lark
-from minisgl_backends.grammar.tokenizer import read_tokenizer
 from minisgl_core.contracts.grammar import GrammarBackend, GrammarKind, GrammarState, Masks, clear_tokens, mask_width
 from minisgl_core.contracts.structured_outputs import StructuralTag
 from minisgl_core.errors import InvalidValueError, ModelFormatError
@@ -77,12 +76,14 @@ class LlguidanceGrammar(GrammarBackend):
     """Grammar backend by llguidance. Compiling takes milliseconds, a mask takes microseconds. Masks are filled in parallel."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        from llguidance.hf import from_tokenizer  # it imports transformers, which `check` does not need
+
         self.vocab_size, self.eos_token_ids = vocab_size, frozenset(eos_token_ids)
         num_matcher_tokens = max(vocab_size, len(tokenizer))
         self.matcher_width = 0 if num_matcher_tokens == vocab_size else mask_width(num_matcher_tokens)
         """Words of a matcher's mask if the tokenizer has more tokens than the model, else 0."""
         try:
-            self._tokenizer = read_tokenizer(tokenizer, num_matcher_tokens, eos_token_ids)
+            self._tokenizer = from_tokenizer(tokenizer, n_vocab=num_matcher_tokens, eos_token=list(eos_token_ids))
         except Exception as error:  # its exceptions have no common base class
             raise ModelFormatError(
                 f"llguidance cannot read the model's tokenizer: {_first_line(str(error))}"
@@ -98,7 +99,10 @@ class LlguidanceGrammar(GrammarBackend):
 
     @staticmethod
     def check(kind: GrammarKind, text: str, name: str) -> None:
-        """See `GrammarBackend.check`. Keywords of a schema that llguidance does not support are errors."""
+        """See `GrammarBackend.check`. Keywords of a schema that llguidance does not support are errors.
+
+        The tokens are single bytes here: compiling costs the same as with the model's tokens; see `_LIMITS`.
+        """
         source = _source(kind, text, name, {}, {})
         if kind == "grammar":
             source = lark.without_tokens(source)
