@@ -13,7 +13,7 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def cache_dir(kind: str) -> Path | None:
-    """Return the user's cache folder for builds of a kind, or None if there is no private and writable one.
+    """Return the user's cache folder for builds of a kind, such as ``native``, or None if it is not private and writable.
 
     The folder and its parent ``minisgl`` must belong to the user, and nobody else may be able to write them. The folders above
     must belong to the user or root. Everyone may write those only if the sticky bit is set, as in /tmp.

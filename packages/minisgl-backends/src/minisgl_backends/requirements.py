@@ -1,7 +1,7 @@
 """Checks of what providers require.
 
-Functions that return a list return the reasons against a provider, one sentence each. The list is empty if all is there, so
-`gpu_missing` is true if the GPU is missing.
+Functions that return a list return the reasons against a provider, one sentence each. The list is empty if nothing is missing, so
+the result of `gpu_missing` is truthy if the GPU is missing.
 """
 
 import importlib.util

@@ -22,7 +22,7 @@ def unsupported_keys(
 ) -> list[str]:
     """Return one sentence per key whose value this architecture does not implement.
 
-    Attention sinks are refused unless `supported` has them, and value heads of another size than key heads always.
+    Attention sinks are refused unless `supported` has them. Value heads of another size than key heads are always refused.
 
     Args:
         config: the model's config.

@@ -36,7 +36,7 @@ class MixtralSparseMoeBlock(Layer):
     """Router and `top_k` routed experts per token, weighted by the softmax of their logits.
 
     Attributes:
-        names: the checkpoint's names for an expert's projections.
+        names: the checkpoint's names for an expert's gate, up and down projection.
     """
 
     names: ClassVar[tuple[str, str, str]] = ("w1", "w3", "w2")

@@ -77,6 +77,7 @@ class Qwen2MoeForCausalLM(LlamaForCausalLM):
         """Add the defaults of transformers' config class, and the windows of its layers."""
         keys = with_defaults(_DEFAULTS, raw)
         if keys["use_sliding_window"]:
+            # Unlike in Qwen2, windows are in the even layers below max_window_layers, as in transformers.
             with_window = range(0, whole_number(keys, "max_window_layers"), 2)
             keys["layer_types"] = layer_types(keys, lambda index: index in with_window)
         return {**keys, "attention_bias": keys["qkv_bias"], "o_bias": False}

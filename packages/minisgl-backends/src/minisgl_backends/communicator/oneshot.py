@@ -81,6 +81,7 @@ class OneShotCommunicator(NcclCommunicator):
         from minisgl_backends.kernels.one_shot_all_reduce import EMPTY, STATE_WORDS
 
         self._kernels = one_shot_all_reduce
+        # Each of the three buffers has two rows of words per rank: its message, and the part that it has reduced.
         self._row_words = self.two_shot_bytes // spec.size // 4
         num_words = _NUM_BUFFERS * 2 * spec.size * self._row_words
         self._memory = PeerMemory(self.rendezvous, spec.rank, spec.device, num_words, EMPTY & 0xFFFFFFFF)

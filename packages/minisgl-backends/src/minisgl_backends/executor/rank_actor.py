@@ -96,7 +96,7 @@ class RankActor:
         self._supervisor.start(name, target, *args)
 
     def poll(self) -> Ready | WorkerDiedError | None:
-        """Return the next event of the rank: its report, or why it has ended. None if there is none within `POLL_S`."""
+        """Return the rank's report or the error with which it has ended, or None if neither comes within `POLL_S`."""
         ready = self._supervisor.ready
         try:
             if self._supervisor.wait(lambda: bool(ready) and not self._has_reported, timeout_s=POLL_S):

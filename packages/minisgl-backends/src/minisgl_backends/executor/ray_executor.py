@@ -192,7 +192,7 @@ class RayExecutor(Executor):
         options: dict[str, Any] = {"logging_level": logging.WARNING}
         if not address:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            # Cores are only counted, so that one host can run any number of ranks. No object is stored.
+            # Ray's CPU resources are numbers without pinning, so one host can run any number of ranks. No object is stored.
             num_cpus = max(num_cpus, os.cpu_count() or 1)
             options |= {"num_cpus": num_cpus, "include_dashboard": False, "object_store_memory": 100 << 20}
         in_main = threading.current_thread() is threading.main_thread()
@@ -308,21 +308,24 @@ def _ranks_per_bundle(spec: ExecutorSpec) -> int:
 
 
 def _show_gpus(gpus: list[str]) -> None:
-    """Have rank 0, which is this process or a child, see these GPUs.
+    """Set CUDA_VISIBLE_DEVICES for rank 0, which is this process or a child.
 
     Raises:
-        MinisglError: this process uses CUDA already and sees others.
+        MinisglError: this process uses CUDA already, with other GPUs.
     """
     torch, wanted = sys.modules.get("torch"), ",".join(gpus)
     if torch is not None and torch.cuda.is_initialized():
         seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
-        if not f"{seen},".startswith(f"{wanted},"):
-            raise MinisglError(f"Ray assigned GPUs {wanted}, but this process uses CUDA already with GPUs {seen}.")
+        if not f"{seen},".startswith(f"{wanted},"):  # more GPUs after these do not change the indices
+            raise MinisglError(
+                f"Ray assigned GPUs {wanted}, but this process already uses CUDA with GPUs {seen};"
+                " start the engine before other code uses CUDA"
+            )
     os.environ["CUDA_VISIBLE_DEVICES"] = wanted
 
 
 def _fit(bundles: list[dict[str, float]], nodes: list[dict[str, Any]], strategy: str) -> bool:
-    """Return True if each bundle fits on some node, were it free, and STRICT_SPREAD has a node per bundle."""
+    """Return True if each bundle would fit on some node without other jobs, and STRICT_SPREAD has a node per bundle."""
 
     def holds(resources: dict[str, float], bundle: dict[str, float]) -> bool:
         return all(resources.get(kind, 0) >= amount for kind, amount in bundle.items())

@@ -26,7 +26,10 @@ def _packed_grouped_gemm(  # type: ignore[no-untyped-def]
     PARTS: tl.constexpr, HAS_SUPERBLOCKS: tl.constexpr, GATED: tl.constexpr, HAS_WEIGHTS: tl.constexpr, EVEN: tl.constexpr,
     WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Compute a block of outputs; with GATED, each expert's rows `half` and on are its up rows, and the activation is fused."""
+    """Compute a block of outputs; with GATED, each expert's rows `half` and on are its up rows, and the activation is fused.
+
+    `half` counts the stored rows of one projection of an expert. `constants` describes KIND and the other compile-time arguments.
+    """
     block = tl.program_id(0)
     expert = tl.load(block_experts + block)
     if expert >= num_experts:

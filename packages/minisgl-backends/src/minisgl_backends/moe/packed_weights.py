@@ -16,7 +16,7 @@ def dequantize(
 
     Args:
         codes: uint8 [N, K / 2].
-        scales: [N, G], of MXFP4 in uint8.
+        scales: [N, G]; uint8 (e8m0) for MXFP4.
         zeros: zero points, uint8 [N, G]; None if all are 8.
         dtype: dtype of the model.
     """

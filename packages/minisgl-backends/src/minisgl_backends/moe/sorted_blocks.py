@@ -1,4 +1,7 @@
-"""Sort of (token, expert) pairs into blocks of one expert each, over which a grouped GEMM runs."""
+"""Sort of (token, expert) pairs into blocks of one expert each, over which a grouped GEMM runs.
+
+Shape legend: T tokens, top_k experts per token, R = T * top_k rows, E experts.
+"""
 
 from dataclasses import dataclass
 
@@ -11,7 +14,7 @@ _CHUNK = 2048
 
 @dataclass(frozen=True, slots=True)
 class SortedBlocks:
-    """Rows of a batch, one per token and selected expert, in blocks: row ``token * K + i`` is of the token's i-th of K experts.
+    """Rows of a batch in blocks. Row ``token * top_k + i`` belongs to the i-th expert that the router selected for the token.
 
     The sizes depend on shapes alone, so the CPU does not wait for the device. Blocks at the end may be unused.
 
@@ -68,8 +71,8 @@ def sort_into_blocks(expert_ids: torch.Tensor, num_experts: int, block_size: int
     The layout is that of vLLM's ``moe_align_block_size``.
 
     Args:
-        expert_ids: int64 [T, K], contiguous.
-        num_experts: E.
+        expert_ids: int64 [T, top_k], contiguous.
+        num_experts: number of experts.
         block_size: rows per block, a power of two.
     """
     device, num_rows = expert_ids.device, expert_ids.numel()

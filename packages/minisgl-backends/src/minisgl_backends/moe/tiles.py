@@ -25,8 +25,8 @@ class Tiles:
 def choose_block_size(num_rows: int, num_experts: int, *, is_packed: bool = False) -> int:
     """Return the rows per block (BLOCK_M): the first power of two from 16 on that is at least 1.5 times the mean rows per expert.
 
-    It is at most 128. Tensor cores need at least 16 rows. `is_packed`: weights are bytes of two codes, for which 16 are faster up
-    to a mean of 16 rows.
+    It is at most 128. Tensor cores need at least 16 rows. `is_packed`: weights are bytes of two codes. For them, blocks of 16
+    rows are faster up to a mean of 16 rows per expert.
     """
     block_size = 16
     if is_packed and num_rows <= block_size * num_experts:

@@ -77,7 +77,7 @@ def _load_weights(  # type: ignore[no-untyped-def]
 def _grouped_gemm(  # type: ignore[no-untyped-def]
     x,  # [R / TOP_K, K]
     x_scales,  # [R / TOP_K], float32
-    weights,  # [E, N, K]; with an activation [E, 2 * N, K], gate above up
+    weights,  # [E, rows, K]; rows is N, or with an activation 2 * N, gate above up
     scales,  # [E, rows], float32, or per group: [E, rows, G]
     zeros,  # [E, rows, G], uint8
     bias,  # [E, rows]
@@ -89,7 +89,7 @@ def _grouped_gemm(  # type: ignore[no-untyped-def]
     num_experts,
     N,
     K,
-    row_bytes,
+    row_bytes,  # bytes per row of packed weights
     TOP_K: tl.constexpr,
     ACTIVATION: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -159,7 +159,9 @@ def grouped_gemm(
     activation: str | None = None,
     limit: float | None = None,
 ) -> None:
-    """Compute ``out[row] = row_weights[row] * (weights @ x[row // top_k] + bias)``, or ``activation(gate, up)``, for every row.
+    """Compute ``out[row] = row_weights[row] * (w @ x[row // top_k] + bias)``, or ``activation(gate, up)``, for every row.
+
+    ``w`` and ``bias`` are those of the row's expert.
 
     Args:
         x: [R / top_k, K].

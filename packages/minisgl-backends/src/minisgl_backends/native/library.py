@@ -85,7 +85,7 @@ class Library:
                 function = getattr(self._loaded, name)
                 function.argtypes, function.restype = [_TYPES[each] for each in kinds], None
                 function.sequence = self._sequence
-                setattr(self, name, partial(call, function))
+                setattr(self, name, partial(call, function))  # CPU graphs capture the calls
 
     def _sequence(self, calls: Sequence[tuple[Any, tuple[Any, ...]]]) -> Callable[[], object]:
         """Return a function that makes calls of the C functions; see `minisgl_core.platforms.cpu_graphs.call`."""

@@ -159,6 +159,7 @@ void sample(int64_t *out, const T *x, const float *temperature, const float *uni
 
 /* ---- KV store into pages [P, Hkv, S, D], and the softmax of prefills in torch ---- */
 
+/* Copy the K and V of each token to its slot. */
 void store(const T *k, int64_t k_stride, const T *v, int64_t v_stride, T *k_pages, T *v_pages, const int64_t *slots,
            int64_t tokens, int64_t heads, int64_t page_size, int64_t dim) {
 #pragma omp parallel for if (tokens * heads * dim > PARALLEL_MIN)
@@ -184,7 +185,7 @@ void causal_softmax(T *scores, const int64_t *first, int64_t requests, int64_t h
         int64_t stop = first[row / (heads * group * queries)] + row % queries + 1;
         if (stop > keys) stop = keys;  /* a padded query */
         int64_t start = window && stop > window ? stop - window : 0;
-        float largest = -INFINITY, sum = 0, unit = scale;
+        float largest = -INFINITY, sum = 0, unit = scale; /* `unit`: factor by which x is still to be scaled */
         if (cap > 0) {
             unit = 1;
 #pragma omp simd

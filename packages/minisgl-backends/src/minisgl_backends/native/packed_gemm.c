@@ -189,18 +189,18 @@ INLINE void multiply_rows(float (*sums)[TILE], const uint8_t *tile, const XBlock
     const int64_t prefetched = count > 1 ? unit_bytes(type) / FORMATS[type].unit : 0;
     Floats total[MAX_ROWS][WIDTH] = {0};
     for (int64_t b = 0; b < blocks;) {
-        const uint16_t *head = (const uint16_t *)tile;
+        const uint16_t *header = (const uint16_t *)tile;
         Floats dots[MAX_ROWS][WIDTH] = {0}, minima[MAX_ROWS][WIDTH] = {0};
-        tile += head_bytes(type);
+        tile += header_bytes(type);
         for (int i = 0; i < FORMATS[type].unit; i++, b++, tile += block_bytes(type)) {
             UNROLL for (int64_t line = 0; line < prefetched; line += 64) __builtin_prefetch(tile + AHEAD + line);
             multiply_block(dots, minima, tile, x + b, blocks, count, type);
         }
         UNROLL for (int w = 0; w < WIDTH; w++)
             UNROLL for (int r = 0; r < count; r++) {
-                total[r][w] = multiply_add(to_floats(head + w * LANES), dots[r][w], total[r][w]);
+                total[r][w] = multiply_add(to_floats(header + w * LANES), dots[r][w], total[r][w]);
                 if (FORMATS[type].has_min)
-                    total[r][w] = multiply_add(to_floats(head + TILE + w * LANES), minima[r][w], total[r][w]);
+                    total[r][w] = multiply_add(to_floats(header + TILE + w * LANES), minima[r][w], total[r][w]);
             }
     }
     UNROLL for (int r = 0; r < count; r++) memcpy(sums[r], total[r], sizeof total[r]);

@@ -72,8 +72,8 @@ INLINE void tile_softmax(uint32_t *weights, float *sums, float *scores, const in
    `scratch`: 1.5 * ROWS * max_keys floats per thread. */
 void prefill(T *out, const T *q, int64_t q_stride, const T *k_pages, const T *v_pages, const int32_t *table,
              int64_t table_stride, const int32_t *rows, const int64_t *cu_seqlens_q, const int64_t *seq_lens,
-             const int64_t *cu_seqlens_k, int64_t requests, const int32_t *tiles, int64_t num_tiles, int64_t heads, int64_t group, int64_t dim,
-             int64_t page_size, float scale, int64_t window, float cap, const float *sinks, T *k_packed, T *v_packed,
+             const int64_t *cu_seqlens_k, int64_t requests, const int32_t *tiles, int64_t num_tiles, int64_t heads, int64_t group,
+             int64_t dim, int64_t page_size, float scale, int64_t window, float cap, const float *sinks, T *k_packed, T *v_packed,
              float *scratch, int64_t max_keys, int64_t threads) {
 #pragma omp parallel num_threads(threads)
     {

@@ -29,6 +29,7 @@ INLINE void k_scales(Unpacked *to, const uint8_t *unit, int b) {
     to->min_factors[0] = b < 4 ? s[b + 4] & 63 : s[b + 4] >> 4 | (s[b] >> 6) << 4;
 }
 
+/* Factor of the scale of group `i` of 16 in a superblock of Q3_K: 6 bits, minus 32. */
 INLINE int q3_scale(const uint8_t *s, int i) {
     int low = i < 8 ? s[i] & 15 : s[i - 8] >> 4;
     return (low | (s[8 + i % 4] >> (2 * (i / 4)) & 3) << 4) - 32;
@@ -75,7 +76,8 @@ static void unpack_file_block(Unpacked *to, int type, const uint8_t *unit, int b
     }
 }
 
-INLINE void put(uint8_t *plane, int bits, int row, int column, int code) {
+/* Store a code in a plane of 1, 2 or 8 bits, which is zero at first. */
+INLINE void put_code(uint8_t *plane, int bits, int row, int column, int code) {
     int k = column / 4, per_byte = 8 / bits, at = ((k / per_byte * TILE + row) * 4) + column % 4;
     plane[at] |= code << (k % per_byte * bits);
 }
@@ -85,20 +87,20 @@ INLINE void put_nibble(uint8_t *plane, int row, int column, int code) {
     plane[(column % 16 / 4 * TILE + row) * 4 + column % 4] |= code << (column / 16 * 4);
 }
 
-/* Pack the row's part of a block, and of the head of its unit. */
-INLINE void pack_row(uint8_t *head, uint8_t *block, const Unpacked *from, int row, int type) {
+/* Pack the row's part of a block, and of the header of its unit. */
+INLINE void pack_row(uint8_t *header, uint8_t *block, const Unpacked *from, int row, int type) {
     const int bits = FORMATS[type].bits, groups = FORMATS[type].groups, has_min = FORMATS[type].has_min;
-    uint16_t *scales = (uint16_t *)head;
+    uint16_t *scales = (uint16_t *)header;
     scales[row] = from->scale;
     if (has_min) scales[TILE + row] = from->min;
     uint8_t *planes = block + factors_bytes(type);
     for (int c = 0; c < BLOCK; c++) {
         int code = from->codes[c];
-        if (bits == 8) put(planes, 8, row, c, code);
+        if (bits == 8) put_code(planes, 8, row, c, code);
         if (bits >= 4 && bits < 8) put_nibble(planes + plane_of_4(bits), row, c, code & 15);
-        if (bits == 6) put(planes + plane_of_2(bits), 2, row, c, code >> 4);
-        if (bits < 4) put(planes + plane_of_2(bits), 2, row, c, code & 3);
-        if (bits == 5 || bits == 3) put(planes, 1, row, c, code >> (bits - 1));
+        if (bits == 6) put_code(planes + plane_of_2(bits), 2, row, c, code >> 4);
+        if (bits < 4) put_code(planes + plane_of_2(bits), 2, row, c, code & 3);
+        if (bits == 5 || bits == 3) put_code(planes, 1, row, c, code >> (bits - 1));
     }
     for (int g = 0; g < groups && type >= Q2_K; g++) {
         block[g * TILE + row] = from->factors[g];
@@ -110,9 +112,9 @@ INLINE void repack_row(uint8_t *tile, const uint8_t *file, int row, int64_t bloc
     const int unit = FORMATS[type].unit;
     for (int64_t b = 0; b < blocks; b++) {
         Unpacked unpacked;
-        uint8_t *head = tile + b / unit * unit_bytes(type);
+        uint8_t *header = tile + b / unit * unit_bytes(type);
         unpack_file_block(&unpacked, type, file + b / unit * FORMATS[type].file_bytes, b % unit);
-        pack_row(head, head + head_bytes(type) + b % unit * block_bytes(type), &unpacked, row, type);
+        pack_row(header, header + header_bytes(type) + b % unit * block_bytes(type), &unpacked, row, type);
     }
 }
 
@@ -130,6 +132,7 @@ void repack(uint8_t *packed, const uint8_t *file, int64_t type, int64_t rows, in
             }
 }
 
+/* Code of column `c` of a row in the planes of a block; signed if it has 8 bits. */
 INLINE int code_at(const uint8_t *block, int bits, int row, int c) {
     int k = c / 4, j = c % 4, code = 0;
     if (bits == 8) return (int8_t)block[(k * TILE + row) * 4 + j];
@@ -146,8 +149,8 @@ INLINE void dequantize_row(T *out, const uint8_t *tile, int row, int64_t blocks,
     const int bits = FORMATS[type].bits, groups = FORMATS[type].groups, has_min = FORMATS[type].has_min;
     const int unit = FORMATS[type].unit;
     for (int64_t b = 0; b < blocks; b++, out += BLOCK) {
-        const uint8_t *head = tile + b / unit * unit_bytes(type), *block = head + head_bytes(type) + b % unit * block_bytes(type);
-        const uint16_t *scales = (const uint16_t *)head;
+        const uint8_t *header = tile + b / unit * unit_bytes(type), *block = header + header_bytes(type) + b % unit * block_bytes(type);
+        const uint16_t *scales = (const uint16_t *)header;
         for (int c = 0; c < BLOCK; c++) {
             const uint8_t *factor = block + c * groups / BLOCK * TILE + row;
             float scale = half_to_float(scales[row]), min = has_min ? half_to_float(scales[TILE + row]) : 0;

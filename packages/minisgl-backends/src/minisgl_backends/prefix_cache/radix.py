@@ -211,6 +211,7 @@ class RadixPrefixCache(PrefixCache):
         return node
 
     def _touch(self, node: RadixNode) -> None:
+        """Move a node and its ancestors to the end of `_lru`, unless they are locked. All ancestors of a locked node are."""
         lru = self._lru
         while node.parent is not None and node.num_locks == 0:
             lru[node] = None

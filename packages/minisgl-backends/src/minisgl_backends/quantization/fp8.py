@@ -88,6 +88,7 @@ class Fp8(Quantization):
         return self._is_quantized and self.spec.checkpoint is not None and self.spec.checkpoint.has_unquantized(names)
 
     def _block(self, name: str) -> tuple[int, int] | None:
+        """Return the rows and columns per block scale of a module; None for scales per tensor or per row."""
         assert self.spec.checkpoint is not None
         return block_shape(self.spec.checkpoint.weights_of(name) or {})
 

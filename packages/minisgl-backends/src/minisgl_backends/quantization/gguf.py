@@ -46,7 +46,7 @@ class Gguf(Quantization):
             self.use_gpu_kernels()
 
     def use_gpu_kernels(self) -> None:
-        """Select the Triton kernels."""
+        """Select the Triton kernels. Tests call it on a CPU, for Triton's interpreter."""
         from minisgl_backends.quantization.gguf_gpu import GpuExperts, gpu_method
 
         self._linear, self._experts = gpu_method(self.spec.device), GpuExperts
@@ -71,20 +71,18 @@ class Gguf(Quantization):
         return super().experts(spec, kernel) if types is None else self._experts(spec, kernel, types, self._linear)
 
     def _types(self, modules: Iterable[tuple[str, Shard]]) -> list[GgmlType] | None:
-        """Return the types of modules with these columns; None if one of them is dequantized."""
+        """Return the types of modules with these columns; None if one of them is not quantized, or has to be dequantized."""
         assert self.spec.checkpoint is not None
         found = []
         for module, columns in modules:
             name = (self.spec.checkpoint.weights_of(module) or {}).get("type")
-            kind = TYPES.get(name or "")
-            if kind is None or kind.in_bytes(columns) is None:
-                if name is not None:
-                    why = (
-                        "has no kernel"
-                        if kind is None
-                        else f"has blocks of {kind.columns} columns, which ranks would split"
-                    )
-                    _LOG.warning("%s is dequantized to %s: its type %s %s", module, self.spec.dtype, name, why)
+            if name is None:  # not quantized in the file
                 return None
-            found.append(kind)
+            kind = TYPES.get(name)
+            if kind is not None and kind.in_bytes(columns) is not None:
+                found.append(kind)
+                continue
+            why = "has no kernel" if kind is None else f"has blocks of {kind.columns} columns, which ranks would split"
+            _LOG.warning("%s is dequantized to %s: its type %s %s", module, self.spec.dtype, name, why)
+            return None
         return found

@@ -112,9 +112,9 @@ class GpuExperts(GgufExperts):
         for indices in groups:
             kind, size = types[indices[0]], len(experts) * len(indices) * rows
             matrix = PackedMatrix.empty(kind.packing, size, spec.in_features, spec.device, gated=is_fused)
-            blocks = [(expert.blocks, index) for expert in experts for index in indices]
-            for place, (of_expert, index) in enumerate(blocks):
-                pack(matrix, place * rows, kind, of_expert[index])
-                of_expert[index] = torch.empty(0)
+            projections = [(expert.blocks, index) for expert in experts for index in indices]
+            for position, (blocks, index) in enumerate(projections):
+                pack(matrix, position * rows, kind, blocks[index])
+                blocks[index] = torch.empty(0)
             matrices.append(matrix)
         return matrices

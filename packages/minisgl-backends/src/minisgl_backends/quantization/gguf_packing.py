@@ -16,8 +16,7 @@ _CHUNK = 1 << 22
 """Weights that are unpacked at once, which bounds the temporary memory."""
 
 Unpacked = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""Codes, uint8 [rows, blocks, ...], and the bytes of scales and of superblocks in the order of `Packing.kind`, uint8 [rows,
-...]."""
+"""Codes, uint8 [rows, blocks, ...], then the bytes of scales and of superblocks that `Packing.kind` lists, uint8 [rows, ...]."""
 
 
 def pack(matrix: PackedMatrix, row: int, kind: GgmlType, blocks: torch.Tensor) -> None:
@@ -69,7 +68,7 @@ def _q5_1(block: torch.Tensor) -> Unpacked:
 
 
 def _q8_0(block: torch.Tensor) -> Unpacked:
-    return block[..., 2:] ^ 128, block[..., :2], None
+    return block[..., 2:] ^ 128, block[..., :2], None  # int8 as uint8 with the zero point 128
 
 
 def _q2_k(block: torch.Tensor) -> Unpacked:

@@ -34,9 +34,9 @@ class GgmlType:
 
     def in_bytes(self, columns: Shard) -> Shard | None:
         """Return this rank's bytes of a row of the file; None if the shard begins or ends within a block."""
-        if any(each % self.columns for each in (columns.start, columns.stop, columns.size, columns.total)):
-            return None
         ends = (columns.start, columns.stop, columns.size, columns.total)
+        if any(each % self.columns for each in ends):
+            return None
         return Shard(*(each // self.columns * self.block_bytes for each in ends))
 
 

@@ -80,11 +80,11 @@ class Columns:
             pads, block = torch.zeros_like(counts), size
         else:
             pads, block = -counts % _BLOCK, _BLOCK
-        group_of = torch.arange(len(present)).repeat_interleave(counts + pads)
-        offsets = torch.arange(len(group_of)) - (counts + pads).cumsum(0).sub(counts + pads)[group_of]
+        sizes = counts + pads
+        group_of = torch.arange(len(present)).repeat_interleave(sizes)  # for each stored column
+        offsets = torch.arange(len(group_of)) - (sizes.cumsum(0) - sizes)[group_of]  # within its group
         padding = offsets >= counts[group_of]
-        index = (counts.cumsum(0) - counts)[group_of] + offsets.masked_fill(padding, 0)
-        source = order[index]
+        source = order[(counts.cumsum(0) - counts)[group_of] + offsets.masked_fill(padding, 0)]
         is_plain = torch.equal(source, torch.arange(len(groups)))
         step = block or max(len(group_of), 1)
         return cls(source, padding, block, present[group_of[::step]], is_plain)
@@ -271,7 +271,7 @@ class CheckpointInt4Linear(LinearMethod):
 
     def prepare(self) -> LinearOp:
         """Repack. Parts whose inputs have different orders become weights of their own."""
-        # Of a row-parallel layer, only the first rank has the bias. The others load one that they do not add.
+        # Only the first rank of a row-parallel layer adds the bias. The others load it without adding it.
         if self.spec.columns.start == 0 and any(each.any() for each in self._zero_biases):
             raise ModelFormatError(f"the checkpoint does not fit its config: {self.spec.name} has a bias")
         orders = [part.columns() for part in self._parts]

@@ -57,7 +57,9 @@ class Mxfp4Experts(PackedExperts):
         moe, loaded = self.spec.moe, self.spec.inner
         shapes = (2 * loaded.size, moe.hidden_size // BLOCK), (moe.hidden_size, -(-loaded.size // BLOCK))
         # Padding has codes of zero.
-        self._codes = [torch.zeros(moe.num_experts, *each, 16, dtype=torch.uint8, device=moe.device) for each in shapes]
+        self._codes = [
+            torch.zeros(moe.num_experts, *each, BLOCK // 2, dtype=torch.uint8, device=moe.device) for each in shapes
+        ]
         self._scales = [torch.zeros(moe.num_experts, *each, dtype=torch.uint8, device=moe.device) for each in shapes]
 
     def targets(self) -> Targets:

@@ -23,7 +23,7 @@ class FalconInterfaceAttention(modeling_falcon.FalconAttention):  # type: ignore
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Map [1, T, H] to [1, T, H]. KV heads stay as few as they are; transformers' class repeats them."""
+        """Map [1, T, H] to [1, T, H], without repeating the KV heads as transformers' class does."""
         q, k, v = self._split_heads(self.query_key_value(hidden_states))
         group = q.shape[2] // self.num_kv_heads if self.new_decoder_architecture else 1
         q, k, v = q.transpose(1, 2), k[:, :, ::group].transpose(1, 2), v[:, :, ::group].transpose(1, 2)

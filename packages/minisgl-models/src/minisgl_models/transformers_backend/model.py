@@ -62,7 +62,7 @@ class TransformersModel(Model):
             "num_key_value_heads": call.num_kv_heads,
             "head_dim": call.head_dim,
             "v_head_dim": None if call.value_head_dim == call.head_dim else call.value_head_dim,
-            # The model applies RoPE itself. An odd rotary dimension would be refused, so 2 stands for that of an odd head.
+            # The model applies RoPE itself. An odd rotary dimension would be refused, so heads of odd size get the dimension 2.
             "partial_rotary_factor": 2 / call.head_dim if call.head_dim % 2 else 1.0,
             "max_position_embeddings": config.max_position_embeddings,
             "tie_word_embeddings": bool(config.tie_word_embeddings),

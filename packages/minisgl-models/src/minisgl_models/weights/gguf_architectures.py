@@ -149,6 +149,7 @@ def _phi3(get: Lookup, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _granite(get: Lookup, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return Granite's factors. As in llama.cpp, 0 stands for a missing factor."""
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     return {
         "attention_multiplier": get("attention.scale", 0.0) or head_dim**-0.5,

@@ -158,6 +158,7 @@ def check_shapes(path: Path, config: Mapping[str, Any], tensors: Mapping[str, Gg
 
 
 def _needed(config: Mapping[str, Any], num_layers: int) -> list[str]:
+    """Return the tensors that must exist, so that their shapes in the file limit the sizes in the metadata."""
     has_experts = config.get("num_experts") or config.get("num_local_experts")
     is_phi3 = config["architectures"][0] == "Phi3ForCausalLM"
     stems = [*(["attn_qkv"] if is_phi3 else ["attn_q", "attn_k"]), "ffn_up_exps" if has_experts else "ffn_up"]

@@ -93,7 +93,7 @@ class GgufWeights(WeightSource):
             "mlp_bias": "blk.0.ffn_down.bias" in self._tensors,
             "bos_token_id": self._metadata.get("tokenizer.ggml.bos_token_id"),
             "eos_token_id": self._metadata.get("tokenizer.ggml.eos_token_id"),
-            "dtype": "bfloat16",
+            "dtype": "bfloat16",  # the metadata have no dtype of the model
             "quantization_config": self._quantization(),
         }
         config |= self._architecture.config(self._get, {k: v for k, v in config.items() if v is not None})

@@ -102,7 +102,7 @@ class GgufTensor:
         """Make the tensor at `offset` of the file's data section.
 
         Raises:
-            ModelFormatError: its type is unknown, its rows are no whole blocks, or its data exceed the file.
+            ModelFormatError: its type is unknown, its rows are not whole blocks, or its data exceed the file.
         """
         try:
             ggml_type = gguf.GGMLQuantizationType(type_id)
