@@ -218,7 +218,7 @@ def test_longest_output_first_counts_remaining_tokens() -> None:
     for _ in range(17):
         loop.step()
     scheduler = loop.scheduler
-    scheduler._preempt(scheduler.running[0])
+    scheduler._preempt_last()
     for name, num_tokens in (("short", 2), ("middle", 8)):
         tiny.submit(loop, name, prompt(2, 4), greedy(num_tokens))
     assert list(tiny.run(loop)) == ["middle", "long", "short"]

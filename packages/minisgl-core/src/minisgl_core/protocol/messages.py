@@ -7,6 +7,7 @@
     scheduler (rank 0)  --BatchPlan/TokenMasks/Stop-->  the other ranks
     scheduler (rank 0)  <--StepResult--  first rank of the last pipeline stage, if there are several
     launcher  --EngineInfo-->  API server and tokenizer workers
+    launcher  <--Ready--  its child processes, each through a pipe
 
 With ``--replicas``, a router receives what tokenizer workers send, and passes it on to the scheduler of one replica:
 

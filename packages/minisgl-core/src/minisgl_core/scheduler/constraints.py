@@ -171,7 +171,7 @@ class GrammarManager:
 
     @property
     def num_grammars(self) -> int:
-        """Number of grammars that are cached or being compiled."""
+        """Number of grammars that are cached or being compiled. For tests."""
         return len(self._cached) + len(self._pending)
 
     def start(self, source: GrammarSource) -> Constraint:

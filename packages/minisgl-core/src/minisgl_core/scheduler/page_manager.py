@@ -70,7 +70,7 @@ class PageManager:
         The page-table entries are set to the shared pages first. Then the request's own pages that they replace are freed. Steps
         in flight may still read the freed pages. This is safe, because any step that overwrites them is launched later.
         """
-        if request.sampling.prompt_logprobs is not None or request.num_pending:
+        if request.sampling.prompt_logprobs is not None:  # they need the hidden states of the whole prompt
             return
         tokens = request.tokens
         match = self.cache.match(tokens, request.namespace)

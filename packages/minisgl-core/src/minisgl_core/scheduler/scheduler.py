@@ -278,7 +278,7 @@ class Scheduler:
         while len(without_page := pages.decodes_without_page(decodes)) > pages.num_available:
             if running.num_inflight.any():
                 return None
-            self._preempt(max(running.all(), key=queue_key))
+            self._preempt_last()
             decodes, prefills = self._next_rows()
         pages.take_one_each(without_page)
         return decodes, prefills
@@ -292,8 +292,12 @@ class Scheduler:
             decodes = decodes[self._running.num_pending[decodes] == 0][:size]
         return decodes, prefills
 
-    def _preempt(self, request: Request) -> None:
-        """Release a running request's pages and queue it again. It resumes from its tokens, whose KV may still be cached."""
+    def _preempt_last(self) -> None:
+        """Release the pages of the running request that is last in queue order, and queue it again.
+
+        It resumes from its tokens, whose KV may still be cached.
+        """
+        request = max(self._running.all(), key=queue_key)
         self.stats.num_preemptions += 1
         request.num_preemptions += 1
         self.pages.release(request)
@@ -315,7 +319,7 @@ class Scheduler:
         if not any(map(len, schedulable)) or self._running.num_inflight.any():
             return None
         assert len(self._running) > 1, "a single running request must fit in the pool"
-        self._preempt(max(self._running.all(), key=queue_key))
+        self._preempt_last()
         return self.schedule()
 
     # Prefills.
