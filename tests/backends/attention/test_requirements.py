@@ -212,8 +212,8 @@ def test_an_unsupported_page_size_is_named(monkeypatch: pytest.MonkeyPatch, tmp_
         ((10, 3), 64, []),
         ((9, 0), 16, ["10.0 or later, and this GPU has 9.0"]),
         ((12, 0), 16, ["10.x only"]),
-        ((10, 0), 128, ["pages of 16, 32, 64 tokens, not 128"]),
-        ((9, 0), 1, ["10.0 or later", "not 1"]),
+        ((10, 0), 128, ["pages of 16, 32, 64 tokens, not of 128 (--page-size 64)"]),
+        ((9, 0), 1, ["10.0 or later", "not of 1 (--page-size 64)"]),
     ],
 )
 def test_trtllm_needs_blackwell_and_one_of_its_page_sizes(

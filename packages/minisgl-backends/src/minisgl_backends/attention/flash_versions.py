@@ -128,7 +128,8 @@ class FlashVersion:
         if major not in self.majors:
             reasons.append(f"version {self} has no kernels for compute capability {major}.x")
         if spec.page_size % self.page_multiple:
-            reasons.append(f"version {self} supports page sizes that are multiples of {self.page_multiple}")
+            size = self.page_multiple
+            reasons.append(f"version {self} supports page sizes that are multiples of {size} (--page-size {size})")
         return reasons
 
 
@@ -138,6 +139,15 @@ VERSIONS = (
     FlashVersion(3, "vllm.vllm_flash_attn", "_vllm_fa3_C*", (9,), _VARLEN, _vllm_version_3),
     # flash-attn ships a draft of flash_attn.cute, without paged_kv.py.
     FlashVersion(4, "flash_attn.cute", "paged_kv.py", (9, 10, 11), _VARLEN, _version_4),
-    FlashVersion(2, "flash_attn", "flash_attn_interface.py", (8, 9, 10, 11, 12), _VARLEN, _version_2, 256, True),
+    FlashVersion(
+        2,
+        "flash_attn",
+        "flash_attn_interface.py",
+        (8, 9, 10, 11, 12),
+        _VARLEN,
+        _version_2,
+        page_multiple=256,
+        needs_cu_seqlens_k=True,
+    ),
 )
 """Versions by preference: where several have kernels for a GPU, the fastest comes first."""

@@ -38,7 +38,9 @@ class HopperAttention(TritonAttention):
         if group > prefill.MAX_GROUP:
             reasons.append(f"it supports up to {prefill.MAX_GROUP} query heads per KV head, not {group}")
         if not decode.supports_page_size(spec.page_size):
-            reasons.append(f"it supports pages of 8, 16, 32 or a multiple of 64 tokens, not of {spec.page_size}")
+            reasons.append(
+                f"it supports pages of 8, 16, 32 or a multiple of 64 tokens, not of {spec.page_size} (--page-size 64)"
+            )
         return reasons
 
     def __init__(self, spec: AttentionSpec, pool: KVPages, page_table: torch.Tensor) -> None:

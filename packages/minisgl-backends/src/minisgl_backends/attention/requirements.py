@@ -14,7 +14,8 @@ def dtypes_unsupported(spec: AttentionSpec, allowed: Sequence[torch.dtype]) -> l
     """Return why the model's dtype is not one of `allowed`."""
     if spec.dtype in allowed:
         return []
-    return [f"it computes in {' or '.join(map(dtype_name, allowed))}, not {dtype_name(spec.dtype)}"]
+    names = [dtype_name(each) for each in allowed]
+    return [f"it computes in {' or '.join(names)}, not {dtype_name(spec.dtype)} (--dtype {names[0]})"]
 
 
 def fp8_conversion_missing(spec: AttentionSpec) -> list[str]:

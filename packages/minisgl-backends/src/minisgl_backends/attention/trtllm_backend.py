@@ -26,7 +26,8 @@ class TrtllmAttention(BatchPageTableAttention):
         if not reasons and torch.cuda.get_device_capability(spec.device)[0] != 10:
             reasons.append("its kernels run on compute capability 10.x only")
         if spec.page_size not in _PAGE_SIZES:
-            reasons.append(f"it supports pages of {', '.join(map(str, _PAGE_SIZES))} tokens, not {spec.page_size}")
+            sizes = ", ".join(map(str, _PAGE_SIZES))
+            reasons.append(f"it supports pages of {sizes} tokens, not of {spec.page_size} (--page-size 64)")
         reasons = [*super().unsupported(spec), *reasons]
         return [*reasons, *dtypes_unsupported(spec, _DTYPES), *head_dim_unsupported(spec, _HEAD_DIMS)]
 

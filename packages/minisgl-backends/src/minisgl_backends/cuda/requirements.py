@@ -18,7 +18,7 @@ def hopper_missing(device: torch.device, dtype: torch.dtype) -> list[str]:
     if major != 9:
         reasons.append(f"it needs a Hopper GPU (compute capability 9.0), and this GPU has {major}.{minor}")
     if dtype != torch.bfloat16:
-        reasons.append(f"it computes in bfloat16, not in {dtype_name(dtype)}")
+        reasons.append(f"it computes in bfloat16, not in {dtype_name(dtype)} (--dtype bfloat16)")
     try:
         load_nvrtc()
     except OSError as error:

@@ -73,9 +73,9 @@ class OneDnnOps(LinearOps, NormOps, RotaryOps, SamplingOps):
         if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
             reasons.append("this build of torch has no oneDNN")
         if dtype not in _DTYPES:
-            reasons.append(f"it computes in bfloat16 or float32, not in {dtype_name(dtype)}")
-        elif not _has_dtype(dtype):
-            reasons.append("oneDNN has no bfloat16 on this processor")
+            reasons.append(f"it computes in bfloat16 or float32, not in {dtype_name(dtype)} (--dtype float32)")
+        elif not _onednn_supports(dtype):
+            reasons.append("oneDNN has no bfloat16 on this processor (--dtype float32)")
         return reasons
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -86,13 +86,13 @@ class OneDnnOps(LinearOps, NormOps, RotaryOps, SamplingOps):
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
         """Pack the weight; see `OneDnnGemm`. A weight of a dtype that oneDNN lacks on this processor stays plain."""
-        if not _has_dtype(weight.dtype):
+        if not _onednn_supports(weight.dtype):
             return super().prepare_linear(weight, bias)
         return OneDnnGemm(weight, bias, self._keeps_plain(weight))
 
     def prepare_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
         """Pack gate and up separately; see `OneDnnGatedGemm`."""
-        if bias is not None or not _has_dtype(weight.dtype):
+        if bias is not None or not _onednn_supports(weight.dtype):
             gate_up, silu_and_mul = self.prepare_linear(weight, bias), self.silu_and_mul
             return lambda x: silu_and_mul(gate_up(x))
         return OneDnnGatedGemm(weight, self._keeps_plain(weight))
@@ -150,7 +150,7 @@ class OneDnnOps(LinearOps, NormOps, RotaryOps, SamplingOps):
         return self.apply_rope(q, k, rope.cos, rope.sin)
 
 
-def _has_dtype(dtype: torch.dtype) -> bool:
+def _onednn_supports(dtype: torch.dtype) -> bool:
     return dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
