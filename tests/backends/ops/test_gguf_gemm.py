@@ -75,7 +75,7 @@ def test_many_rows_are_multiplied_by_dequantized_panels(
     kind: str, gated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packed_gemm, "MAX_FUSED_ROWS", 4)
-    monkeypatch.setattr(packed_gemm, "_PANEL", 1)  # one tile each
+    monkeypatch.setattr(packed_gemm, "_WEIGHTS_PER_PANEL", 1)  # one tile each
     matrix, known = packed(kind, gated=gated)
     x = inputs(7, known)
     check(PackedGemm(matrix, None, SplitKWorkspace(DEVICE), DTYPE)(x), expected(x, known, None, gated=gated))

@@ -113,8 +113,9 @@ def test_gated_layers_prepare_gated_kernels_only(monkeypatch: pytest.MonkeyPatch
     )
     monkeypatch.setattr(HopperOps, "__init__", TritonLinear.__init__)
     ops = HopperOps(torch.device("cpu"), torch.bfloat16)
-    ops._small_m, ops._stream_k_workspace, ops._max_small_m_rows = small_m, None, 0  # type: ignore[assignment]
-    ops._gated = SimpleNamespace(supports_weight=lambda weight, bias: False)  # type: ignore[assignment]
+    ops._hopper_small_m_gemm, ops._stream_k_workspace = small_m, None  # type: ignore[assignment]
+    ops._max_small_m_rows = 0
+    ops._hopper_gated_gemm = SimpleNamespace(supports_weight=lambda weight, bias: False)  # type: ignore[assignment]
     ops.prepare_gated(torch.zeros(32, 64, dtype=torch.bfloat16), None)
     assert prepared == [True]
 

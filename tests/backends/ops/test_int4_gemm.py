@@ -76,7 +76,7 @@ def test_gemm(
 @pytest.mark.parametrize("gated", [False, True])
 def test_many_rows_are_multiplied_by_dequantized_panels(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_gemm, "MAX_FUSED_ROWS", 4)
-    monkeypatch.setattr(packed_gemm, "_PANEL", 1)  # one tile each
+    monkeypatch.setattr(packed_gemm, "_WEIGHTS_PER_PANEL", 1)  # one tile each
     weight, known = packed(176, 320, 32, has_zeros=True, gated=gated)
     bias = torch.randn(176, device=DEVICE, dtype=DTYPE)
     x = torch.randn(7, 320, device=DEVICE, dtype=DTYPE)

@@ -105,7 +105,7 @@ class FlashInferAttention(FusedStoreAttention):
         return _Plan(n, batch.slots, decodes, prefills)
 
     def plan_capture(self, batch: AttentionBatch) -> _Plan:
-        """Make wrappers for this batch size, which FlashInfer needs to fix the launches of a CUDA graph."""
+        """Make wrappers for graphs of this batch size: with them, FlashInfer's launches do not depend on the lengths."""
         size = batch.num_requests
         if self._graph_pages is None:
             max_pages = self.spec.max_batch * self.page_table.shape[1]

@@ -31,7 +31,7 @@ def is_compiled(spec: AttentionSpec) -> bool:
     """Return True if the prefill modules for `spec` are known to be compiled, or FlashInfer's jit-cache package is installed."""
     if importlib.util.find_spec("flashinfer_jit_cache") is not None:
         return True
-    path = _record(spec)
+    path = _record_path(spec)
     return path is not None and is_cached(path) and all(Path(each).exists() for each in json.loads(path.read_text()))
 
 
@@ -41,7 +41,7 @@ def compile_prefill(backend: type[AttentionBackend], spec: AttentionSpec) -> Non
     Raises:
         MinisglError: there is no private cache folder for the record.
     """
-    path = _record(spec)
+    path = _record_path(spec)
     if path is None:
         raise MinisglError("there is no private folder for compiled kernels; set XDG_CACHE_HOME to one")
     with open(path.with_suffix(".lock"), "w") as lock:
@@ -59,7 +59,8 @@ def compile_prefill(backend: type[AttentionBackend], spec: AttentionSpec) -> Non
         write_atomically(json.dumps(_libraries()).encode(), path)
 
 
-def _record(spec: AttentionSpec) -> Path | None:
+def _record_path(spec: AttentionSpec) -> Path | None:
+    """Return the path of the record of a spec's modules, or None without a private cache folder."""
     folder = cache_dir("flashinfer")
     if folder is None:
         return None

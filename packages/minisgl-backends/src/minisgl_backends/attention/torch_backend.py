@@ -234,11 +234,8 @@ class TorchAttention(AttentionBackend):
 
     def _blocks(self, group: GatheredGroup, window: int | None) -> list[_Block]:
         """Split the queries into blocks, and build each block's causal and sliding-window mask."""
-        heads, lowest, highest = (
-            self.spec.num_kv_heads,
-            int(group.first_positions.min()),
-            int(group.first_positions.max()),
-        )
+        heads = self.spec.num_kv_heads
+        lowest, highest = int(group.first_positions.min()), int(group.first_positions.max())
         first, last = (
             torch.from_numpy(x).to(self.spec.device)[:, None, None]
             for x in (group.first_positions, group.last_positions)

@@ -95,7 +95,7 @@ def compile_async(source: str) -> Future[bytes]:
 
 @cache
 def _compile_queue() -> SimpleQueue[tuple[str, Future[bytes]]]:
-    """Return the queue of the compiler threads, which are daemons and do not delay the process's exit."""
+    """Start the compiler threads and return their queue. They are daemons, which do not delay the process's exit."""
     queue: SimpleQueue[tuple[str, Future[bytes]]] = SimpleQueue()
     for _ in range(min(16, os.cpu_count() or 1)):
         Thread(target=_compile_queued, args=(queue,), name="nvrtc", daemon=True).start()

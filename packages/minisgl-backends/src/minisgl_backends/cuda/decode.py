@@ -119,7 +119,7 @@ class HopperDecode:
     def begin_step(self) -> None:
         """Make the next call compute the partition starts.
 
-        A call also computes them if its layer does not follow that of the previous call, since it begins a step, too.
+        A call also computes them if its layer does not follow that of the previous call, since such a call begins a step too.
         """
         self._last_layer: int | None = None
 

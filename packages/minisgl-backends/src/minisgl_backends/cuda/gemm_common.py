@@ -43,13 +43,13 @@ def compiled(variant: GemmVariant) -> Future[bytes]:
 def load_kernel(variant: GemmVariant, name: str, device: torch.device) -> tuple[Kernel, int]:
     """Return the kernel `name` of a variant, and the number of thread blocks that the device holds."""
     with torch.cuda.device(device):
-        sizes = {"shared_bytes": SHARED_BYTES, "cluster": variant.cluster_blocks}
-        kernel = Kernel(compiled(variant).result(), name, num_threads=THREADS, **sizes)
+        cubin, cluster = compiled(variant).result(), variant.cluster_blocks
+        kernel = Kernel(cubin, name, num_threads=THREADS, shared_bytes=SHARED_BYTES, cluster=cluster)
         return kernel, kernel.max_resident_blocks()
 
 
 def wgmma_source(rows: int, *, from_registers: bool = False, transposes_b: bool = False, dtype: str = "bf16") -> str:
-    """Return the source that gemm_common.cuh includes as WGMMA: a wgmma of 64 rows of a, `rows` of b and 16 inputs.
+    """Return the source for ``#include WGMMA``: a wgmma of 64 rows of a, `rows` of b and 16 inputs.
 
     Args:
         rows: N of the instruction, a multiple of 8 up to 256.

@@ -148,7 +148,7 @@ class HopperInt4Gemm:
         tiles, group = -(-self._num_output_blocks // variant.cluster), variant.cluster_blocks
         num_blocks = min(max_blocks // group, tiles * self._num_chunks) * group
         x_map = TensorMap(x, (variant.box_rows, 64))
-        bias = out if self._bias is None else self._bias
+        bias = out if self._bias is None else self._bias  # `out` is a placeholder, which is not read
         workspace = self._workspace.partials, self._workspace.arrived
         sizes = len(x), self._num_outputs, self._num_output_blocks, self._num_chunks
         kernel.launch(num_blocks, (self._stages, x_map, out, bias, *workspace, *sizes))

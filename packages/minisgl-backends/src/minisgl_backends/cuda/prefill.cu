@@ -40,8 +40,8 @@ __device__ __forceinline__ void fetch(u32 to, const TensorMap* map, int x, int y
                  " [%0], [%1, {%2, %3, %4}], [%5], %6;"
                  ::"r"(to), "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier), "l"(EVICT_NORMAL) : "memory");
 }
-// wgmma descriptors of tiles with 128-byte swizzle, whose 8 rows are 1,024 bytes. `rows_of` is for operands whose inputs are
-// contiguous, queries and keys. `columns_of` is for V, whose inputs (keys) are its rows: its lines are LINE_BYTES apart.
+// wgmma descriptors of tiles with 128-byte swizzle, whose 8 rows are 1,024 bytes. `rows_of` is for K-major operands,
+// queries and keys. `columns_of` is for V, which is MN-major: its lines are LINE_BYTES apart.
 __device__ __forceinline__ u64 rows_of(u32 at) { return (u64)((at & 0x3FFFF) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62; }
 __device__ __forceinline__ u64 columns_of(u32 at) { return (u64)((at & 0x3FFFF) >> 4) | (u64)(LINE_BYTES >> 4) << 16 | 64ull << 32 | 1ull << 62; }
 __device__ __forceinline__ float exp2_of(float x) {
@@ -50,6 +50,7 @@ __device__ __forceinline__ float exp2_of(float x) {
     return y;
 }
 __device__ __forceinline__ void arrive_named(int id) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(CONSUMERS) : "memory"); }
+// Keep the operands of asynchronous wgmmas in registers: the compiler must assume that an empty asm statement changes them.
 template <int COUNT> __device__ __forceinline__ void pin(float (&values)[COUNT]) {
     #pragma unroll
     for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(values[i])::"memory");
@@ -143,8 +144,9 @@ void load_tiles(const char* pages, const int* table, const Tile& tile, int heads
     }
 }
 #else
-// Load the tiles of keys of a tile of queries, the last one first, by one warp, one box per lane. In the first one, boxes are small
-// where the last key is. Keys after it are read as zeros for V, and not written for K, whose scores are masked.
+// Load the tiles of keys of a tile of queries, the last one first, by one warp, one box per lane. In the first one, the
+// unit with the last key is loaded in small boxes. Boxes after that key are out of bounds for V, which TMA fills with zeros, and are not
+// loaded for K, whose scores are masked.
 template <bool IS_V> __device__ __forceinline__
 void load_tiles(const TensorMap* map, const TensorMap* small_map, const int* table, const Tile& tile, int num_slots, u32 ring, u32 full,
                 u32 empty, int& stage, int& parity) {

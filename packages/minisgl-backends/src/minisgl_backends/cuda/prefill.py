@@ -68,19 +68,20 @@ class Variant:
 class HopperPrefill:
     """Causal prefill attention in bfloat16, over a pool in bfloat16 or float8_e4m3fn."""
 
-    def __init__(self, requirements: AttentionSpec, pool: KVPages) -> None:
+    def __init__(self, spec: AttentionSpec, pool: KVPages) -> None:
         """Start compiling for a pool of layout NHD."""
-        spec = pool.spec
+        pool_spec = pool.spec
         self._pool = pool
-        group = requirements.num_q_heads // spec.num_kv_heads
-        self._variant = Variant(group, spec.head_dim, spec.page_size, spec.dtype == FP8, has_extras(requirements))
+        group = spec.num_q_heads // pool_spec.num_kv_heads
+        shape = group, pool_spec.head_dim, pool_spec.page_size
+        self._variant = Variant(*shape, pool_spec.dtype == FP8, has_extras(spec))
         self.num_pairs = _ROWS // self._variant.group * self._variant.group
         """(Query, head of the group) pairs of a tile."""
         compile_async(self._variant.source())
         self._kernel: Kernel | None = None
-        self._num_sms = torch.cuda.get_device_properties(spec.device).multi_processor_count
+        self._num_sms = torch.cuda.get_device_properties(pool_spec.device).multi_processor_count
         self._query_maps: dict[tuple[int, ...], TensorMap] = {}
-        self._counter = torch.zeros(1, dtype=torch.int32, device=spec.device)
+        self._counter = torch.zeros(1, dtype=torch.int32, device=pool_spec.device)
         self._kv_maps = [] if self._variant.is_fp8 else kv_maps(pool, 1)
 
     def __call__(

@@ -96,7 +96,7 @@ def compile_variants(
     row_sizes: Sequence[int] = ROW_SIZES,
     choose: Callable[[int, int, int, int], GemmTiling] = choose_tiling,
 ) -> list[tuple[Variant, GemmTiling]]:
-    """Start compiling for a weight, which need not be loaded, and return the variants. Arguments as of `HopperSmallMGemm`."""
+    """Start compiling for a weight, which need not be loaded, and return the variants; see `HopperSmallMGemm`."""
     num_sms = torch.cuda.get_device_properties(weight.device).multi_processor_count
     variants = []
     for rows in row_sizes:
@@ -177,7 +177,7 @@ class HopperSmallMGemm:
             num_blocks = min((tiling.num_blocks or max_blocks) // group, max_blocks // group, steps) * group
         out = torch.empty(len(x), self._num_outputs, dtype=x.dtype, device=x.device)
         x_map = TensorMap(x, (variant.box_rows, BLOCK_K))
-        bias = out if self._bias is None else self._bias
+        bias = out if self._bias is None else self._bias  # `out` is a placeholder, which is not read
         workspace = self._workspace.partials, self._workspace.arrived
         sizes = len(x), self._num_outputs, self._num_inputs
         kernel.launch(num_blocks, (weight_map, x_map, out, bias, *workspace, *sizes))

@@ -15,7 +15,7 @@ class DecodeTile:
     """Tile of decode attention, and the grid.
 
     Attributes:
-        keys: keys per tile (BLOCK_N); at least 16, since tensor cores multiply the weights with them.
+        keys: keys per tile; at least 16, the smallest K of ``tl.dot`` (softmax weights @ V).
         num_warps: warps per program.
         num_stages: stages of the software pipeline: ``num_stages - 1`` tiles of K and V are in flight.
         programs_per_sm: programs per SM in the grid. If an SM holds fewer, by its registers or shared memory, the others run

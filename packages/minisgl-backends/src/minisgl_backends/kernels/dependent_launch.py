@@ -1,10 +1,11 @@
 """Programmatic dependent launch (PDL), which GPUs have since Hopper.
 
-PDL saves time only next to GEMMs that prefetch their weights (`minisgl_backends.cuda`), not next to cuBLAS.
+PDL saves time next to GEMMs that prefetch their weights (`minisgl_backends.cuda`). Next to cuBLAS, it saved none
+(docs/performance-notes.md).
 
-A kernel that is launched with the attribute may start before the previous kernel in the stream has ended. It starts once every
-program of that kernel has issued ``griddepcontrol.launch_dependents`` or has ended, so its launch latency is hidden. Only its
-own ``griddepcontrol.wait`` orders it after the previous kernel. So all kernels that are launched with PDL follow one rule:
+A kernel that is launched with PDL may start before the previous kernel in the stream has ended. It starts once every program of
+that kernel has issued ``griddepcontrol.launch_dependents`` or has ended, so its launch latency is hidden. Only its own
+``griddepcontrol.wait`` orders it after the previous kernel. So all kernels that are launched with PDL follow one rule:
 
     Each program waits before it reads or writes anything that an earlier kernel of the stream may write or read. It also
     waits before it ends, even if it returns early.
@@ -35,8 +36,8 @@ def await_previous(PDL: tl.constexpr):
 
 
 def launch_options(pdl: bool) -> dict[str, bool]:
-    """Return the launch options of a kernel with a parameter PDL: its value, and the attribute if `pdl`.
+    """Return the launch options of a kernel with a parameter PDL: its value, and Triton's ``launch_pdl`` if `pdl`.
 
-    The attribute is left out otherwise, since not every device knows it.
+    ``launch_pdl`` is left out otherwise, since not every device knows it.
     """
     return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}

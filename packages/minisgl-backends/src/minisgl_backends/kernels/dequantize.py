@@ -124,7 +124,7 @@ def scale_and_offset(word, superblock, FIELD: tl.constexpr, KIND: tl.constexpr, 
     """Return field FIELD of a word of scales, float32, for `dequantize`.
 
     `dequantize` leaves `base` in each code, so the offset includes ``-base * scale``. All products are exact. Only the sum with
-    an offset of the file is rounded to float32, by at most 2**-24 of it, which is about 2**-17 of the scale.
+    a stored offset is rounded to float32, by at most 2**-24 of it, which is about 2**-17 of the scale.
     """
     base: tl.constexpr = 0.0 if INTERPRETED else (32768.0 if LOW == 8 else 128.0)
     if KIND == "scale":

@@ -32,21 +32,21 @@ def _unpacking_int4(magic: str, scaling: str) -> str:
 
 
 def _mxfp4(first: int) -> str:
-    """Return the PTX for floats that begin at bit `first`: sign, the lowest two exponent bits and the highest mantissa bit."""
+    """Return the PTX that moves codes at bit `first` to bfloat16's sign, lowest two exponent bits and highest mantissa bit."""
     return (
         f"shl.b32 v, {{x}}, {12 - first}; and.b32 v, v, 0x80008000; shl.b32 {{to}}, {{x}}, {6 - first};"
         " lop3.b32 {to}, {to}, 0x01C001C0, v, 0xEA; "
     )
 
 
-# GPUs before Hopper have no instructions for pairs of bfloat16 but fused multiply-adds.
+# For pairs of bfloat16, GPUs before Hopper have fused multiply-adds only.
 _BF16_INT4 = tl.constexpr(
     _unpacking_int4("0x43004300", "fma.rn.bf16x2 {to}, {to}, one, {offset}; fma.rn.bf16x2 {to}, {to}, {scale}, nil; ")
 )
 _FP16_INT4 = tl.constexpr(
     _unpacking_int4("0x64006400", "add.rn.f16x2 {to}, {to}, {offset}; mul.rn.f16x2 {to}, {to}, {scale}; ")
 )
-# The offset is a factor: it changes the bias of the exponent.
+# The offset is a factor here, 2**126, which corrects the exponent's bias.
 _BF16_MXFP4 = tl.constexpr(
     _unpacking(
         _mxfp4(0), _mxfp4(4), "fma.rn.bf16x2 {to}, {to}, {offset}, nil; fma.rn.bf16x2 {to}, {to}, {scale}, nil; "

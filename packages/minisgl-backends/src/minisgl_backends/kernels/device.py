@@ -10,7 +10,10 @@ from minisgl_core.utils.dtypes import dtype_name
 
 @cache
 def has_large_shared_memory(device: torch.device) -> bool:
-    """Return True if a program can use 200 KB of shared memory, as on data-center GPUs since Hopper; else assume 96 KB."""
+    """Return True if a program can use 200 KB of shared memory, as on data-center GPUs since Hopper.
+
+    Otherwise, callers assume 96 KB.
+    """
     if device.type != "cuda":
         return False
     properties = torch.cuda.get_device_properties(device)

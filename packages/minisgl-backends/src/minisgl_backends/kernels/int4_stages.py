@@ -18,14 +18,14 @@ INPUTS = 128
 CODE_BYTES = TILE * INPUTS // 2
 """Size of the codes of a tile in a stage."""
 SCALE_BYTES = TILE * 4
-"""Size of the words of scales of a tile in a stage, per word of an output."""
+"""Size of one word of scales for each output of a tile."""
 _INPUTS = tl.constexpr(INPUTS)
 _CODE_BYTES = tl.constexpr(CODE_BYTES)
 _SCALE_BYTES = tl.constexpr(SCALE_BYTES)
 
 
 def supports_weight(weight: Int4Weight) -> bool:
-    """Return True if each group of inputs with a scale divides a stage, or contains whole stages."""
+    """Return True if SUB is 32, and one of INPUTS and the inputs per scale is a multiple of the other."""
     return weight.codes.shape[3] == 32 and (INPUTS % weight.block == 0 or weight.block % INPUTS == 0)
 
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 SYMMETRIC_ZERO = 8
 """Zero point of weights without stored zero points."""
-_PANEL = 1 << 22
-"""Weights that are dequantized at once."""
+_WEIGHTS_PER_PANEL = 1 << 22
+"""Number of weights that are dequantized at once."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -136,7 +136,7 @@ def torch_int4_linear(weight: Int4Weight, bias: torch.Tensor | None) -> "LinearO
 
     Panels of the weight are dequantized in each call: for processors without a kernel, and as the reference of kernels.
     """
-    tiles, step = len(weight.codes), max(1, _PANEL // (TILE * max(weight.num_inputs, 1)))
+    tiles, step = len(weight.codes), max(1, _WEIGHTS_PER_PANEL // (TILE * max(weight.num_inputs, 1)))
 
     def linear(x: torch.Tensor) -> torch.Tensor:
         x = weight.inputs(x)

@@ -44,14 +44,14 @@ class Int8Gemm:
         self._codes, self._scales, self._bias, self._gated = codes, scales, bias, gated
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [..., N] from x, [..., K]."""
+        """Return [..., N] from x, [..., K], or [..., N / 2] if the layer is gated."""
         size, inputs = self._codes.shape
         flat = x.reshape(-1, inputs)
         flat = flat if flat.stride(1) == 1 else flat.contiguous()
         rows, row_scales = quantize_rows(flat, torch.int8)
         out = torch.empty(len(flat), size, dtype=x.dtype, device=x.device)
         block = min(128, max(16, triton.next_power_of_2(len(flat))))
-        bias = out if self._bias is None else self._bias
+        bias = out if self._bias is None else self._bias  # `out` is a placeholder, which is not read
         if len(flat):
             _int8_gemm[triton.cdiv(size, 64), triton.cdiv(len(flat), block)](
                 rows, row_scales, self._codes, self._scales, bias, out, len(flat), size, inputs,

@@ -224,8 +224,9 @@ def all_reduce(
     Args:
         x: contiguous and aligned to 16 bytes, in float32, bfloat16 or float16. Its size in bytes is a multiple of 16, with two
             shots a multiple of 16 per rank.
-        peers: addresses of each rank's memory, filled with EMPTY before the first call, then of the abort flag: a word that
-            is set to make the ranks stop waiting; int64 [size + 1]. The number of ranks is a power of 2.
+        peers: addresses of each rank's memory, and last that of the abort flag, a word that is set to make the ranks stop
+            waiting; int64 [size + 1]. The memory is filled with EMPTY before the first call. The number of ranks is a power
+            of 2.
         state: zeros before the first call, int32 [G, STATE_WORDS]; G programs run in every call.
         rank: this rank.
         row_words: words per row of the memory, at least those of `x`, or with two shots those of a rank's part of it.

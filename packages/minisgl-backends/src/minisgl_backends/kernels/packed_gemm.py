@@ -24,8 +24,8 @@ from minisgl_backends.kernels.packed_matrix import TILE, PackedMatrix, Packing, 
 from minisgl_backends.kernels.packed_tiling import PackedTiling, choose_tiling
 from minisgl_backends.kernels.split_k import SplitKWorkspace
 
-_PANEL = 1 << 25
-"""Weights that are dequantized at once for many rows."""
+_WEIGHTS_PER_PANEL = 1 << 25
+"""Number of weights that are dequantized at once, if x has more than `MAX_FUSED_ROWS` rows."""
 _GATHERED_ROWS = 8
 """Rows of an embedding per program."""
 
@@ -169,7 +169,7 @@ def _dequantize_rows(
     ROWS: tl.constexpr, KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SUB: tl.constexpr, BLOCK: tl.constexpr,
     WORD: tl.constexpr, ZERO: tl.constexpr, PARTS: tl.constexpr, HAS_SUPERBLOCKS: tl.constexpr, GATHER: tl.constexpr,
 ):  # fmt: skip
-    """Dequantize a chunk of some rows to `out`, [M, K]: rows `ids` if GATHER, else the first rows. NaN for other ids."""
+    """Dequantize a chunk of some rows to `out`, [M, K]: rows `ids` if GATHER, else the first M. Ids out of range give NaN."""
     PER_CODE: tl.constexpr = 16 // LOW
     dtype: tl.constexpr = out.dtype.element_ty
     line, depth, chunk = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, SUB), tl.program_id(1)
@@ -235,6 +235,7 @@ class PackedGemm:
         self._weight, self._bias, self._workspace = weight, bias, workspace
         self._dtype, self._halves = dtype, 1 + weight.gated
         self.num_outputs = weight.num_outputs // self._halves
+        # The kernels get placeholders, which they do not read, for a missing plane, missing superblocks or a missing bias.
         self._high = weight.codes if weight.high is None else weight.high
         self._superblocks = weight.words if weight.superblocks is None else weight.superblocks
         self._constants = constants(weight.packing)
@@ -254,7 +255,7 @@ class PackedGemm:
         if self._weight.order is not None:
             x = x.index_select(1, self._weight.order)
         if len(x) > MAX_FUSED_ROWS:
-            return self._dequantize_and_matmul(x)
+            return matmul_by_panels(x, self._weight, len(self._weight.codes), self._bias, self._dequantize)
         out = torch.empty(len(x), self.num_outputs, dtype=x.dtype, device=x.device)
         self._fused(x, out)
         return out
@@ -267,9 +268,9 @@ class PackedGemm:
             self._fused(x, out)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return rows of the weight, [T, K], for ids, int32 or int64 [T]; NaN for an id that is no row of the weight."""
+        """Return rows of the weight, [T, K], for ids, int32 or int64 [T]; NaN for ids out of range."""
         out = torch.empty(len(ids), self._weight.num_inputs, dtype=self._dtype, device=ids.device)
-        self._dequantize(out, ids.contiguous())
+        self._dequantize(out, ids=ids.contiguous())
         return out
 
     def _fused(self, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -287,14 +288,8 @@ class PackedGemm:
             num_stages=tiling.stages, **self._constants, **self._launch_options,
         )  # fmt: skip
 
-    def _dequantize_and_matmul(self, x: torch.Tensor) -> torch.Tensor:
-        def dequantize(out: torch.Tensor, first_tile: int) -> None:
-            self._dequantize(out, first_tile=first_tile)
-
-        return matmul_by_panels(x, self._weight, len(self._weight.codes), self._bias, dequantize)
-
-    def _dequantize(self, out: torch.Tensor, ids: torch.Tensor | None = None, first_tile: int = 0) -> None:
-        """Dequantize rows `ids` to `out`, or else the rows from a tile on."""
+    def _dequantize(self, out: torch.Tensor, first_tile: int = 0, ids: torch.Tensor | None = None) -> None:
+        """Dequantize rows `ids` to `out`; if `ids` is None, the rows from tile `first_tile` on."""
         weight, rows = self._weight, slice(first_tile * TILE, None)
         superblocks = self._superblocks if weight.superblocks is None else self._superblocks[:, rows]
         block = TILE if ids is None else _GATHERED_ROWS
@@ -321,14 +316,13 @@ def matmul_by_panels(
         weight: the weight, whose codes are not read.
         num_tiles: T.
         bias: one value per output, or None.
-        dequantize: fills its first argument, [tiles * 64, K], with the rows of consecutive tiles, from the tile on that its
-            second argument names.
+        dequantize: function of a panel, [tiles * 64, K], and a tile. It fills the panel with the rows from that tile on.
 
     Returns:
         [M, N], in x's dtype.
     """
     x = x[:, : weight.num_inputs]
-    step = max(1, _PANEL // (TILE * max(weight.num_inputs, 1)))
+    step = max(1, _WEIGHTS_PER_PANEL // (TILE * max(weight.num_inputs, 1)))
     panel = torch.empty(min(step, num_tiles) * TILE, weight.num_inputs, dtype=x.dtype, device=x.device)
     stored = torch.empty(len(x), num_tiles * TILE, dtype=x.dtype, device=x.device)
     for start in range(0, num_tiles, step):

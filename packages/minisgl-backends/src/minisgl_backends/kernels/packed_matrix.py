@@ -72,7 +72,7 @@ class Packing:
 
     @property
     def has_superblocks(self) -> bool:
-        """Return True if a scale is a product with its superblock's."""
+        """Return True if scales are multiplied by their superblock's."""
         return self.kind in ("bytes", "byte_pairs", "nibbles")
 
 
@@ -160,7 +160,7 @@ class PackedMatrix(TiledWeight):
     def store(
         self, rows: torch.Tensor, codes: torch.Tensor, words: torch.Tensor, superblocks: torch.Tensor | None = None
     ) -> None:
-        """Store some rows, as of `rows_of`.
+        """Store some rows, whose indices `rows_of` returns.
 
         Args:
             rows: stored rows, int64 [rows].

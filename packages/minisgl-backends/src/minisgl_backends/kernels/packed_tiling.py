@@ -8,7 +8,7 @@ from minisgl_backends.kernels.device import has_large_shared_memory
 from minisgl_backends.kernels.packed_matrix import PackedMatrix
 
 _SPLIT_K_LIMITS = {16: (1024, 16, 512), 32: (640, 8, 512), 64: (512, 4, 1024)}
-"""By rows per program: most programs, most splits, and fewest inputs per split; tuned on an H200."""
+"""Largest number of programs, of splits, and smallest number of inputs per split, by rows per program; tuned on an H200."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,10 @@
 """Split-KV decode attention over the paged KV pool: one query per request, limited by memory bandwidth.
 
 The key tiles of a batch are split into partitions of equal length, one per program, regardless of request boundaries. So all
-programs end together, as in Stream-K GEMMs (arXiv 2301.03598). Softmax is computed online over the tiles (arXiv 2205.14135).
-If a request spans several partitions, the last program to finish merges its partial outputs by log-sum-exp (Flash-Decoding,
-pytorch.org/blog/flash-decoding). The G query heads of a KV head share a tile, so that K and V are read once for all of them.
+programs end together, as in Stream-K GEMMs (arXiv 2301.03598). Softmax is computed online over the tiles (arXiv 2205.14135), to
+base 2 as in `minisgl_backends.kernels.paged_prefill`. If a request spans several partitions, the last program to finish merges
+its partial outputs by log-sum-exp (Flash-Decoding, pytorch.org/blog/flash-decoding). The G query heads of a KV head share a
+tile, so that K and V are read once for all of them.
 The KV head is the fastest grid dimension, since the pool stores the heads of a token next to each other.
 
 Shape legend: B requests, Hq and Hkv heads, G = Hq / Hkv, D head dimension, P pages of S tokens, C split-KV partitions.
@@ -58,7 +59,9 @@ def _attend(
     `row_max` and `row_sum` [G_BLOCK] are the initial running maximum and sum of weights: -inf and 0, or an attention sink's.
     Returns the weighted mean of the values, [G_BLOCK, D], and the log-sum-exp of the scores, to base 2.
 
-    Pages are looked up one tile ahead. A lookup in the iteration that uses the pages would take a pipeline stage from the keys.
+    Pages are looked up one tile ahead. For a lookup in the iteration that uses the pages, Triton would take a pipeline stage
+    from the loads of K and V.
+
     Tensor cores need V transposed on the way from shared memory, which the hardware does for 16-bit elements only. So with
     PAIRS, FP8 V is read as pairs of columns, which are unpacked in registers.
     """
@@ -125,6 +128,11 @@ def _decode(
     G_BLOCK: tl.constexpr, KEYS: tl.constexpr, R_BLOCK: tl.constexpr, LEAST: tl.constexpr, PAIRS: tl.constexpr,
     WIDEN: tl.constexpr,
 ):  # fmt: skip
+    """Attend to the tiles of one partition, request by request, for one KV head.
+
+    The tiles of all requests are numbered. A partition has `size` of them, and this one ends before tile `last`. The current
+    request has the tiles from `first` to before `after`.
+    """
     head, partition, num_partitions = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     requests = tl.arange(0, R_BLOCK)
     lengths = tl.load(seq_lens + requests, mask=requests < num_requests, other=0)

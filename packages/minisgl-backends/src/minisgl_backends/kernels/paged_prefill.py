@@ -1,7 +1,7 @@
 """Prefill attention over the paged KV pool.
 
-Softmax is computed online over tiles of keys (arXiv 2205.14135). The G query heads of a KV head share a tile, so that K and V
-are read once for all of them.
+Softmax is computed online over tiles of keys (arXiv 2205.14135). Scores and soft caps are multiplied by log2(e), so that softmax
+weights are powers of 2. The G query heads of a KV head share a tile, so that K and V are read once for all of them.
 
 Shape legend: T tokens, B requests, Hq and Hkv heads, G = Hq / Hkv, D head dimension, P pages of S tokens.
 The page table has R rows and M columns.

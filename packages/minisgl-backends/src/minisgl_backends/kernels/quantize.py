@@ -23,7 +23,7 @@ def _quantize_rows(x, stride, quantized, scales, N, LARGEST: tl.constexpr, LEAST
 
 
 def quantize_rows(x: torch.Tensor, dtype: torch.dtype = FP8) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `LinearOps.quantize_rows`; `dtype` is FP8 or int8, whose values are -127 to 127 and round ties up."""
+    """See `LinearOps.quantize_rows`; `dtype` is FP8 or int8. Codes in int8 are -127 to 127, with ties rounded up."""
     num_rows, size = x.shape
     quantized = torch.empty(num_rows, size, dtype=dtype, device=x.device)
     scales = torch.empty(num_rows, 1, dtype=torch.float32, device=x.device)

@@ -3,9 +3,10 @@
 Shape legend: N requests, V vocabulary, C chunks of `BLOCK` tokens. Over several ranks, each rank has C of all A chunks.
 
 The first pass reduces each chunk to its largest logit and the index of that (greedy requests) or the sum of exponentials
-(sampled requests). From the sums, the second pass finds the chunk in which the cumulative distribution crosses the target. It
-reads that chunk again to find the token. With a vocabulary-parallel LM head, the ranks all-reduce the statistics of the first
-pass. Then they all-reduce the tokens, to which only the rank that owns the chunk contributes.
+(sampled requests). From the sums, the second pass finds the chunk in which the cumulative distribution crosses the target: a
+uniform random number times the total. It reads that chunk again to find the token. With a vocabulary-parallel LM head, the
+ranks all-reduce the statistics of the first pass. Then they all-reduce the tokens, to which only the rank that owns the chunk
+contributes.
 """
 
 import torch
@@ -111,7 +112,8 @@ def sample_shard(
     num_chunks, begin = triton.cdiv(size, BLOCK), group.rank * size
     num_all, first_chunk, num_real = num_chunks * group.size, num_chunks * group.rank, shard.vocab_size - begin
     sizes = max(min(num_real, size), 0), logits.stride(0)
-    # Float32 holds integers up to 2 ** 24 exactly. Rows are padded, since some communicators need multiples of 16 bytes.
+    # Tokens are all-reduced in float32, which holds integers up to 2 ** 24 exactly. Rows are padded, since some communicators
+    # need multiples of 16 bytes.
     statistics = torch.zeros(3, -(-num_rows // 4) * 4, num_all, dtype=torch.float32, device=logits.device)
     tokens = torch.zeros(statistics.shape[1], dtype=torch.float32, device=logits.device)
     if num_rows:

@@ -122,6 +122,7 @@ class SmallMGemm:
         """Return [M, N] from x [M, K], with rows of any stride; FP8 x comes with `row_scales`, float32 [M, 1]."""
         weight, size = self._weight, self._num_outputs
         out = torch.empty(len(x), size, dtype=x.dtype if row_scales is None else torch.bfloat16, device=x.device)
+        # The weight is a placeholder, which the kernel does not read as a bias or as scales.
         bias = weight if self._bias is None else self._bias
         scales = (weight, weight) if row_scales is None else (row_scales, self._scales)
         _small_m_gemm[(self._num_blocks, self._splits)](

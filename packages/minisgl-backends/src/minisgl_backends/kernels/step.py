@@ -54,7 +54,7 @@ def decode_inputs(
     page_table: torch.Tensor,
     page_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `minisgl_core.contracts.ops.StepOps.decode_inputs`. Only the rows of the page table may be strided."""
+    """See `minisgl_core.contracts.ops.StepOps.decode_inputs`. All tensors but the page table are contiguous."""
     kinds, count = inputs.shape
     ids, slots = (torch.empty(count, dtype=dtype, device=inputs.device) for dtype in (torch.int32, torch.int64))
     _decode_inputs[(triton.cdiv(count, _BLOCK),)](

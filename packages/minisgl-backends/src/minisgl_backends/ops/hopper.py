@@ -28,8 +28,9 @@ class HopperOps(TritonLinear, TritonNorm, TritonRotary):
         super().__init__(device, dtype)
         from minisgl_backends.cuda import gated_gemm, small_m_gemm
 
-        self._gated = gated_gemm
-        self._small_m, self._stream_k_workspace = small_m_gemm, small_m_gemm.StreamKWorkspace(device)
+        self._hopper_gated_gemm = gated_gemm
+        self._hopper_small_m_gemm = small_m_gemm
+        self._stream_k_workspace = small_m_gemm.StreamKWorkspace(device)
         self._max_small_m_rows = 0
 
     def uses_pdl(self, num_rows: int) -> bool:
@@ -38,32 +39,32 @@ class HopperOps(TritonLinear, TritonNorm, TritonRotary):
 
     def precompile(self, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool) -> None:
         """Start compiling, while weights are loaded."""
-        if self._small_m.supports_weight(weight, bias, gated=gated):
+        if self._hopper_small_m_gemm.supports_weight(weight, bias, gated=gated):
             row_sizes = self._row_sizes(weight, gated=gated)
-            self._small_m.compile_variants(weight, bias, gated=gated, row_sizes=row_sizes)
+            self._hopper_small_m_gemm.compile_variants(weight, bias, gated=gated, row_sizes=row_sizes)
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
-        return self._with_small_m_gemm(super().prepare_linear(weight, bias), weight, bias, gated=False)
+        return self._with_hopper_small_m(super().prepare_linear(weight, bias), weight, bias, gated=False)
 
     def prepare_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
-        fallback = self._with_small_m_gemm(super().prepare_gated(weight, bias), weight, bias, gated=True)
-        if not self._gated.supports_weight(weight, bias):
+        fallback = self._with_hopper_small_m(super().prepare_gated(weight, bias), weight, bias, gated=True)
+        if not self._hopper_gated_gemm.supports_weight(weight, bias):
             return fallback
-        large = self._gated.HopperGatedGemm(weight)
+        large = self._hopper_gated_gemm.HopperGatedGemm(weight)
         return lambda x: large(x) if x.dim() == 2 and large.supports_input(x) else fallback(x)
 
     def _row_sizes(self, weight: torch.Tensor, *, gated: bool) -> list[int]:
         max_rows = worthwhile_rows(*weight.shape, gated=gated)
-        return [rows for rows in self._small_m.ROW_SIZES if rows <= max_rows]
+        return [rows for rows in self._hopper_small_m_gemm.ROW_SIZES if rows <= max_rows]
 
-    def _with_small_m_gemm(
+    def _with_hopper_small_m(
         self, fallback: LinearOp, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool
     ) -> LinearOp:
-        if not self._small_m.supports_weight(weight, bias, gated=gated):
+        if not self._hopper_small_m_gemm.supports_weight(weight, bias, gated=gated):
             return fallback
         row_sizes = self._row_sizes(weight, gated=gated)
         self._max_small_m_rows = max(self._max_small_m_rows, *row_sizes)
-        small_m = self._small_m.HopperSmallMGemm(
+        small_m = self._hopper_small_m_gemm.HopperSmallMGemm(
             weight, bias, self._stream_k_workspace, gated=gated, row_sizes=row_sizes
         )
         return lambda x: small_m(x) if x.dim() == 2 and small_m.supports_input(x) else fallback(x)

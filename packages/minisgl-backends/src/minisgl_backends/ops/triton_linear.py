@@ -29,8 +29,8 @@ class TritonLinear(TritonProvider, LinearOps):
         return self._quantize.quantize_rows(dense(x))
 
     def prepare_fp8_linear(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
-        fallback = self._fp8_gemm(weight, scales, bias) if weight.is_cuda else None
-        fallback = fallback or super().prepare_fp8_linear(weight, scales, bias)
+        prepare = self._fp8_gemm if weight.is_cuda else super().prepare_fp8_linear
+        fallback = prepare(weight, scales, bias)
         return self._with_small_m(fallback, weight, bias, scales=scales)
 
     def prepare_fp8_gated(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
