@@ -208,7 +208,7 @@ def _original_max_position(keys: Keys, rope: Keys, kind: str, max_position: int)
     key = "original_max_position_embeddings"
     if kind not in ("llama3", "yarn", "longrope"):
         return max_position
-    return keys.whole(key, 2, rope.whole(key, 2, max_position))
+    return keys.whole(key, 2, rope.whole(key, 2, max_position))  # LongRoPE divides by its logarithm, so 1 is too small
 
 
 def _scaled_context(max_position: int, rope: RopeConfig) -> int:

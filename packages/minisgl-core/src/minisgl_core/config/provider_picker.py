@@ -101,6 +101,7 @@ class ProviderPicker:
                 }
                 if not kernels:
                     return pick
+                # A later backend that is ready is selected instead, and the launcher compiles this one for the next start.
                 if uncompiled_pick is None:
                     uncompiled_pick = pick
                     self.to_compile |= dict.fromkeys(kernels)

@@ -151,7 +151,8 @@ class ModelTests:
                 assert local.shape == (len(ids), size), "compute_logits does not return the shard of vocab_shard"
                 return model.gather_logits(local)
 
-        for logits in (results := self._ranks(tp_size, run)):
+        results = self._ranks(tp_size, run)
+        for logits in results:
             assert torch.equal(logits, results[0]), (
                 "the ranks' logits are not bitwise equal, so that they sample different tokens"
             )

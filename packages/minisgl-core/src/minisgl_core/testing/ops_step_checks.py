@@ -128,9 +128,11 @@ class StepChecks(OpsChecks):
                 if new >= 0:
                     expected[row, position // page_size] = new
                 pages.append(int(expected[row, position // page_size]))
-            given = torch.stack((rows, ids, positions, new_pages, *draw(-9, 9, 3, count + 4)))
+            others = draw(-9, 9, 3, count + 4)  # further inputs, which are only copied
+            given = torch.stack((rows, ids, positions, new_pages, *others))
             for index in (1, 0):
-                mapped_inputs, inputs = torch.stack((given, given.flip(1))[:: 1 - 2 * index]), torch.zeros_like(given)
+                mapped_inputs, inputs = torch.stack((given.flip(1), given.flip(1))), torch.zeros_like(given)
+                mapped_inputs[index] = given
                 buffer_index = torch.tensor([index], dtype=torch.int32, device=self.device)
                 table = wide.clone()[:, :33]
                 tokens, slots = ops.decode_inputs(mapped_inputs, buffer_index, inputs, last_tokens, table, page_size)
