@@ -74,8 +74,8 @@ struct alignas(16) Tile {
 // - scale: factor on the scores, times log2(e), since exponentials are to base 2.
 // - k, v: [requests, heads, DIM]; cos, sin: [requests, DIM / 2]; q_weight, k_weight: [DIM] (NORM); k_pages, v_pages: [tokens,
 //   heads, DIM]; slots: slot of each request's token. These are for ROPE only.
-// - starts: [partitions, START_WORDS], computed by a step's first layer and read by the others: to compute them takes several
-//   dependent loads.
+// - starts: [partitions, START_WORDS], computed by a step's first layer and read by the others, since computing them takes
+//   several dependent loads.
 // Thread blocks: heads times partitions. Blocks with work come first, and later partitions come before earlier ones. So no block
 // waits for a block that has not started.
 extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 2)

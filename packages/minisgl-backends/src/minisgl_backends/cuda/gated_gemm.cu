@@ -1,5 +1,4 @@
-// GEMM with fused gated activation for many rows, for Hopper: out = silu(x @ gate.T) * (x @ up.T). Prefills spend half of their
-// time in it.
+// GEMM with fused gated activation for many rows, for Hopper: out = silu(x @ gate.T) * (x @ up.T).
 //
 // Such GEMMs are compute-bound, or limited by the power that they draw. The fused activation takes little time or power: gate and
 // up are not stored and read back, and one warpgroup computes it while the other multiplies.

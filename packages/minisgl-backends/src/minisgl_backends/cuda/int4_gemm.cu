@@ -17,7 +17,7 @@
 // PDL: codes and scales are prefetched before the previous kernel has ended, everything else is read after that.
 //
 // In a cluster of ROW_PARTS * CLUSTER thread blocks, ROW_PARTS consecutive ones have the same tile and share its codes by multicast.
-// The CLUSTER thread blocks with the same rows of x share these.
+// The CLUSTER thread blocks with the same rows of x share these rows by multicast.
 //
 // Macros: ROWS (up to 128, for registers), CLUSTER (1, 2 or 4), ROW_PARTS (1 or 2), STAGES, GATED and HAS_BIAS as in small_m_gemm.cu;
 // SCALES (scales per output and stage) and WGMMA: wgmma(float (&sums)[], const u32 (&a)[4], u64 b, int keep).

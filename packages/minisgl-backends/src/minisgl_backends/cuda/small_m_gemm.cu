@@ -9,8 +9,8 @@
 // - SPLITS > 1: a cluster computes a tile, and each of its thread blocks a part of the inputs. They exchange their sums through
 //   distributed shared memory by st.async, and each thread block reduces and stores a part of the rows.
 // - SPLITS == 1: Stream-K (arXiv 2301.03598). The steps of all tiles form one sequence, which is divided into equal parts. The
-//   thread block with the first step of a tile adds the partial sums that the others have stored in `partials`. These start with
-//   that tile, so the wait is short.
+//   thread block with the first step of a tile adds the partial sums that the others have stored in `partials`. The others
+//   start with that tile, so the wait is short.
 // With CLUSTER > 1, the thread blocks of a cluster compute neighbouring tiles in lockstep and share x by multicast. With
 // ROW_PARTS > 1, they compute the same tile for different rows of x and share the weights by multicast.
 //

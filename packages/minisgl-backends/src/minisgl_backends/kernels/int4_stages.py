@@ -42,16 +42,17 @@ def pack_stages(weight: Int4Weight, words: torch.Tensor) -> torch.Tensor:
     codes = fragment_order(weight.codes)
     tiles, chunks = codes.shape[:2]
     num_scales = max(1, INPUTS // weight.block)
-    order = torch.arange(-(-tiles // 2) * 2, device=codes.device).clamp_(max=tiles - 1).view(-1, 2)
     if weight.gated:
-        order = torch.arange(tiles, device=codes.device).view(2, -1).t()
-    groups = torch.arange(chunks * num_scales, device=codes.device) * INPUTS // num_scales // weight.block
+        pairs = torch.arange(tiles, device=codes.device).view(2, -1).t()
+    else:  # an odd last tile is paired with itself
+        pairs = torch.arange(-(-tiles // 2) * 2, device=codes.device).clamp_(max=tiles - 1).view(-1, 2)
+    scale_rows = torch.arange(chunks * num_scales, device=codes.device) * INPUTS // num_scales // weight.block
     stages = torch.empty(
-        len(order), chunks, 2, CODE_BYTES + num_scales * SCALE_BYTES, dtype=torch.uint8, device=codes.device
+        len(pairs), chunks, 2, CODE_BYTES + num_scales * SCALE_BYTES, dtype=torch.uint8, device=codes.device
     )
     for member in range(2):  # one after the other, which bounds the temporary memory
-        stages[:, :, member, :CODE_BYTES] = codes[order[:, member]].flatten(2).view(torch.uint8)
-        scales = words.view(len(words), tiles, TILE)[groups][:, order[:, member]].view(chunks, num_scales, -1, TILE)
+        stages[:, :, member, :CODE_BYTES] = codes[pairs[:, member]].flatten(2).view(torch.uint8)
+        scales = words.view(len(words), tiles, TILE)[scale_rows][:, pairs[:, member]].view(chunks, num_scales, -1, TILE)
         stages[:, :, member, CODE_BYTES:] = scales.permute(2, 0, 1, 3).flatten(2).contiguous().view(torch.uint8)
     return stages
 

@@ -100,7 +100,7 @@ def _merge(
     partials, partial_lse, head, heads, first_partition, last_partition,
     G: tl.constexpr, D: tl.constexpr, G_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Merge a request's partial outputs of the partitions `first_partition` to `last_partition`.
+    """Merge a request's partial outputs of the partitions `first_partition` to `last_partition`; see `SplitKVWorkspace`.
 
     Loads bypass the L1 cache, since other SMs wrote the partial outputs.
     """
