@@ -64,7 +64,7 @@ def open_checkpoint(config: EngineConfig, registry: Registry) -> Checkpoint:
             raise ModelFormatError(f"{why.partition(';')[0]}, and {error}") from error
         raise
     normalised = model_config(standard, source.generation_config, source.eos_token_id)
-    name = config.model.model or path.stem.split(".")[0]
+    name = config.model.model or path.stem.split(".")[0]  # the default model, without its quantization, such as .Q4_1
     registry.load_supported("models", provider, normalised)
     if provider == TRANSFORMERS and config.parallel.pp > 1:
         remedy = "Use --tp, or an architecture with a model provider (minisgl plugins list)."

@@ -35,5 +35,6 @@ def process_age_s() -> float:
     """Return the seconds since this process was started. On Linux, psutil's time may be off by a second or more."""
     if not hasattr(time, "CLOCK_BOOTTIME"):
         return time.time() - psutil.Process().create_time()
+    # Field 22 of the file is the start time in clock ticks after boot. The second one, in parentheses, may contain spaces.
     ticks = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

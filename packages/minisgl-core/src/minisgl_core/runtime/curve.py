@@ -17,7 +17,7 @@ MAX_MESSAGE_BYTES = 256 << 20
 
 
 def new_key() -> str:
-    """Return a new secret key, in hexadecimal."""
+    """Return a new secret key, in hexadecimal, since CURVE's own Z85 encoding uses characters such as ``@`` and ``/``."""
     return z85.decode(zmq.curve_keypair()[1]).hex()
 
 

@@ -335,7 +335,8 @@ class Scheduler:
         budget = self.step_times.prompt_tokens(num_decodes, limit)
         # A shorter step returns the first tokens of its prompts earlier. So if `max_step_s` limits the prompt tokens, the first
         # chunk may use the whole budget, but `_admit` adds further requests only while more than half of it, `min_left`, is left.
-        # While few requests wait, `min_left` must even be left after the whole prompt of the added request.
+        # While few requests wait, `min_left` must even be left after the whole prompt of the added request. With many, that would
+        # delay the last ones.
         min_left = 0 if budget == limit else budget // 2
         chunks: list[Chunk] = []
         for row in rows.tolist():
@@ -375,8 +376,8 @@ class Scheduler:
                 return
             self._running.assign(request)
             self.pages.attach_cached(request)
-            num_left = request.length - request.num_computed if few_wait else 1
-            has_room = not (chunks and min_left) or num_left <= budget - min_left
+            num_needed = request.length - request.num_computed if few_wait else 1
+            has_room = not chunks or min_left == 0 or budget - num_needed >= min_left
             missing = self.pages.missing_pages(request, num_tokens)
             if not has_room or missing > self.pages.num_available - num_reserved_pages:
                 self.pages.detach(request)
