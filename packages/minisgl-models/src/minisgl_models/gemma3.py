@@ -2,7 +2,7 @@
 
 Layers with a window have a rotary embedding of their own. The text model of multimodal checkpoints runs; the rest is left out.
 
-All but the QK norms is Gemma 2's.
+The layers are Gemma 2's with QK norms.
 """
 
 from collections.abc import Mapping

@@ -96,7 +96,7 @@ class PeerMemory:
         """Unmap the other ranks' buffers and free this rank's, once no kernel uses them. Safe to call twice.
 
         Args:
-            timeout_s: wait so long for the other ranks to unmap the buffer before it is freed, as CUDA requires.
+            timeout_s: longest wait for each other rank to unmap the buffer, which CUDA requires before it is freed.
         """
         own, self._own = self._own, None
         if own is None:

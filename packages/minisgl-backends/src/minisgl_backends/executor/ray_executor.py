@@ -57,7 +57,7 @@ COPIED_ENV_PREFIXES = (
 class RayExecutor(Executor):
     """One Ray actor per rank, in a placement group.
 
-    With ``pack``, each pipeline stage has one bundle of resources, so its ranks run on one node. Otherwise each rank has one.
+    With ``pack``, each pipeline stage has a bundle, so its ranks run on one node. Otherwise each rank has a bundle.
     """
 
     def __init__(self, start_process: Any, spec: ExecutorSpec) -> None:

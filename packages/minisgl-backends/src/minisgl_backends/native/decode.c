@@ -176,6 +176,7 @@ void decode(T *out, const T *q, int64_t q_stride, const T *k_pages, const T *v_p
                 for (int64_t d = 0; d < width; d++) scaled[g * width + d] = d < dim ? to_float(from[g * dim + d]) * scale : 0;
             const int32_t *pages = table + rows[n] * table_stride;
             float *partial = partials + item * partial_size;
+            /* Compiled for the common head dimensions, so that their loops are unrolled. */
             if (dim == 64)
                 attend_partition(partial, scaled, k_pages, v_pages, pages, start, stop, head, heads, group, page_size, cap, 64);
             else if (dim == 128)

@@ -18,7 +18,7 @@ _ALIGNMENT = 64
 
 
 class HugePages:
-    """An allocator. A mapping is returned to the system with its last tensor, so tensors of one lifetime should share one."""
+    """An allocator for tensors of one lifetime: small ones share mappings, which the system gets back with their last tensor."""
 
     def __init__(self) -> None:
         self._lock, self._used = threading.Lock(), 0

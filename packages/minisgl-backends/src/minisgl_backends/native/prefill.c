@@ -99,6 +99,7 @@ void prefill(T *out, const T *q, int64_t q_stride, const T *k_pages, const T *v_
             int64_t num_queries = cu_seqlens_q[n + 1] - cu_seqlens_q[n], token = cu_seqlens_q[n] + query;
             int64_t count = rows_of_tile(num_queries, query);
             int64_t position = seq_lens[n] - num_queries + query;
+            /* The keys that any query of the tile attends to, in whole blocks: `num_visible` from `begin` on. */
             int64_t begin = window && position + 1 > window ? (position + 1 - window) / COLUMNS * COLUMNS : 0;
             int64_t num_visible = (position + count - begin + COLUMNS - 1) / COLUMNS * COLUMNS;
             int64_t keys = cu_seqlens_k[n + 1] - cu_seqlens_k[n], offset = (cu_seqlens_k[n] * heads + head * keys) * dim;

@@ -31,12 +31,13 @@ class CpuLinearMethod(GgufLinearMethod):
     def prepare(self) -> "CpuGgufLinear":
         """Repack the blocks. Adjacent parts of one type become one GEMM, unless rows of two parts would share a tile."""
         is_fused = self.spec.gated and len(set(self.types)) == 1
-        groups: list[list[int]] = []
-        for index, kind in enumerate(self.types):
-            is_new = index == 0 or kind != self.types[index - 1] or self.spec.parts[index - 1].rows.size % _TILE != 0
-            if is_new and not (is_fused and groups):
-                groups.append([])
-            groups[-1].append(index)
+        groups = [[0]]
+        for index in range(1, len(self.types)):
+            ends_at_tile = self.spec.parts[index - 1].rows.size % _TILE == 0
+            if is_fused or (ends_at_tile and self.types[index] == self.types[index - 1]):
+                groups[-1].append(index)
+            else:
+                groups.append([index])
         kernels, matrices, row = library.load(self.spec.dtype), [], 0
         for indices in groups:
             rows = sum(self.spec.parts[index].rows.size for index in indices)

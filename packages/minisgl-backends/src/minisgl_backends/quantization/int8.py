@@ -125,7 +125,7 @@ def operation(spec: LinearSpec, codes: torch.Tensor, scales: torch.Tensor, bias:
 
 
 def _native(spec: LinearSpec, codes: torch.Tensor) -> LinearOp:
-    """Return the C kernels' GEMM by the codes: GGML's Q8_0 with all scales 1."""
+    """Return a GEMM of the C kernels: they take the codes as blocks of GGML's Q8_0 whose scales are all 1."""
     rows, columns = Shard.whole(len(codes)), Shard.whole(codes.shape[1])
     part = LinearPart(spec.name, rows)
     method = CpuLinearMethod(replace(spec, parts=(part,), columns=columns, bias=False, gated=False), [TYPES["Q8_0"]])

@@ -33,7 +33,7 @@ class TokenCheck(Layer):
         """
         config, device = self._model.config, self._build.device
         ids = torch.arange(1, _NUM_TOKENS + 1, device=device) % config.vocab_size
-        positions = (ids * 5 - 3) % config.max_position
+        positions = (ids * 5 - 3) % config.max_position  # with gaps, and up to the last one
         positions[-1] = config.max_position - 1
         order = torch.tensor([3, 0, 4, 1], device=device)
         try:
