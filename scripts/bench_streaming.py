@@ -32,7 +32,7 @@ ROLES = {
     "minisgl: launch": "API",  # without Ray, the launcher runs the API server
     "minisgl: tokenizer": "tokenizer",
     "ServeReplica:minisgl-engines": "engine replica",
-    "minisgl: scheduler": "scheduler",
+    "minisgl: engine": "engine rank",
 }
 """Beginning of a process's title, and its name in the output. All others are daemons of Ray."""
 

@@ -86,7 +86,7 @@ def main() -> None:
     """Serve, ask, check."""
     with served(*sys.argv[1:]) as url:
         answer = ask(url, "What is the capital of Germany?")
-        for file in ("", "page/main.js"):  # the page's files are in the wheel
+        for file in ("", "web_ui/main.js"):  # the web UI's files are in the wheel
             urllib.request.urlopen(f"{url}/{file}", timeout=5).close()
     print(f"answer: {answer}")
     if "Berlin" not in answer:

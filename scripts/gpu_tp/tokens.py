@@ -188,6 +188,6 @@ def killed(folder: str, tp: int, communicator: str) -> None:
     except MinisglError as error:
         seconds = time.perf_counter() - when[0] if when else -1.0
         left = [rank.pid for rank in ranks if rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE]
-        ok = 0 <= seconds < 10 and "scheduler rank" in str(error) and not left
+        ok = 0 <= seconds < 10 and "engine rank" in str(error) and not left
         note = f"after {seconds:.1f} s: {str(error).splitlines()[0]}; ranks left: {left}"
         report(phase="tokens", tp=tp, what=f"{communicator}, rank killed", ok=ok, note=note)

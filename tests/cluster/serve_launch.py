@@ -71,7 +71,7 @@ class Launch(Launched, Service):
 
 def engines(node: RayNode) -> list[psutil.Process]:
     """Schedulers of the engines on a node."""
-    return node.processes("minisgl: scheduler rank 0")
+    return node.processes("minisgl: engine rank 0")
 
 
 def wait_for_engines(nodes: list[RayNode], num: int, other_than: Sequence[psutil.Process] | None = None) -> None:

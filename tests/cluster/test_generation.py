@@ -88,7 +88,7 @@ def test_ranks_on_two_hosts_generate_what_one_does(
 
 def zeromq_mechanisms(node: RayNode) -> set[bytes]:
     """Security mechanisms of the ZeroMQ sockets on which the node's ranks listen, as their greetings of ZMTP 3.0 say."""
-    ranks = [f"pid={each.pid}," for each in node.processes("minisgl: scheduler rank")]
+    ranks = [f"pid={each.pid}," for each in node.processes("minisgl: engine rank")]
     listed = subprocess.run([*node.prefix, "ss", "-Htlnp"], capture_output=True, text=True, check=True).stdout
     greeting = struct.pack(">B8xBBx20s32x", 0xFF, 0x7F, 3, b"CURVE")
     found = set()

@@ -32,7 +32,7 @@ async def test_a_scheduler_that_misses_checks_in_a_row_is_killed(
     monkeypatch.setattr(engine_module, "HEALTH_CHECK_S", 0.05)
     engine = Engine.__new__(Engine)
     engine._addresses = SimpleNamespace(remove=lambda: None)  # type: ignore[assignment]
-    engine._supervisor = SimpleNamespace(pid={"scheduler rank 0": scheduler.pid}.get)  # type: ignore[assignment]
+    engine._supervisor = SimpleNamespace(pid={"engine rank 0": scheduler.pid}.get)  # type: ignore[assignment]
     engine._running, engine._callers, engine._num_missed_checks, engine._tasks = {}, Connections(), 0, []
     answers = False
 

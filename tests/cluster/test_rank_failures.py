@@ -54,7 +54,7 @@ def launch(nodes: list[RayNode]) -> Iterator[Launch]:
 
 
 def kill_rank(hosts: Hosts, nodes: list[RayNode]) -> None:
-    nodes[1].processes("minisgl: scheduler rank 1")[0].kill()
+    nodes[1].processes("minisgl: engine rank 1")[0].kill()
 
 
 def kill_actor(hosts: Hosts, nodes: list[RayNode]) -> None:

@@ -106,7 +106,7 @@ def test_stages_of_replicas_on_two_hosts(nodes: list[RayNode]) -> None:
             for _ in streams:
                 assert started.acquire(timeout=DEADLINE_S)
             before = [each for node in nodes for each in engines(node)]
-            ranks = [each for node in nodes for each in node.processes("minisgl: scheduler rank 1")]
+            ranks = [each for node in nodes for each in node.processes("minisgl: engine rank 1")]
             remote = [each for each in ranks if "RankActor" in " ".join(each.parent().cmdline())]
             assert len(remote) == 2
             remote[0].kill()

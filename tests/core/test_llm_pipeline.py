@@ -90,7 +90,7 @@ def one_thread_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 def children() -> list[psutil.Process]:
     """The ranks that this process started, in order."""
     found = {" ".join(child.cmdline()): child for child in psutil.Process().children() if child.is_running()}
-    return [found[title] for title in sorted(found) if "scheduler rank" in title]
+    return [found[title] for title in sorted(found) if "engine rank" in title]
 
 
 def generated(llm: LLM) -> list[GenerationOutput]:
@@ -139,7 +139,7 @@ def kill(llm: LLM, rank: int) -> None:
     next(stream)
     children()[rank - 1].kill()
     started = time.monotonic()
-    with pytest.raises(WorkerDiedError, match=rf"'scheduler rank {rank}' was killed by SIGKILL"):
+    with pytest.raises(WorkerDiedError, match=rf"'engine rank {rank}' was killed by SIGKILL"):
         list(stream)
     assert time.monotonic() - started < DEADLINE_S
 

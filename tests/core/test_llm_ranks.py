@@ -88,7 +88,7 @@ def test_a_killed_rank_is_an_error_and_leaves_nothing_running(
     else:
         follower.kill()
     started = time.monotonic()
-    with pytest.raises(WorkerDiedError, match="'scheduler rank 1' was killed by SIGKILL"):
+    with pytest.raises(WorkerDiedError, match="'engine rank 1' was killed by SIGKILL"):
         list(stream)
     assert time.monotonic() - started < DEADLINE_S
     assert children() == []
@@ -112,7 +112,7 @@ def assert_ranks_start_anew() -> None:
 def test_a_rank_that_dies_at_the_start_is_an_error(num_pages: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 waits in a collective to agree on the pool's size; with a given size it does not wait."""
     monkeypatch.setattr("minisgl_core.runtime.ranks.run_worker", children_module.die_among_the_ranks)
-    with pytest.raises(WorkerDiedError, match="'scheduler rank 1' was killed by SIGKILL"):
+    with pytest.raises(WorkerDiedError, match="'engine rank 1' was killed by SIGKILL"):
         new_llm(tiny_folder.llama(), 2, num_pages=num_pages)
     assert children() == []
 
@@ -123,7 +123,7 @@ def test_a_rank_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -
     with monkeypatch.context() as patch:
         patch.setattr("minisgl_core.runtime.ranks.run_worker", print)
         started = time.monotonic()
-        with pytest.raises(WorkerDiedError, match="'scheduler rank 1' ended unexpectedly"):
+        with pytest.raises(WorkerDiedError, match="'engine rank 1' ended unexpectedly"):
             new_llm(tiny_folder.llama(), 2)
         assert time.monotonic() - started < 6 * DEADLINE_S
         assert children() == []
@@ -144,5 +144,5 @@ def test_a_script_without_a_main_guard_ends_with_an_error(tmp_path: Any) -> None
     )
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
-    assert "WorkerDiedError: The process 'scheduler rank 1' ended" in done.stderr
+    assert "WorkerDiedError: The process 'engine rank 1' ended" in done.stderr
     assert '__name__ == "__main__"' in done.stderr or "__name__ == '__main__'" in done.stderr

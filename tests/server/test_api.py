@@ -428,4 +428,4 @@ def test_api_and_tokenizers_have_not_loaded_torch(server: Any) -> None:
     children = server.children()
     for process in ("api", "tokenizer 0", "tokenizer 1"):
         assert not any("torch" in path.path for path in children[process].memory_maps()), process
-    assert any("torch" in path.path for path in children["scheduler rank 0"].memory_maps()), "so the check can see it"
+    assert any("torch" in path.path for path in children["engine rank 0"].memory_maps()), "so the check can see it"

@@ -25,9 +25,9 @@ from minisgl_server.api.app import create_app
 from minisgl_server.api.engine_client import EngineClient
 from minisgl_server.api.errors import ApiError
 from minisgl_server.options import ServerOptions
-from minisgl_server.page import engine_feed
-from minisgl_server.page.engine_feed import EngineFeed
-from minisgl_server.page.routes import STATIC
+from minisgl_server.web_ui import engine_feed
+from minisgl_server.web_ui.engine_feed import EngineFeed
+from minisgl_server.web_ui.routes import STATIC
 
 
 def stream(http: httpx.Client, system: str, max_tokens: int = 40) -> Any:
@@ -92,15 +92,15 @@ def test_the_page_loads_no_third_party_content(http: httpx.Client) -> None:
     assert "unsafe" not in policy
     names = set(re.findall(r'(?:src|href)="([^"]+)"', page.text))
     assert names
-    assert all(name.startswith("page/") for name in names)
+    assert all(name.startswith("web_ui/") for name in names)
     for file in STATIC.iterdir():
-        answer = http.get(f"/page/{file.name}")
+        answer = http.get(f"/web_ui/{file.name}")
         assert answer.status_code == 200
         assert answer.headers["content-security-policy"] == policy
         text = re.sub(r'"http://www\.w3\.org/[^"]*"', "", file.read_text())
         assert not re.search(r"https?://|\bstyle=|<script>|onclick=|innerHTML", text), file.name
-    assert http.get("/page/../routes.py").status_code == 404
-    assert http.get("/page/nothing.js").json()["error"]["type"] == "invalid_request_error"
+    assert http.get("/web_ui/../routes.py").status_code == 404
+    assert http.get("/web_ui/nothing.js").json()["error"]["type"] == "invalid_request_error"
 
 
 def step_state(step: int) -> StepSnapshot:
@@ -179,19 +179,19 @@ def page_statuses(options: ServerOptions) -> list[int]:
             client = EngineClient(endpoints)
             transport = httpx.ASGITransport(create_app(client, options))
             async with httpx.AsyncClient(transport=transport, base_url="http://here") as http:
-                found = [(await http.get(path)).status_code for path in ("/", "/page/main.js", "/engine/state")]
+                found = [(await http.get(path)).status_code for path in ("/", "/web_ui/main.js", "/engine/state")]
             client.close()
             return found
 
     return asyncio.run(statuses())
 
 
-def test_no_page_flag_removes_page_and_state() -> None:
+def test_no_web_ui_flag_removes_web_ui_and_state() -> None:
     assert page_statuses(ServerOptions()) == [200, 200, 503]
-    assert page_statuses(ServerOptions(page=False)) == [404, 404, 404]
+    assert page_statuses(ServerOptions(web_ui=False)) == [404, 404, 404]
 
 
 def test_the_page_is_a_plugin_that_can_be_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(BLOCK_VARIABLE, "minisgl-server:hooks:page")
+    monkeypatch.setenv(BLOCK_VARIABLE, "minisgl-server:hooks:web_ui")
     assert page_statuses(ServerOptions()) == [404, 404, 404]
     assert page_statuses(ServerOptions(plugin_routes=True)) == [404, 404, 404]

@@ -45,7 +45,7 @@ def events(response: httpx.Response) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(
-    "victim", ["scheduler rank 0", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("tokenizer 0", "api"))]
+    "victim", ["engine rank 0", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("tokenizer 0", "api"))]
 )
 def test_a_killed_process_ends_the_launch_with_the_reason(start: Launch, victim: str) -> None:
     server = start().wait_started()
@@ -74,9 +74,9 @@ def test_a_killed_rank_ends_the_launch(launch: Launch, parallel: str) -> None:
     children = server.children()
     assert ("layers 0 on rank 0, 1 on rank 1" in server.banner) == (parallel == "--pp")
     assert httpx.post(f"{server.url}/generate", json={"text": "w5", "max_tokens": 2}, timeout=100).status_code == 200
-    children["scheduler rank 1"].kill()
+    children["engine rank 1"].kill()
     assert server.wait_ended() == 1
-    assert "'scheduler rank 1' was killed by SIGKILL" in server.stderr()
+    assert "'engine rank 1' was killed by SIGKILL" in server.stderr()
     _, alive = psutil.wait_procs(list(children.values()), timeout=120)
     assert not alive
 

@@ -119,7 +119,7 @@ class Fuzz:
                 return "GET", self.draw.choice(list(BODIES))
             case 2:
                 ups = self.draw.choice(["../", "%2e%2e/", "..%2f", "%00", "//", "%5c..%5c", "%ff"])
-                folder = self.draw.choice(["/page/", "/", "/v1/models/"])
+                folder = self.draw.choice(["/web_ui/", "/", "/v1/models/"])
                 return "GET", folder + ups * self.draw.randint(1, 9) + "etc/passwd"
             case 3:
                 return (

@@ -32,7 +32,7 @@ def error(answer: httpx.Response) -> tuple[int, str, str]:
     return answer.status_code, told["code"], told["param"]
 
 
-@pytest.mark.parametrize("path", ["/", "/engine/state", "/v1/models", "/metrics", "/page/main.js", "/no/such"])
+@pytest.mark.parametrize("path", ["/", "/engine/state", "/v1/models", "/metrics", "/web_ui/main.js", "/no/such"])
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:1919", "127.0.0.1.evil.example", "localhost@evil", ""])
 def test_dns_rebinding_cannot_read(http: httpx.Client, path: str, host: str) -> None:
     assert error(http.get(path, headers={"Host": host})) == (403, "host_not_allowed", "Host")

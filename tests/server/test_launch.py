@@ -60,11 +60,11 @@ def test_the_banner_is_right_and_sighup_drains_requests(start: Launch) -> None:
     answer = subprocess.run([*curl, "--silent", "--fail"], capture_output=True, check=True, text=True).stdout
     assert json.loads(answer)["model"] == "tiny"
     children = server.children()
-    assert children.keys() >= {"scheduler rank 0", "tokenizer 0", "api"}
+    assert children.keys() >= {"engine rank 0", "tokenizer 0", "api"}
     assert "router" not in children, "one replica needs none"
     assert psutil.Process(server.process.pid).cmdline()[0] == "minisgl: launch"
     libraries = {name: {Path(each.path).stem for each in child.memory_maps()} for name, child in children.items()}
-    assert [name for name in libraries if "libtorch_cpu" in libraries[name]] == ["scheduler rank 0"]
+    assert [name for name in libraries if "libtorch_cpu" in libraries[name]] == ["engine rank 0"]
     [directory] = Path(server.sockets).iterdir()
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     body = endless(stream=True, max_tokens=600)
@@ -138,7 +138,7 @@ def test_a_failure_of_the_engine_at_the_start_ends_the_launch(launch: Launch, tm
     (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     server = launch("--model", str(tmp_path))
     assert server.wait_ended() == 2, "which the user can put right"
-    assert "scheduler rank 0" in server.stderr()
+    assert "engine rank 0" in server.stderr()
 
 
 def test_a_port_in_use_is_reported_before_loading(start: Launch) -> None:
@@ -229,7 +229,7 @@ def test_compile_only_ends_without_serving(start: Launch) -> None:
 
 def test_an_interrupted_compile_only_fails(start: Launch) -> None:
     server = start("--compile-only")
-    while "scheduler rank 0" not in server.children():
+    while "engine rank 0" not in server.children():
         time.sleep(0.05)
     server.process.send_signal(signal.SIGTERM)
     assert server.wait_ended() == 128 + signal.SIGTERM
@@ -243,5 +243,5 @@ def test_the_phases_of_the_start_sum_to_its_duration(start: Launch) -> None:
     [total] = re.findall(r" launch: ready (\d+\.\d) s after the command", log)
     assert sum(phases) == pytest.approx(float(total), abs=0.05 * (len(phases) + 1) + 1e-6)
     assert len(phases) == 5
-    for process in ("scheduler rank 0", "tokenizer 0"):
+    for process in ("engine rank 0", "tokenizer 0"):
         assert len(re.findall(rf" {process}: started the process in \d+\.\d s", log)) == 1

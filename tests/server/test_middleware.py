@@ -273,7 +273,7 @@ def test_responses_have_request_ids(guarded: Any, inside: httpx.Client) -> None:
         answer = inside.get(path, headers={"X-Request-Id": f"id-{status}"})
         assert (answer.status_code, answer.headers["x-request-id"]) == (status, f"id-{status}")
     ours = [line for line in lines(guarded) if "my:request/7" in line.get("request_id", "")]
-    assert {line["process"] for line in ours} == {"api", "tokenizer 0", "scheduler rank 0"}
+    assert {line["process"] for line in ours} == {"api", "tokenizer 0", "engine rank 0"}
     [access] = [line for line in ours if line["logger"] == "minisgl_server.api.http.request_log"]
     assert (access["status"], access["prompt_tokens"], access["output_tokens"]) == (200, 1, 2)
     assert access["duration_s"] > 0

@@ -18,13 +18,13 @@ TEMPLATE = """{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thi
 def server(launch_shared: Callable[..., Any], tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     template = tmp_path_factory.mktemp("template") / "template.jinja"
     template.write_text(TEMPLATE)
-    flags = ["--no-metrics", "--response-store-size", "0", "--page-prompts", "--chat-template", str(template)]
+    flags = ["--no-metrics", "--response-store-size", "0", "--web-ui-prompts", "--chat-template", str(template)]
     return launch_shared("--model", str(tiny_checkpoint), "--num-pages", "1100", *flags).wait_started()
 
 
 def test_no_metrics_flag_disables_metrics(server: Any) -> None:
     assert httpx.get(f"{server.url}/metrics").status_code == 404
-    maps = {path.path for path in server.children()["scheduler rank 0"].memory_maps()}
+    maps = {path.path for path in server.children()["engine rank 0"].memory_maps()}
     assert not any("/metrics/" in path for path in maps)
     assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
 
@@ -55,7 +55,7 @@ def test_a_template_with_thinking_gets_its_variable(server: Any) -> None:
         assert http.post("/v1/responses/input_tokens", json=reasoning).json()["input_tokens"] == plain + 12
 
 
-def test_page_prompts_includes_text_in_the_state(server: Any) -> None:
+def test_web_ui_prompts_includes_text_in_the_state(server: Any) -> None:
     with httpx.Client(base_url=server.url, timeout=100) as http:
         prompt = "You keep the bees of the abbey, and you answer whatever the novices ask about honey."
         body = {"prompt": prompt, "max_tokens": 16000, "ignore_eos": True, "stream": True}

@@ -24,7 +24,7 @@ def http(launch_shared: Callable[..., Any], tiny_checkpoint: Any) -> Iterator[ht
 def test_head_is_get_without_a_body_on_every_route(http: httpx.Client) -> None:
     document = http.get("/openapi.json").json()
     paths = [path.replace("{name}", NAME) for path, operations in document["paths"].items() if "get" in operations]
-    paths += ["/", "/docs", "/openapi.json", "/page/main.js"]
+    paths += ["/", "/docs", "/openapi.json", "/web_ui/main.js"]
     assert {"/health", "/metrics", "/version", "/v1/models"} < set(paths)
     for path in paths:
         got, head = http.get(path), http.head(path)

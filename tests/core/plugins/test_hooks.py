@@ -129,7 +129,7 @@ def test_two_distributions_may_use_one_name_for_their_hooks(site):
 
 @pytest.mark.parametrize("failure", ["RuntimeError('out of ideas')", "SystemExit('out of ideas')"])
 def test_a_failing_hook_is_logged_once_and_goes_no_further(site, caplog, monkeypatch, failure):
-    monkeypatch.setenv("MINISGL_PLUGINS_BLOCK", "minisgl-example,minisgl-server:hooks:page")  # their routes need an app
+    monkeypatch.setenv("MINISGL_PLUGINS_BLOCK", "minisgl-example,minisgl-server:hooks:web_ui")  # their routes need apps
     source = f"""
 from minisgl_core import hookimpl
 

@@ -28,12 +28,12 @@ def supervisor():
 
 
 def test_children_report_carry_a_title_and_end(supervisor: Supervisor) -> None:
-    supervisor.start("scheduler rank 0", children.serve, "scheduler rank 0")
+    supervisor.start("engine rank 0", children.serve, "engine rank 0")
     supervisor.start("tokenizer 0", children.serve, "tokenizer 0")
     assert supervisor.wait_ready()
-    assert set(supervisor.ready) == {"scheduler rank 0", "tokenizer 0"}
+    assert set(supervisor.ready) == {"engine rank 0", "tokenizer 0"}
     found = [psutil.Process(supervisor.pid(name)) for name in sorted(supervisor.ready)]
-    assert [process.cmdline()[0] for process in found] == ["minisgl: scheduler rank 0", "minisgl: tokenizer 0"]
+    assert [process.cmdline()[0] for process in found] == ["minisgl: engine rank 0", "minisgl: tokenizer 0"]
     supervisor.terminate()
     assert not any(process.is_running() for process in found)
 

@@ -74,8 +74,8 @@ def test_cpu_time_of_a_local_server(server: Any, tmp_path: Path) -> None:
     shape = ("--num-requests", 12, "--input-len", 4, "--output-len", 16, "--max-concurrency", 12)
     [run] = bench_json(tmp_path / "b.json", server.url, *shape)["runs"]
     by_process = run["server_cpu_us_per_token"]
-    assert {"api", "tokenizer 0", "tokenizer 1", "scheduler rank 0"} <= by_process.keys()
-    assert by_process["scheduler rank 0"] > 0
+    assert {"api", "tokenizer 0", "tokenizer 1", "engine rank 0"} <= by_process.keys()
+    assert by_process["engine rank 0"] > 0
     parts = (each for name, each in by_process.items() if name == "api" or name.startswith("tokenizer"))
     assert run["frontend_cpu_us_per_token"] == pytest.approx(sum(parts))
     [same] = bench_json(tmp_path / "c.json", server.url, *shape, "--server-pid", server.process.pid)["runs"]

@@ -39,9 +39,9 @@ def start(supervisor: Supervisor, addresses: IpcAddresses) -> Replicas:
 def test_an_engine_that_hangs_ends_the_launch(supervisor: Supervisor, caplog: pytest.LogCaptureFixture) -> None:
     with IpcAddresses.create(1, 1) as addresses:
         replicas = start(supervisor, addresses)
-        with pytest.raises(WorkerDiedError, match="'scheduler rank 0' was killed"):
+        with pytest.raises(WorkerDiedError, match="'engine rank 0' was killed"):
             wait_and_restart(supervisor, (replicas,), replicas.are_ready, None)
-    assert "scheduler rank 0 did not start within 0.2 s" in caplog.text
+    assert "engine rank 0 did not start within 0.2 s" in caplog.text
 
 
 def test_replicas_that_hang_are_restarted(supervisor: Supervisor, caplog: pytest.LogCaptureFixture) -> None:

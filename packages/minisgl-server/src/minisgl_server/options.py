@@ -103,12 +103,12 @@ class ServerOptions:
         low=0,
     )
     metrics: bool = option(True, "Serve Prometheus metrics at /metrics.")
-    page: bool = option(
+    web_ui: bool = option(
         True,
         "Serve a web UI at / to chat and to watch the engine, and the engine's state at /engine/state, which needs an API"
         " key like the other routes.",
     )
-    page_prompts: bool = option(
+    web_ui_prompts: bool = option(
         False,
         "Show the start of cached prompts and the end of running outputs in the web UI and at /engine/state. Every user sees"
         " those of all users.",

@@ -160,8 +160,8 @@ def cli_options(command: str) -> Sequence[click.Option]:  # type: ignore[empty-b
 def api_routes(app: FastAPI) -> None:
     """Add routes to the API server.
 
-    ``--page`` enables the routes of the web UI, which is the hook module ``page``. ``--plugin-routes`` enables those of all other
-    hook modules. Their other hooks need neither flag.
+    ``--web-ui`` enables the routes of the hook module ``web_ui``. ``--plugin-routes`` enables those of all other hook modules.
+    Their other hooks need neither flag.
 
     ``app.state`` has the engine's ``client``, the server's ``options``, and ``public_paths``, which need no API key.
     """

@@ -25,7 +25,7 @@ _SHIPPED = {
     "minisgl-models[transformers]": {"models": "transformers"},
     "minisgl-server": {
         "commands": "launch shell bench",
-        "hooks": "page prometheus replica",
+        "hooks": "cache_events prometheus web_ui",
         "router": "least-loaded prefix round-robin",
     },
 }

@@ -47,7 +47,7 @@ class OtherRanks:
                 self.results = stack.enter_context(Receiver[FromLastStage](self._placement.address, FromLastStage))
             for each in placements[1:]:
                 arguments = config, placements, each.rank, addresses
-                executor.start(f"scheduler rank {each.rank}", each, run_worker, *arguments)
+                executor.start(f"engine rank {each.rank}", each, run_worker, *arguments)
             self.plan_senders = [stack.enter_context(Sender(each.address)) for each in placements[1:]]
             self._stack = stack.pop_all()
 

@@ -79,7 +79,7 @@ def run_worker(
     placement = placements[rank]
     with Receiver[FromRank0](placement.address, FromRank0) as from_rank0:
         built = build_model_runner(config, registry, hooks, placement)
-        report(Ready(process=f"scheduler rank {rank}"))
+        report(Ready(process=f"engine rank {rank}"))
         if config.parallel.pp == 1:
             run_plans(built, from_rank0)
         else:
@@ -111,7 +111,7 @@ def _run_rank0(
         if hooks.engine_stopped is not None:
             stack.callback(hooks.engine_stopped)
         phases.done("made the scheduler")
-        report(Ready(process="scheduler rank 0", engine_info=info))
+        report(Ready(process="engine rank 0", engine_info=info))
         tokenizers = [Sender(address) for address in addresses.scheduler_out]
         with closing(built.model_runner):
             try:

@@ -24,8 +24,8 @@ from minisgl_server.api.public_paths import PublicPaths
 from minisgl_server.metrics.endpoint import Families, collect_local, metrics_router
 from minisgl_server.options import ServerOptions
 
-_PAGE_HOOKS = "page"
-"""Name of the hook module of the web UI, which ``--page`` enables; ``--plugin-routes`` enables all others."""
+_WEB_UI = "web_ui"
+"""Name of the hook module of the web UI, which ``--web-ui`` enables; ``--plugin-routes`` enables all others."""
 
 
 def create_app(
@@ -65,8 +65,8 @@ def create_app(
 
 def _api_routes(options: ServerOptions) -> Hook | None:
     """Return the hook that calls the `api_routes` of the enabled plugins, or None if there are none."""
-    if not (options.page or options.plugin_routes):
+    if not (options.web_ui or options.plugin_routes):
         return None
     entries = Registry.from_environment().entries("hooks")
-    enabled = [each for each in entries if (options.page if each.name == _PAGE_HOOKS else options.plugin_routes)]
+    enabled = [each for each in entries if (options.web_ui if each.name == _WEB_UI else options.plugin_routes)]
     return Hooks(Registry(enabled)).api_routes

@@ -184,8 +184,8 @@ def banner(supervisor: Supervisor, options: ServerOptions, url: str, *, needs_ke
     if needs_key:
         headers += f' -H "Authorization: Bearer ${{{API_KEY_VARIABLE}%% *}}"'
     curl = f"curl {url}/v1/{path} {headers} -d {shlex.quote(json.dumps(body))}"
-    page = [f"Chat and live view of the engine: {url}/"] if options.page else []
-    return "\n".join([*lines, "", f"Serving at {url}/v1", *page, curl])
+    web_ui = [f"Chat and live view of the engine: {url}/"] if options.web_ui else []
+    return "\n".join([*lines, "", f"Serving at {url}/v1", *web_ui, curl])
 
 
 def _wait_ready(

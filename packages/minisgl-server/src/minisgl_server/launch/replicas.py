@@ -183,7 +183,7 @@ class Replicas(RestartableProcesses):
 
     def _names(self, replica: int) -> list[str]:
         """Return the names of a replica's processes in rank order."""
-        owner = "scheduler" if self._num == 1 else f"replica {replica}"
+        owner = "engine" if self._num == 1 else f"replica {replica}"
         return [f"{owner} rank {rank}" for rank in range(self._config.parallel.size)]
 
     def _tell_router(self, message: ReplicaReady | ReplicaDied | NoReplica) -> None:

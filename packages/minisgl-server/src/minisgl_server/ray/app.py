@@ -107,7 +107,7 @@ def api(
 ) -> Application:
     """Return the deployment API. `engines` is the deployment Engine, or the name of the application that has it."""
     digests = api_key_digests(options)
-    options = replace(_without_keys(options), page=False)  # the web UI describes processes of one host
+    options = replace(_without_keys(options), web_ui=False)  # the web UI describes processes of one host
     deployment = serve.deployment(
         API,
         name="API",

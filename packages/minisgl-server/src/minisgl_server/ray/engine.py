@@ -163,7 +163,7 @@ class Engine:
                 logger.error(
                     "The scheduler has not answered for %g s, and is killed.", MAX_MISSED_CHECKS * HEALTH_CHECK_S
                 )
-                os.kill(self._supervisor.pid("scheduler rank 0"), signal.SIGKILL)
+                os.kill(self._supervisor.pid("engine rank 0"), signal.SIGKILL)
             raise
         self._num_missed_checks = 0
         self._callers.close_idle()

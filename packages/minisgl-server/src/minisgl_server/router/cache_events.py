@@ -1,4 +1,4 @@
-"""Hooks that report the content of a replica's prefix cache to the router, registered as ``replica`` in ``minisgl.hooks``.
+"""Hooks that report the content of a replica's prefix cache to the router, registered as ``cache_events`` in ``minisgl.hooks``.
 
 They are active if MINISGL_ROUTER_EVENTS is set, which ``minisgl launch`` does for a router that uses events. The changes of a
 step are sent in one message. If the router does not keep up, messages are dropped.

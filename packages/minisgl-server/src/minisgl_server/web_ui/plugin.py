@@ -1,4 +1,4 @@
-"""Hook module of the web UI, registered as ``page`` in ``minisgl.hooks``; ``--no-page`` turns it off.
+"""Hook module of the web UI, registered as ``web_ui`` in ``minisgl.hooks``; ``--no-web-ui`` turns it off.
 
 It imports its routes when they are added: the processes of the engine load hook modules too, and need no web framework.
 """
@@ -14,6 +14,6 @@ if TYPE_CHECKING:
 @hookimpl
 def api_routes(app: "FastAPI") -> None:
     """Serve the web UI at ``/``, and the engine's state at ``/engine/state``."""
-    from minisgl_server.page.routes import add_routes
+    from minisgl_server.web_ui.routes import add_routes
 
     add_routes(app)

@@ -241,7 +241,7 @@ def test_prompts_are_hidden_without_the_flag(page: Any) -> None:
     page.click("#send")
     expect(page.locator("#requests li")).to_have_count(1, timeout=TIMEOUT_MS)
     wait_until_done(page)
-    expect(page.get_by_text("minisgl launch --page-prompts")).to_be_visible()
+    expect(page.get_by_text("minisgl launch --web-ui-prompts")).to_be_visible()
     node = page.locator("#tree .node .text").first
     expect(node).to_have_text(re.compile(r"node \d+"))
     assert "lighthouse" not in page.locator("#engine").text_content()
@@ -251,7 +251,7 @@ def test_prompts_are_hidden_without_the_flag(page: Any) -> None:
 def test_prompts_are_shown_with_the_flag(
     launch: Callable[..., Any], tiny_checkpoint: Path, open_page: Callable[..., Any]
 ) -> None:
-    url = launch("--model", str(tiny_checkpoint), "--num-pages", "1100", "--page-prompts").wait_started().url
+    url = launch("--model", str(tiny_checkpoint), "--num-pages", "1100", "--web-ui-prompts").wait_started().url
     prompt = "You are the keeper of a lighthouse, and you tell long stories."
     body = {"prompt": prompt, "max_tokens": 4}
     assert httpx.post(f"{url}/v1/completions", json=body, timeout=100).status_code == 200
@@ -308,10 +308,10 @@ def test_a_key_is_asked_for_and_kept_for_the_tab(
 ) -> None:
     flags = ("--model", str(tiny_checkpoint), "--num-pages", "1100", "--api-key", "open-sesame")
     url = launch(*flags).wait_started().url
-    for path in ("", "page/main.js"):
+    for path in ("", "web_ui/main.js"):
         assert httpx.get(f"{url}/{path}").status_code == 200
     assert httpx.get(f"{url}/engine/state").status_code == 401
-    assert httpx.get(f"{url}/page/%2e%2e/v1/models").status_code == 404
+    assert httpx.get(f"{url}/web_ui/%2e%2e/v1/models").status_code == 404
     page = open_page(url)
     key, status = page.get_by_label("This server requires an API key."), page.locator("#status")
     expect(key).to_be_focused(timeout=TIMEOUT_MS)

@@ -1,4 +1,4 @@
-"""Routes of the web UI: ``GET /``, the files below ``/page/``, and ``GET /engine/state``."""
+"""Routes of the web UI: ``GET /``, the files below ``/web_ui/``, and ``GET /engine/state``."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +11,7 @@ from starlette.types import Scope
 
 from minisgl_server.api.openai.requests import json_response
 from minisgl_server.api.openapi import route_docs
-from minisgl_server.page.engine_feed import EngineFeed
+from minisgl_server.web_ui.engine_feed import EngineFeed
 
 STATIC = Path(__file__).with_name("static")
 HEADERS = {
@@ -43,12 +43,12 @@ class EngineState(BaseModel):
 
 
 def add_routes(app: FastAPI) -> None:
-    """Add the web UI and the engine's state; the state has text of prompts and outputs only with ``--page-prompts``.
+    """Add the web UI and the engine's state; the state has text of prompts and outputs only with ``--web-ui-prompts``.
 
     The web UI's files need no API key, as they are the same for everyone. The state needs one, like the other routes.
     """
     options = app.state.options
-    feeds = [EngineFeed(app.state.client, options.page_prompts, replica) for replica in range(options.replicas)]
+    feeds = [EngineFeed(app.state.client, options.web_ui_prompts, replica) for replica in range(options.replicas)]
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
@@ -59,15 +59,15 @@ def add_routes(app: FastAPI) -> None:
 
     @app.get("/engine/state", **route_docs(response=EngineState, errors=[400]))
     async def state(since: Annotated[int, step] = 0, replica: Annotated[int, index] = 0) -> Response:
-        """Return the engine's requests, steps, pages and prefix cache; with text only if the server has --page-prompts."""
+        """Return the engine's requests, steps, pages and prefix cache; with text only if the server has --web-ui-prompts."""
         return json_response(await feeds[replica].state(since))
 
-    app.mount("/page", _PageFiles(directory=STATIC))
-    for path in ("/", "/page/"):
+    app.mount("/web_ui", _WebUiFiles(directory=STATIC))
+    for path in ("/", "/web_ui/"):
         app.state.public_paths.add(path)
 
 
-class _PageFiles(StaticFiles):
+class _WebUiFiles(StaticFiles):
     """Static files, served with `HEADERS`."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
