@@ -16,7 +16,7 @@ class ReplicaRange(int):
 
     @classmethod
     def convert(cls, name: str, text: str) -> Any:
-        """Return the range if the text is one, and the text otherwise."""
+        """Return the range if the text is one. Otherwise return the text, which is then read as a number."""
         low, colon, high = text.partition(":")
         if not colon:
             return text
@@ -84,8 +84,8 @@ class ServerOptions:
     )
     max_body_size: int | None = option(
         None,
-        "Maximum size of a request body in bytes; larger ones get status 413. By default, 1 MiB plus 32"
-        " bytes per token of as many full prompts as may run and wait: at most 32 MiB, but always room for one full prompt.",
+        "Maximum size of a request body in bytes; larger ones get status 413. By default, 1 MiB plus 32 bytes per token of the"
+        " context and request that may run or wait: at most 32 MiB, or more if a prompt of the whole context needs it.",
         low=1,
     )
     max_concurrent_requests: int | None = option(

@@ -117,7 +117,7 @@ def hidden_states(built: BuiltModelRunner, ids: torch.Tensor) -> torch.Tensor:
         token_ids=ids.numpy().astype(np.int32),
         page_table_writes=np.concatenate((np.ones_like(pages), np.arange(len(pages), dtype=np.int32), pages)),
         sample=no_sampling,
-        prompt_logprobs=np.zeros(1, np.int32),  # has the engine keep all hidden states
+        prompt_logprobs=np.zeros(1, np.int32),  # makes the model runner return the hidden states of all tokens
         num_prompt_logprobs=ints,
         prompt_targets=ints,
     )

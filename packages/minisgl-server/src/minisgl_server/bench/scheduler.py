@@ -30,6 +30,7 @@ _PREFIX_PAGES = 16
 _NUM_ADMITTED = 64
 """Prompts that are admitted together to measure the cost per prompt."""
 _NUM_ADMISSIONS = 3
+"""Repeats of this measurement."""
 
 
 class StepTimes(NamedTuple):

@@ -76,6 +76,6 @@ def mixed(num_seqs: int, vocab_size: int, variant: int = 0) -> Workload:
     lengths = W_MAX_TOKENS
     prompts = [[draw.randint(0, _W_MAX_ID) for _ in range(draw.randint(100, lengths))] for _ in range(num_seqs)]
     output_lens = [draw.randint(100, lengths) for _ in range(num_seqs)]
-    shift = 7919 * variant
+    shift = 7919 * variant  # a prime: other numbers could be multiples of the vocabulary size
     shifted = [[(token + shift) % min(_W_MAX_ID + 1, vocab_size) for token in prompt] for prompt in prompts]
     return Workload("W" if num_seqs == 256 else f"W, {num_seqs} sequences", shifted, output_lens, temperature=0.6)

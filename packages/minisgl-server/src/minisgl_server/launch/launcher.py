@@ -37,7 +37,7 @@ from minisgl_server.launch.restarts import wait_and_restart
 from minisgl_server.launch.stop_signals import StopSignals
 from minisgl_server.metrics.engine_metrics import prepare_metrics
 from minisgl_server.options import ServerOptions
-from minisgl_server.router.cache_events import VARIABLE as ROUTER_EVENTS_VARIABLE
+from minisgl_server.router.cache_events import ROUTER_EVENTS_VARIABLE
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
             apis.start()
             url = f"http://{url_host(options.host)}:{listener.getsockname()[1]}"
             if options.api_workers == 1:
-                listener.close()  # no worker is restarted
+                listener.close()  # the worker has a copy, and no restarted one needs this socket
             if options.replicas > 1:
                 if registry.load("router", options.router).uses_events:
                     os.environ[ROUTER_EVENTS_VARIABLE] = addresses.router_events  # the engines report events to it
@@ -98,7 +98,7 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
             if _wait_ready(supervisor, replicas, apis, addresses, wait, phases):
                 _print(banner(supervisor, options, url, needs_key=bool(digests)))
                 compiler = _compile_in_background(config, options, supervisor)
-                wait(lambda: False)
+                wait(lambda: False)  # until a signal
                 _drain(replicas, apis, options, wait, signals)
         except WorkerDiedError:
             apis.broadcast(Stop())  # running requests fail, as there will be no more output
@@ -182,6 +182,7 @@ def banner(supervisor: Supervisor, options: ServerOptions, url: str, *, needs_ke
         path, body = "completions", {"prompt": "The capital of France is", "max_tokens": 32, "temperature": 0}
     headers = f"-H {shlex.quote('Content-Type: application/json')}"
     if needs_key:
+        # The shell expands this to the first key of the variable.
         headers += f' -H "Authorization: Bearer ${{{API_KEY_VARIABLE}%% *}}"'
     curl = f"curl {url}/v1/{path} {headers} -d {shlex.quote(json.dumps(body))}"
     web_ui = [f"Chat and live view of the engine: {url}/"] if options.web_ui else []

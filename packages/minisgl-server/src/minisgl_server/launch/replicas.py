@@ -29,10 +29,10 @@ RUN_RANK = "minisgl_core.runtime.worker:run_worker"
 
 
 class Replicas(RestartableProcesses):
-    """Engines of one launch.
+    """Engines of one launch, one per replica.
 
-    The replicas of a server run on this host. With `size` ranks per replica, replica r has the devices
-    ``[r * size, (r + 1) * size)``, or its part of the CPU cores.
+    Several replicas share this host: with `size` ranks per replica, replica r has the devices ``[r * size, (r + 1) * size)``, or
+    its part of the CPU cores. A single replica has what its executor reserves, which may be on other nodes.
 
     Args:
         startup_timeout_s: time that an engine has to start. After that, its ranks that are not ready are killed.
@@ -59,10 +59,11 @@ class Replicas(RestartableProcesses):
         if self._num > 1:
             config = self._divide_host(config, registry)
         self._config = config
-        self._engine_ids = dict.fromkeys(range(self._num), -1)
+        self._engine_ids = {replica: replica - self._num for replica in range(self._num)}
         """Id of the engine by index of the replica; replicas that stay down are missing.
 
-        An engine is one incarnation of a replica. After k restarts, its id is ``replica + k * num_replicas``.
+        Each start of a replica makes a new engine. After k restarts, its id is ``replica + k * num_replicas``; before the first
+        start, it is negative.
         """
         self._ready_s: dict[int, float] = {}
         """Time of readiness, by id of the engine; only of engines that the router knows."""
@@ -164,9 +165,9 @@ class Replicas(RestartableProcesses):
 
     def start_one(self, index: int) -> None:
         """Start an engine with a new id, and a directory of its own if there are several replicas."""
-        replica, engine_id = index, self._engine_ids[index]
-        engine_id = replica if engine_id < 0 else engine_id + self._num
-        self._engine_ids[replica] = engine_id
+        replica = index
+        self._engine_ids[replica] += self._num
+        engine_id = self._engine_ids[replica]
         addresses = self._addresses.of_engine(engine_id)
         directory = addresses.directory
         if self._num > 1:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-VARIABLE = "MINISGL_METRICS"
+METRICS_VARIABLE = "MINISGL_METRICS"
 MODEL_NAME_VARIABLE = "MINISGL_SERVED_MODEL_NAME"
 DIRECTORY_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 """prometheus_client's variable for the directory in which processes share their values."""
@@ -39,7 +39,7 @@ _TOTALS = {
 
 def prepare_metrics(run_directory: str, is_enabled: bool, served_model_name: str | None) -> None:
     """Set the environment variables of the metrics, before the processes that inherit them are started."""
-    os.environ[VARIABLE] = "1" if is_enabled else "0"
+    os.environ[METRICS_VARIABLE] = "1" if is_enabled else "0"
     os.environ.pop(DIRECTORY_VARIABLE, None)
     if is_enabled:
         directory = Path(run_directory, "metrics")
@@ -59,7 +59,7 @@ def drop_gauges(pid: int) -> None:
 
 def make() -> EngineMetrics | None:
     """Return the hooks of one engine, or None if metrics are disabled."""
-    return EngineMetrics() if os.environ.get(VARIABLE, "").lower() in ("1", "true", "yes", "on") else None
+    return EngineMetrics() if os.environ.get(METRICS_VARIABLE, "").lower() in ("1", "true", "yes", "on") else None
 
 
 class EngineMetrics:

@@ -92,8 +92,11 @@ class API:
         self._supervisor = Supervisor(self._addresses.directory, options.log_level, options.log_format)
         self._workers = [Sender(address) for address in self._addresses.tokenizer_in]
         self._calls: dict[str, asyncio.Task[None]] = {}
+        """Call of an engine, by request id."""
         self._ended: dict[str, asyncio.Event] = {}
+        """Set when the tokenizer worker reports the end of a request, by request id."""
         self._attempts: dict[str, int] = {}
+        """Number of engines that were lost with a request, by its id; requests that lost none are missing."""
         self._outputs, self._address = open_receiver(CacheEvents)
         self._proxies = Connections()
         self.client = EngineClient(self._addresses)
@@ -145,6 +148,7 @@ class API:
         receiver = AsyncReceiver[Any](self._addresses.router_in, incoming)
         while True:
             match await receiver.receive():
+                # A request that is submitted again after a loss was accepted before.
                 case Submit() as submit if self._is_full() and submit.request_id not in self._attempts:
                     self._reject(
                         submit, "queue_full", "no replica has room, and too many requests wait; try again later"

@@ -73,7 +73,7 @@ def engines(
         actor["num_gpus"] = bundles[0].get("GPU", 0)
     else:
         config = replace(config, parallel=replace(parallel, executor="ray"))
-        actor["num_cpus"] = 0
+        actor["num_cpus"] = 0  # the ranks take all CPUs of the placement group
         deployment_options = {"placement_group_bundles": bundles, "placement_group_strategy": strategy}
     max_running = config.scheduler.max_running_requests
     low, high = options.replica_range
@@ -112,7 +112,7 @@ def api(
         API,
         name="API",
         ray_actor_options=_actor_options(environment),
-        max_ongoing_requests=100_000,
+        max_ongoing_requests=100_000,  # high, as the API itself refuses requests beyond its limits
         graceful_shutdown_timeout_s=options.drain_timeout,
         graceful_shutdown_wait_loop_s=0.5,
     )

@@ -58,7 +58,7 @@ class Connections:
         return [each.sender for each in self._connections.values()]
 
     def close_idle(self) -> None:
-        """Close the connections that nobody has used for `IDLE_S`."""
+        """Close the connections that were not used for `IDLE_S`."""
         for address, each in list(self._connections.items()):
             if not each.num_users and time.monotonic() - each.last_used_s > IDLE_S:
                 self._connections.pop(address).sender.drop()

@@ -35,7 +35,7 @@ from minisgl_server.metrics.endpoint import Families, collect_local
 from minisgl_server.metrics.engine_metrics import prepare_metrics
 from minisgl_server.options import ServerOptions
 from minisgl_server.ray.connections import Connections
-from minisgl_server.router.cache_events import VARIABLE as ROUTER_EVENTS_VARIABLE
+from minisgl_server.router.cache_events import ROUTER_EVENTS_VARIABLE
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ MAX_MISSED_CHECKS = 3
 
 
 class Route(NamedTuple):
-    """Destination of a request's output: address of the caller, its tokenizer worker, and its id for this engine."""
+    """Destination of a request's output: address of the caller, its tokenizer worker, and the id that it gives this engine."""
 
     address: str
     worker: int
@@ -124,12 +124,12 @@ class Engine:
             request_id: id of the request.
             submit: the encoded `Submit`.
             address: address of the caller, to which the output goes.
-            engine_id: the caller's id for this engine.
+            engine_id: id that the caller gives this engine.
         """
         message: Submit = self._decode(submit)
         ended = asyncio.get_running_loop().create_future()
         self._running[request_id] = _Running(Route(address, message.worker, engine_id), ended)
-        message.worker = 0
+        message.worker = 0  # the output comes to `_forward_output`, which finds the route
         with self._callers.use(address):
             self._scheduler.send(message)
             try:

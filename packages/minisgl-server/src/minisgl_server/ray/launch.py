@@ -57,7 +57,7 @@ def serve_on_ray(config: EngineConfig, options: ServerOptions, registry: Registr
         remedy = "Serve runs the API, and can run several replicas of it."
         raise InvalidValueError("--api-workers", options.api_workers, "1 with --executor ray and --replicas", remedy)
     executor = registry.load("executor", "ray")
-    num_cpus = config.parallel.size * options.replica_range[1] + 2
+    num_cpus = config.parallel.size * options.replica_range[1] + 2  # one for the API, and one spare
     require_serve()
     owns_cluster = executor.connect(num_cpus) and not os.environ.get("RAY_ADDRESS")
     import ray

@@ -124,7 +124,7 @@ class ProxiedResponse:
         return await self._receive()
 
     def take(self, chunk: Chunk) -> None:
-        """Take a chunk of the body. If one is missing, or too many wait for the client, the request is cancelled."""
+        """Take a chunk of the body. If one is missing, or too many bytes wait for the client, the request is cancelled."""
         if chunk.index != self._num_chunks:
             self._cancel(replica_lost())
             return
@@ -149,7 +149,7 @@ class ProxiedResponse:
         if message["type"] == "http.response.start":
             self.find_application()
             content_type = Headers(raw=message["headers"]).get("content-type", "")
-            # Errors of the API are JSON.
+            # Errors of the API are JSON, so this one is Serve's.
             if self._is_of_api and message["status"] >= 500 and content_type.startswith("text/plain"):
                 await self.fail(replica_lost())
                 return
@@ -197,7 +197,11 @@ class ProxiedResponse:
             self._writer.cancel()
 
     async def fail(self, error: ApiError) -> None:
-        """End the response with an error if it is not complete: by an event in a stream, and by a response before it."""
+        """End the response with an error if it is not complete.
+
+        The error is the response if none has begun, and the last event of a stream. Serve closes the connection of other
+        responses.
+        """
         if self._is_over or not self._is_of_api:
             return
         path = self._scope["path"].removeprefix(self._scope.get("root_path", ""))

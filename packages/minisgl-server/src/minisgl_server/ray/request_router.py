@@ -16,7 +16,7 @@ from minisgl_core.contracts.router import RoutedPrompt, Router, block_size_for
 from minisgl_core.protocol.messages import CacheEvents, EngineInfo, Submit
 
 table: "RoutingTable | None" = None
-"""Table of this process; None where requests need no router."""
+"""Table of this process; None outside the API, where no requests are routed."""
 replica_ids: list[str] = []
 """Ids of the running replicas."""
 HEARTBEAT_TIMEOUT_TICKS = 10

@@ -22,7 +22,7 @@ from minisgl_core.runtime.ipc import Sender
 if TYPE_CHECKING:
     from minisgl_core.contracts.prefix_cache import CacheNamespace, PageIds, TokenIds
 
-VARIABLE = "MINISGL_ROUTER_EVENTS"
+ROUTER_EVENTS_VARIABLE = "MINISGL_ROUTER_EVENTS"
 """Environment variable with the router's address for events."""
 MAX_UNSENT = 100
 """Length of the send queue, in messages."""
@@ -30,7 +30,7 @@ MAX_UNSENT = 100
 
 def make() -> CacheEventHooks | None:
     """Return the hooks of one engine, or None without a router."""
-    address = os.environ.get(VARIABLE)
+    address = os.environ.get(ROUTER_EVENTS_VARIABLE)
     return CacheEventHooks(address) if address else None
 
 

@@ -39,7 +39,7 @@ class Replica:
         replica: index of the replica.
         engine_id: id of its engine; meaningless if `send` is None.
         send: sends to the scheduler of its engine; None if that is not ready.
-        num_starts: number of engines that it has had, each ready once.
+        num_starts: number of its engines that have become ready.
         num_requests: running and waiting requests.
         num_prompt_tokens: prompt tokens of those requests.
         num_routed: requests since the start of the server.
@@ -99,7 +99,7 @@ class RouterWorker:
         """By number: counts so far, and the replicas that have not answered yet."""
         self._last_count = 0
         self._asked: dict[tuple[int, int], tuple[Replica, SnapshotRequest]] = {}
-        """By worker and `SnapshotRequest.replica`: the last request, and the replica that it was sent to."""
+        """By worker and `SnapshotRequest.replica`: the replica that was asked last, and the request."""
 
     def handle(self, message: Message | CacheEvents) -> None:
         """Handle a message of a tokenizer worker, a replica or the launcher."""

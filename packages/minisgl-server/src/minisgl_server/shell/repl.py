@@ -106,20 +106,20 @@ class Conversation:
     def _set(self, rest: str) -> None:
         if not rest:
             lines = [f"{name} {value}" for name, value in self.settings.items()]
-            return click.echo("\n".join(lines) or "All sampling parameters have the model's defaults.")
+            click.echo("\n".join(lines) or "All sampling parameters have the model's defaults.")
+            return
         name, value = parse_setting(rest)
         if value is None:
             self.settings.pop(name, None)
         else:
             self.settings[name] = value
-        return None
 
     def _system(self, text: str) -> None:
         if not text:
-            return click.echo("The system prompt of the chat template." if self.system is None else self.system)
+            click.echo("The system prompt of the chat template." if self.system is None else self.system)
+            return
         self.system = None if text == "default" else text
         self.messages.clear()
-        return None
 
     def _toggle_statistics(self) -> None:
         self.shows_statistics = not self.shows_statistics
@@ -140,7 +140,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
         value = rest
     if name == "stop" and not isinstance(value, (str, list)):
         value = rest  # a text that happens to be JSON, such as 5 or null
-    SamplingParams(**{"max_tokens": 2**31, name: value})
+    SamplingParams(**{"max_tokens": 2**31, name: value})  # checks the value; many tokens allow any min_tokens
     return name, value
 
 

@@ -44,7 +44,7 @@ class EngineFeed:
         if self._poll is None or (self._poll.done() and time.monotonic() > self._polled_s + SHARED_S):
             self._polled_s = time.monotonic()
             self._poll = asyncio.create_task(self._poll_engine())
-            # All viewers may have disconnected, so that nobody else retrieves the exception.
+            # If all viewers have disconnected, no other code retrieves the exception, and asyncio would log it.
             self._poll.add_done_callback(lambda poll: poll.cancelled() or poll.exception())
         try:
             state = await asyncio.shield(self._poll)

@@ -19,6 +19,7 @@ from minisgl_core.kv.pool import KVPool
 from minisgl_core.testing.attention_rig import TOLERANCES, dense_attention
 
 MIN_MAX_SEQ_LEN = 8192
+"""Lower bound of `AttentionSpec.max_seq_len`: the page table of a server is also wider than most requests need."""
 NUM_LAYERS = 2
 """Number of layers per step, as the first layer may have work that the others do not."""
 CALLS_BETWEEN_EVENTS = 10
@@ -29,7 +30,7 @@ def spread_lengths(count: int, mean: int, spread: float) -> list[int]:
     """Return `count` fixed lengths within ``mean * (1 ± spread)`` that add up to ``count * mean``."""
     random = np.random.default_rng(0)
     half = (1 + spread * random.uniform(-1, 1, count // 2)) * mean
-    lengths = [*half.round().astype(int).tolist()]
+    lengths = half.round().astype(int).tolist()
     mirrored = [2 * mean - length for length in lengths]
     return [max(1, length) for length in (*lengths, *mirrored, *[mean] * (count % 2))]
 

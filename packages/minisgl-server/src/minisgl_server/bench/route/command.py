@@ -43,7 +43,7 @@ POSITIVE, NOT_NEGATIVE = click.FloatRange(0, min_open=True), click.FloatRange(0)
     "routers",
     multiple=True,
     default=("round-robin", "least-loaded", "prefix"),
-    help="May be given several times.",
+    help="Router to simulate; may be given several times.",
 )
 @click.option("--router-overload-requests", type=click.IntRange(0), default=16)
 @click.option("--router-overload-ratio", type=click.FloatRange(1), default=1.5)

@@ -14,7 +14,6 @@ from minisgl_server.bench.trace.synthetic import extended
 VOCAB_SIZE = 2**31 - 1
 _NUM_SHARED_IDS = 2**30
 """Token ids below this are those of blocks with a hash. The others are unique to a request."""
-
 _UNIQUE_IDS_STRIDE = 4096
 """Distance between the first unique ids of consecutive requests. The unique ids of longer outputs overlap with those of the next
 request. No prefix cache shares them, since they begin with different ids."""

@@ -3,7 +3,7 @@
 import { byId, element, requestColor } from "./dom.js";
 import { requestOwner, select, selection } from "./selection.js";
 
-const CHAR = 6.65;
+const CHAR = 6.65; // width of a character in pixels
 const rows = new Map();
 
 function makeRow(number) {

@@ -6,7 +6,7 @@ import { select, selection } from "./selection.js";
 
 const MAX_DOTS = 6;
 const MAX_PAGES = 41;
-const CHAR = 6.65;
+const CHAR = 6.65; // width of a character in pixels
 const HEAT = [0, 1, 2, 4, 8, 16];
 
 const drawn = new Map();

@@ -4,8 +4,9 @@ import { call, KeyNeeded } from "./api.js";
 
 const BUSY_MS = 200;
 const IDLE_MS = 1000;
+const UNTIL_NUDGED_MS = 3_600_000;
 const RATE_S = 2;
-export const MAX_STEPS = 400;
+const MAX_STEPS = 400; // fills a chart of 2,800 pixels
 
 export class Watch {
   #steps = [];
@@ -32,12 +33,12 @@ export class Watch {
 
   async run() {
     while (true) {
-      let pause = document.hidden ? 3_600_000 : IDLE_MS;
+      let pause = document.hidden ? UNTIL_NUDGED_MS : IDLE_MS;
       try {
         if (!document.hidden) pause = await this.#poll();
       } catch (error) {
         this.showStatus(error instanceof KeyNeeded ? "API key needed" : error.message, true);
-        if (error instanceof KeyNeeded) pause = 3_600_000;
+        if (error instanceof KeyNeeded) pause = UNTIL_NUDGED_MS;
       }
       await new Promise((resolve) => {
         this.#wake = resolve;
@@ -59,7 +60,7 @@ export class Watch {
     return state.num_running + state.num_waiting > 0 ? BUSY_MS : IDLE_MS;
   }
 
-  // Tokens per second over the last moments.
+  // Tokens per second over the last RATE_S seconds.
   #rates() {
     const last = this.#history.at(-1);
     const first = this.#history.find((each) => each.time_s >= last.time_s - RATE_S);
