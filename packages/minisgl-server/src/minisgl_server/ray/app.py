@@ -96,7 +96,7 @@ def engines(
         ),
         **deployment_options,
     )
-    return deployment.bind(config, _without_keys(options))
+    return deployment.bind(config, _deployed_options(options))
 
 
 def api(
@@ -107,7 +107,7 @@ def api(
 ) -> Application:
     """Return the deployment API. `engines` is the deployment Engine, or the name of the application that has it."""
     digests = api_key_digests(options)
-    options = replace(_without_keys(options), web_ui=False)  # the web UI describes processes of one host
+    options = replace(_deployed_options(options), web_ui=False)  # the web UI describes processes of one host
     deployment = serve.deployment(
         API,
         name="API",
@@ -119,8 +119,8 @@ def api(
     return deployment.bind(config, options, digests, engines)
 
 
-def _without_keys(options: ServerOptions) -> ServerOptions:
-    """Return the options without API keys, as Serve stores the arguments of deployments."""
+def _deployed_options(options: ServerOptions) -> ServerOptions:
+    """Return the options for a deployment: with the maximum of ``--replicas``, and without API keys, as Serve stores them."""
     return replace(options, api_key=(), replicas=options.replica_range[1])
 
 

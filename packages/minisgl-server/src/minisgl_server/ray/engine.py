@@ -154,7 +154,7 @@ class Engine:
             if task.done():
                 task.result()
         self._health = asyncio.get_running_loop().create_future()
-        self._scheduler.send(RequestCounts(worker=0, correlation_id=1))
+        self._scheduler.send(RequestCounts(worker=0))
         try:
             await asyncio.wait_for(self._health, HEALTH_CHECK_S)
         except TimeoutError:
