@@ -95,6 +95,11 @@ class IpcAddresses:
         return replace(self, api_worker_id=api_worker_id)
 
     @property
+    def api_worker_index(self) -> int:
+        """Index of the API worker, which stays when the worker is restarted."""
+        return self.api_worker_id % self.num_api_workers
+
+    @property
     def api_in(self) -> str:
         """Address of the API worker."""
         return f"ipc://{self.directory}/api" + (f"-{self.api_worker_id}" if self.num_api_workers > 1 else "")
@@ -137,8 +142,7 @@ class IpcAddresses:
     @property
     def own_tokenizer_in(self) -> dict[int, str]:
         """Addresses of the tokenizer workers of the API worker, by index."""
-        first, step = self.api_worker_id % self.num_api_workers, self.num_api_workers
-        return dict(list(enumerate(self.tokenizer_in))[first::step])
+        return dict(list(enumerate(self.tokenizer_in))[self.api_worker_index :: self.num_api_workers])
 
     def __enter__(self) -> Self:
         return self

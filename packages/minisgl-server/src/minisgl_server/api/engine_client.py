@@ -49,12 +49,12 @@ Incoming = (
 
 
 class Generation:
-    """Running requests to the engine for one HTTP request: delivers their outputs, and aborts them.
+    """Requests that the engine runs for one HTTP request: delivers their outputs, and aborts them.
 
     Created by `EngineClient.start`; must be closed.
 
     Attributes:
-        is_sending: output is being sent to the client. If that has to wait for the client, new output takes memory.
+        is_sending: True while output is being sent to the client. Output that arrives meanwhile counts as unsent.
     """
 
     def __init__(self, client: "EngineClient", request_ids: Sequence[str]) -> None:
@@ -77,7 +77,7 @@ class Generation:
         return not self._running and not self._arrived and self._error is None
 
     async def next(self) -> list[tuple[int, Text]]:
-        """Wait for new outputs: index of the request among those started together, and new text. Empty at the end.
+        """Wait for new outputs. Return each with the index of its id in `request_ids`; an empty list at the end.
 
         Raises:
             ApiError: one of the requests was rejected, the engine stops, or the client reads too slowly.
@@ -120,7 +120,7 @@ class Generation:
             del self._running[text.request_id]
         self._arrived.append((index, text))
         self._wake_up()
-        if self.is_sending and self._running:
+        if self.is_sending and self._running:  # after the last output, nothing more can arrive
             self._num_unsent_bytes += _num_bytes(text)
             self._num_unsent_prompt_bytes += _num_prompt_bytes(text)
             if (
@@ -190,8 +190,7 @@ class EngineClient:
         self.no_replica: NoReplica | None = None
         self._receiver = AsyncReceiver[Any](addresses.api_in, Incoming)
         self._api_worker_id = addresses.api_worker_id
-        index = f" {addresses.api_worker_id % addresses.num_api_workers}" if addresses.num_api_workers > 1 else ""
-        self._name = f"api{index}"
+        self._name = f"api {addresses.api_worker_index}" if addresses.num_api_workers > 1 else "api"
         self._workers = {index: Sender(address) for index, address in addresses.own_tokenizer_in.items()}
         """Socket of each tokenizer worker, by its index."""
         self._next_worker = itertools.cycle(self._workers)
@@ -199,10 +198,10 @@ class EngineClient:
         """Generation of each running request, and index of the tokenizer worker that has it."""
         self._waiting_prompts = WaitingPrompts()
         self._pending_queries: dict[str | int, asyncio.Future[Any]] = {}
-        """Queries that wait for an answer, by id of the message to a tokenizer worker, or by correlation id."""
+        """Future answer of each query, by request id or, for a snapshot, by correlation id."""
         self._correlation_ids = itertools.count(1)
         self._pending_counts = defaultdict[int, deque[asyncio.Future[dict[str, int]]]](deque)
-        """Futures of `count` that wait for each tokenizer worker, in the order of their questions."""
+        """Future answers to `count` of each tokenizer worker, in the order in which they were asked for."""
 
     def ready_info(self) -> EngineInfo:
         """Return `info`.
@@ -256,7 +255,8 @@ class EngineClient:
             receive: ASGI channel of the HTTP request. If its client disconnects, a text that still waits is not tokenized.
 
         Raises:
-            ApiError: 400, the message was rejected or cannot be encoded; 429, see `WaitingPrompts`; 500, the engine has stopped.
+            ApiError: 400, the message was rejected or cannot be encoded; 429, see `WaitingPrompts`; 500, the engine has stopped;
+                503, the server shuts down.
             ClientDisconnect: the client disconnected.
         """
         worker = next(self._next_worker)
@@ -309,7 +309,7 @@ class EngineClient:
         Raises:
             ApiError: 503, no replica is ready.
         """
-        worker, correlation_id = min(self._workers), next(self._correlation_ids)
+        worker, correlation_id = next(self._next_worker), next(self._correlation_ids)
         request = SnapshotRequest(
             worker=worker, since=since, with_tokens=with_tokens, correlation_id=correlation_id, replica=replica
         )
@@ -331,8 +331,12 @@ class EngineClient:
     def _resolve(self, key: str | int, result: Any) -> None:
         """Have `_ask` return or raise a result, unless it has ended."""
         answer = self._pending_queries.get(key)
-        if answer is not None and not answer.done():
-            (answer.set_exception if isinstance(result, ApiError) else answer.set_result)(result)
+        if answer is None or answer.done():
+            return
+        if isinstance(result, ApiError):
+            answer.set_exception(result)
+        else:
+            answer.set_result(result)
 
     async def run(self) -> None:
         """Receive and deliver messages until `Stop`, or an error; then every request fails."""
@@ -366,7 +370,9 @@ class EngineClient:
                     self._waiting_prompts.remove(message.request_id)
                     if route := self._routes.pop(message.request_id, None):
                         route[0].reject(message)
-                case RequestCounts(worker=worker, counts=counts, api_worker_id=asker) if asker == self._api_worker_id:
+                case RequestCounts(worker=worker, counts=counts, api_worker_id=api_worker_id):
+                    if api_worker_id != self._api_worker_id:
+                        continue  # a worker that this one has replaced asked for it
                     answer = self._pending_counts[worker].popleft()
                     if not answer.done():
                         answer.set_result(counts)

@@ -40,19 +40,19 @@ async def serve_api(
 ) -> None:
     """Run one API worker until `END_SIGNAL`, then finish running requests for ``--drain-timeout``.
 
-    All workers accept connections from `listener`, which listens at once. A worker answers 503 until it receives `EngineInfo`;
+    All workers accept connections from `listener`, which already listens. A worker answers 503 until it receives `EngineInfo`;
     then it reports that it is ready. While it drains, it answers 503 to new requests, so that load balancers that poll /ready
-    notice.
+    notice. `api_key_digests` are SHA-256 digests of the API keys.
     """
     client = EngineClient(addresses)
-    # A restarted worker has a new id, but the same index.
-    worker_index = addresses.api_worker_id % addresses.num_api_workers
     with open(addresses.request_counts, "r+b") as file:
         request_counts = memoryview(mmap.mmap(file.fileno(), 0)).cast("i")
     max_connections = max_open_files() * 7 // 8  # the rest is for the sockets of the engine and other files
     connections = ConnectionLimits(max_connections, options.max_connections_per_address)
     config = uvicorn.Config(
-        add_middleware(create_app(client, options), options, api_key_digests, request_counts, worker_index),
+        add_middleware(
+            create_app(client, options), options, api_key_digests, request_counts, addresses.api_worker_index
+        ),
         http=limited_protocol_class(connections),
         ws="none",
         log_config=None,
