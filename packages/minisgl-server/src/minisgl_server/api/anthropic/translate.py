@@ -88,6 +88,7 @@ def _messages(message: MessageParam, name: str) -> list[dict[str, Any]]:
             raise InvalidValueError(f"{name}.content[{index}].type", block.type, allowed)
     if message.role == "assistant":
         return [_assistant(message.content)]
+    # Results come first: chat templates expect them right after the message with the calls.
     messages: list[dict[str, Any]] = [
         {
             "role": "tool",

@@ -48,6 +48,7 @@ class ConnectionLimits:
 
         Args:
             host: IP address of the client; empty if there is none.
+            total: number of open connections, including this one.
         """
         if (counted := _counted_address(host)) is not None:
             self._per_address[counted] += 1

@@ -65,7 +65,7 @@ class OriginMiddleware:
     def _is_allowed(self, origin: str, headers: Headers) -> bool:
         if "*" in self._allowed or origin in self._allowed:
             return True
-        # The origin of this server's own page equals Host, unless a proxy changed that; browsers then set Sec-Fetch-Site.
+        # The origin of this server's own page equals Host. If a proxy has changed Host, Sec-Fetch-Site still tells.
         is_own = origin.partition("://")[2].lower() == headers.get("host", "").lower()
         return is_own or headers.get("sec-fetch-site") == "same-origin"
 

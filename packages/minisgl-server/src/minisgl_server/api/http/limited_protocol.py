@@ -49,6 +49,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._refusal: ApiError | None = None
         """Error for which a callback of the parser ended parsing."""
         self._timer: asyncio.TimerHandle | None = None
+        """Timeout of the headers or, after a refusal, of the connection."""
         self._write_timer: asyncio.TimerHandle | None = None
         self._num_unsent = 0
         """Bytes that the client had not read when the write timer was started."""
@@ -96,7 +97,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self._num_unfinished_bytes > MAX_HEADER_BYTES:
             self._refuse(_headers_too_large())
         elif self._num_unfinished_bytes and self.limits.num_unfinished_bytes > self.limits.max_unfinished_bytes:
-            message = "Too many requests with unfinished headers are open."
+            message = f"All connections have more than {self.limits.max_unfinished_bytes} bytes of incomplete headers."
             self._refuse(ApiError(503, message, code="too_many_unfinished_requests"))
 
     def _parse(self, data: memoryview) -> None:
@@ -139,7 +140,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._num_unfinished_bytes, self._is_in_body = 0, True
         self._stop_timer()
-        self._unset_keepalive_if_required()  # an earlier response ended after this request had begun
+        self._unset_keepalive_if_required()  # set again if an earlier response ended after this request had begun
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -150,8 +151,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._num_unfinished_bytes = 0
         super().on_message_complete()
 
-    def _count_header_bytes(self, number: int) -> None:
-        self._num_header_bytes += number
+    def _count_header_bytes(self, num_bytes: int) -> None:
+        self._num_header_bytes += num_bytes
         if self._num_header_bytes > MAX_HEADER_BYTES:
             self._abort_parsing(_headers_too_large())
 
@@ -159,9 +160,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._refusal = error
         raise ValueError(error.message)
 
-    def _count_unfinished_bytes(self, number: int) -> None:
-        self.limits.num_unfinished_bytes += number - self._num_counted_bytes
-        self._num_counted_bytes = number
+    def _count_unfinished_bytes(self, num_bytes: int) -> None:
+        """Count `num_bytes` of incomplete headers of this connection in `limits`, instead of those counted before."""
+        self.limits.num_unfinished_bytes += num_bytes - self._num_counted_bytes
+        self._num_counted_bytes = num_bytes
 
     # Timeouts and refusals.
 

@@ -127,7 +127,9 @@ class RequestLimitMiddleware:
         self._counts[self._index] += is_post  # before the check, so that two workers cannot both admit the last request
         if is_post and self._max_requests is not None and sum(self._counts) > self._max_requests:
             self._counts[self._index] -= 1  # at once, as the client may not read the refusal
-            message = f"{self._max_requests} requests are being served, as many as this server takes at a time."
+            message = (
+                f"{self._max_requests} requests are being served, the maximum at a time (--max-concurrent-requests)."
+            )
             return await ApiError(429, message, code="too_many_requests").send(scope, receive, send)
         try:
             await self._app(scope, self._limited(receive, max_bytes), send)

@@ -12,7 +12,7 @@ class PathMiddleware:
     uvicorn sends no body to HEAD. There is no redirect, as several clients drop the body of a POST request when they follow one.
 
     Args:
-        routes: routes of the application. The slash is kept if only the path with the slash matches one.
+        routes: routes of the application. The slash is kept if no route matches the path without it.
     """
 
     def __init__(self, app: ASGIApp, routes: Sequence[BaseRoute]) -> None:

@@ -41,7 +41,7 @@ class BodyMemory:
             own += num_bytes
             self._num_bytes += num_bytes
             if own > _GUARANTEED_BYTES and self._num_bytes > max_bytes:
-                message = f"Bodies of {max_bytes} bytes are being read, the maximum of this server at a time."
+                message = f"Bodies of {max_bytes} bytes are being read, the maximum of this server at a time. Try again later."
                 raise ApiError(429, message, code="too_many_requests")
 
         try:
@@ -51,9 +51,10 @@ class BodyMemory:
 
 
 class JsonSizeCounter:
-    """Counts the values of a body and the length of its longest string, chunk by chunk.
+    """Counts the values of a JSON body and the bytes of its strings, chunk by chunk, without parsing it.
 
-    The counts of invalid JSON are right up to the first error, which is as far as a parser reads.
+    Values are counted by the brackets, commas and colons outside of strings. The counts of invalid JSON are right up to the first
+    error, which is as far as a parser reads.
 
     Attributes:
         num_values: number of values and keys so far.
@@ -72,12 +73,12 @@ class JsonSizeCounter:
         """Count the next chunk; chunks are much smaller than the longest allowed string."""
         chunk = self._carry + chunk
         self._carry = b""
-        if b"\\" in chunk:
+        if b"\\" in chunk:  # remove escaped backslashes and quotes, so that each other quote begins or ends a string
             chunk = chunk.replace(b"\\\\", b"")
             if chunk.endswith(b"\\"):
                 chunk, self._carry = chunk[:-1], b"\\"
             chunk = chunk.replace(b'\\"', b"")
-        parts = chunk.split(b'"')
+        parts = chunk.split(b'"')  # every other part is inside a string
         outside = b"".join(parts[self._is_in_text :: 2])
         self.num_values += len(outside.translate(None, _NOT_STRUCTURAL))
         self._is_in_text ^= len(parts) % 2 == 0

@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 """Ids that a client may choose: printable, as they are returned in a header and written to the log."""
 _KEY = "minisgl.access"
+"""Key of the `AccessRecord` in the ASGI scope."""
 _POLLED_PATHS = PROBED_PATHS | {"/metrics", "/engine/state"}
 """Paths that programs or the web UI poll; logged at debug level."""
 

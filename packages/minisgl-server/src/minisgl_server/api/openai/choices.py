@@ -77,11 +77,12 @@ class Choices:
         is_buffered = not prompts[0].is_streamed if is_buffered is None else is_buffered
         self._max_logprobs = max(_MAX_BUFFERED_LOGPROBS, (MAX_LOGPROBS + 1) * info.max_seq_len) if is_buffered else None
         self._num_logprobs = 0
-        if self._max_logprobs is not None and self._most_logprobs(info.max_seq_len) > self._max_logprobs:
+        if self._max_logprobs is not None and self._worst_case_logprobs(info.max_seq_len) > self._max_logprobs:
             # With streaming, the log-probabilities are counted here as they arrive. Without, the tokenizer worker would hold all
             # of them uncounted.
             for each in self._requests:
                 each.is_streamed = True
+        # Counts in the latest `Text` of each output or prompt, of which `_totals` gets the increase.
         self._num_reasoning_tokens = [0] * count
         self._num_prompt_tokens = [0] * len(prompts)
         self._num_cached_tokens = [0] * len(prompts)
@@ -145,7 +146,7 @@ class Choices:
                 raise ApiError(500, "The engine aborted the request.", code="aborted")
         return outputs
 
-    def _most_logprobs(self, max_seq_len: int) -> int:
+    def _worst_case_logprobs(self, max_seq_len: int) -> int:
         """Return the number of log-probabilities if all outputs are as long as the request allows."""
         sampling, num = self.sampling, 0
         if sampling.logprobs is not None:
@@ -154,16 +155,16 @@ class Choices:
             num += (1 + sampling.prompt_logprobs) * max_seq_len
         return num * len(self.output_ids)
 
-    def _count_logprobs(self, outputs: list[tuple[int, Text]], most: int) -> None:
+    def _count_logprobs(self, outputs: list[tuple[int, Text]], limit: int) -> None:
         sampling = self.sampling
         if sampling.logprobs is None and sampling.prompt_logprobs is None:
             return
         per_output, per_prompt = 1 + (sampling.logprobs or 0), 1 + (sampling.prompt_logprobs or 0)
         for _, text in outputs:
             self._num_logprobs += per_output * len(text.logprobs or ()) + per_prompt * len(text.prompt_logprobs or ())
-        if self._num_logprobs > most:
+        if self._num_logprobs > limit:
             name = "prompt_logprobs" if sampling.logprobs is None else "logprobs"
-            message = f"The response would have more than {most} log-probabilities, too many to return at once."
+            message = f"The response would have more than {limit} log-probabilities, too many to return at once."
             raise ApiError(400, f"{message} Ask for fewer, or for fewer outputs.", self._field_names.get(name, name))
 
     def body(self, object_type: str, choices: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:

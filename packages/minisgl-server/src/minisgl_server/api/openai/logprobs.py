@@ -103,7 +103,7 @@ class CompletionLogprobs:
         return result
 
     def _is_in_prompt_text(self, token: bytes) -> bool:
-        """Return True if the prompt's text has a special token here. It omits added and skipped tokens."""
+        """Return True if the echoed text goes on with this special token. It omits added and skipped special tokens."""
         return self._prompt_text.startswith(token.decode(), self._offset)
 
     def _add(

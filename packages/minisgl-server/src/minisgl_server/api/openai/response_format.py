@@ -58,10 +58,11 @@ def single_structured_output(requested: dict[str, dict[str, Any]]) -> tuple[Stru
         if (first := fields.setdefault(kind, name)) != name:
             raise InvalidValueError(name, "given", f"left out if {first} is given")
         arguments |= given
-    if "output" not in fields:
-        for kind, name in fields.items():
-            raise InvalidValueError(name, arguments[kind], "left out unless the output must be JSON")
+    if not fields:
         return None, ""
+    if "output" not in fields:
+        kind, name = next(iter(fields.items()))
+        raise InvalidValueError(name, arguments[kind], "left out unless the output must be JSON")
     try:
         return StructuredOutputs(**arguments), fields["output"]
     except InvalidValueError as error:

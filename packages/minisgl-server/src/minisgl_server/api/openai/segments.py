@@ -48,8 +48,8 @@ class Segments:
     def push(self, text: Text) -> list[tuple[Segment, str]]:
         """Add new output; return the new pieces with their segments."""
         self.last = text
-        # The rest of a call comes first, as the call is still the last segment. A `Text` may have all parts of several calls,
-        # as tokenizer workers hold the output back that may have to be generated again (`RequestOutput.is_buffered`).
+        # The rest of a call comes first, as the call is still the last segment. A `Text` may have all parts of several calls:
+        # tokenizer workers buffer output that may have to be generated again (`RequestOutput.is_buffered`).
         calls = deque(text.tool_calls)
         new: list[tuple[Segment, str]] = []
         while calls and calls[0].id is None:

@@ -41,6 +41,7 @@ class ResponseEvents(StreamEvents):
 
     def output(self, index: int, text: Text) -> bytes:
         events = []
+        # Index of the first new log-probability of the open item.
         first_logprob = 0 if self._open is None else len(self._open.logprobs)
         for segment, piece in self._response.segments.push(text):
             if segment is not self._open:

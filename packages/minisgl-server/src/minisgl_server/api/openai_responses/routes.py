@@ -46,8 +46,8 @@ class _ItemId(msgspec.Struct):
 _decode_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
 """Finds the items of a list without decoding them, as a list may have 32 MiB and a client asks for few of them."""
 _decode_id = msgspec.json.Decoder(_ItemId).decode
-_STORED: dict[str, Any] = {"errors": (400, 404), "needs_engine": False}
-"""Documentation that the routes of stored responses share."""
+_STORED_DOCS: dict[str, Any] = {"errors": (400, 404), "needs_engine": False}
+"""Arguments of `route_docs` that the routes of stored responses share."""
 _ID_PREFIXES = {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 
@@ -90,21 +90,22 @@ async def input_tokens(request: Request) -> Response:
     return json_response({"object": "response.input_tokens", "input_tokens": count})
 
 
-@router.get("/v1/responses/{response_id}", **route_docs(response=ResponsesResponse, **_STORED))
+@router.get("/v1/responses/{response_id}", **route_docs(response=ResponsesResponse, **_STORED_DOCS))
 async def retrieve(request: Request, response_id: str, query: Annotated[RetrieveQuery, Query()]) -> Response:
     """Return a stored response."""
+    # `query` is not used: FastAPI has refused all values that would change the answer.
     stored = request.app.state.response_store.get(response_id)
     return Response(stored.body, media_type="application/json")
 
 
-@router.delete("/v1/responses/{response_id}", **route_docs(response=DeletedResponse, **_STORED))
+@router.delete("/v1/responses/{response_id}", **route_docs(response=DeletedResponse, **_STORED_DOCS))
 async def delete(request: Request, response_id: str) -> Response:
     """Delete a stored response."""
     request.app.state.response_store.delete(response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
-@router.get("/v1/responses/{response_id}/input_items", **route_docs(response=InputItems, **_STORED))
+@router.get("/v1/responses/{response_id}/input_items", **route_docs(response=InputItems, **_STORED_DOCS))
 async def input_items(request: Request, response_id: str, query: Annotated[InputItemsQuery, Query()]) -> Response:
     """List the input items of a stored response, without those of previous responses."""
     items = _decode_items(request.app.state.response_store.get(response_id).items)

@@ -58,10 +58,10 @@ class ResponseStore:
         return True
 
     def get(self, response_id: str, is_previous: bool = False) -> StoredResponse:
-        """Return a response; `is_previous` tells that its id is a request's ``previous_response_id``.
+        """Return a response. `is_previous` is True if the id is a request's ``previous_response_id``.
 
         Raises:
-            ApiError: 404 or for a previous response 400, there is no response of this id.
+            ApiError: there is no response of this id: 400 if `is_previous`, or else 404.
         """
         if response_id not in self._entries:
             message = (

@@ -38,13 +38,13 @@ _NAMES = {
 }
 """Patterns of a chat's fields, with their names in this API."""
 
-_LATER_FIELDS = {
+_MUST_BE_EMPTY = {
     "reasoning_content": ("reasoning_content", "content", "tool_calls"),
     "content": ("content", "tool_calls"),
     "tool_calls": (),
 }
-"""Fields of an assistant message that must be empty for an item to set the field that is the key; otherwise the item begins a new
-message. The order within a message is reasoning content, content, and calls, of which there may be several."""
+"""By field that an item sets: fields that the last message must not have yet. Otherwise the item begins a new message. So each
+message has reasoning content, content and calls in this order."""
 
 
 class Conversation:
@@ -78,35 +78,36 @@ class Conversation:
                 field = "content" if segment.kind == "text" else "reasoning_content"
                 self._assistant(field)[field] = segment.content
 
-    def _add(self, message: dict[str, Any], name: str) -> dict[str, Any]:
+    def _add(self, message: dict[str, Any], source: str) -> dict[str, Any]:
+        """Add a message that comes from the request's field `source`."""
         self.messages.append(message)
-        self.field_names.append(name)
+        self.field_names.append(source)
         return message
 
-    def _add_item(self, item: Item, name: str) -> None:
+    def _add_item(self, item: Item, source: str) -> None:
         match item:
             case Message(role="assistant"):
-                self._assistant("content", name)["content"] = _text(item)
+                self._assistant("content", source)["content"] = _text(item)
             case Message():
-                self._add({"role": item.role, "content": _text(item)}, name)
+                self._add({"role": item.role, "content": _text(item)}, source)
             case FunctionCall():
-                self._add_call(item.call_id, item.name, item.arguments, name)
+                self._add_call(item.call_id, item.name, item.arguments, source)
             case FunctionCallOutput():
                 output = item.output if isinstance(item.output, str) else "".join(part.text for part in item.output)
-                self._add({"role": "tool", "tool_call_id": item.call_id, "content": output}, name)
+                self._add({"role": "tool", "tool_call_id": item.call_id, "content": output}, source)
             case ReasoningItem():
-                self._assistant("reasoning_content", name)["reasoning_content"] = _reasoning(item)
+                self._assistant("reasoning_content", source)["reasoning_content"] = _reasoning(item)
 
-    def _add_call(self, call_id: str, function_name: str, arguments: str, name: str = "") -> None:
-        function = {"name": function_name, "arguments": arguments}
-        calls = self._assistant("tool_calls", name).setdefault("tool_calls", [])
+    def _add_call(self, call_id: str, name: str, arguments: str, source: str = "") -> None:
+        function = {"name": name, "arguments": arguments}
+        calls = self._assistant("tool_calls", source).setdefault("tool_calls", [])
         calls.append({"id": call_id, "type": "function", "function": function})
 
-    def _assistant(self, field: str, name: str = "") -> dict[str, Any]:
+    def _assistant(self, field: str, source: str = "") -> dict[str, Any]:
         """Return the assistant message that gets `field`: the last message if it may have it, or else a new one."""
         last = self.messages[-1] if self.messages else None
-        if last is None or last["role"] != "assistant" or any(last.get(each) for each in _LATER_FIELDS[field]):
-            return self._add({"role": "assistant", "content": ""}, name)
+        if last is None or last["role"] != "assistant" or any(last.get(each) for each in _MUST_BE_EMPTY[field]):
+            return self._add({"role": "assistant", "content": ""}, source)
         return last
 
 
@@ -119,7 +120,7 @@ def to_chat_request(request: PromptFields, history_json: bytes) -> tuple[Transla
     history = msgspec.json.decode(history_json)
     conversation = Conversation(request, history)
     if request.input is None and not history:
-        raise InvalidValueError("input", None, "given, or previous_response_id is")
+        raise InvalidValueError("input", None, "given unless previous_response_id is given")
     if not conversation.messages:
         raise InvalidValueError("input", [], "a string or a list of one or more items")
     effort = None if request.reasoning is None else request.reasoning.effort
