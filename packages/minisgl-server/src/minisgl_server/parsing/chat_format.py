@@ -17,6 +17,7 @@ from minisgl_server.parsing.request_template import render_in_child_process
 from minisgl_server.parsing.tool_parser import TOOL_PARSERS, ToolParser, detect_tool_parser
 
 AUTO, NONE = "auto", "none"
+"""Values of ``--tool-call-parser`` that are not keys of `TOOL_PARSERS`."""
 _JSON_KINDS = {"json_schema", "json_object"}
 
 
@@ -57,9 +58,9 @@ class ChatOutputParser:
         """Add the text of `num_tokens` tokens; with `finished`, nothing is held back."""
         reasoning, content = "", text
         if self._splitter is not None:
-            was_open = self._splitter.may_be_reasoning
+            may_be_reasoning = self._splitter.may_be_reasoning
             reasoning, content = self._splitter.push(text, finished)
-            if was_open:
+            if may_be_reasoning:
                 self.num_reasoning_tokens += num_tokens
             if not self._splitter.has_begun and not self._splitter.may_be_reasoning:
                 self.num_reasoning_tokens = 0  # there was no reasoning after all
@@ -92,7 +93,7 @@ class ChatFormat:
         name = detect_tool_parser(self._template) if tool_parser == AUTO else tool_parser
         self._tool_parser = None if name in (None, NONE) else TOOL_PARSERS[name]
         self._template_has_calls = "tools" in self._template or "tool_calls" in self._template
-        self._special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        self._special_tokens = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
 
     def using(self, template: str | None) -> "ChatFormat":
         """Return the format for a request's own chat template; itself if the request has none."""
@@ -190,7 +191,7 @@ class ChatFormat:
         if chat.tools is not None:
             parser = self._parser_for_tools()
             tags |= {parser.begin, parser.end}
-        return bool(tags & self._special)
+        return bool(tags & self._special_tokens)
 
     def grammar(self, chat: Tokenize, prompt: str) -> GrammarSource | None:
         """Return the grammar of the output: structured output, tool calls, or either. Reasoning content stays free."""
@@ -248,6 +249,7 @@ class ChatFormat:
         return GrammarSource("structural_tag", json.dumps(tag), "tools")
 
     def _tool_grammar(self, tools: ToolUse, structured: GrammarSource | None) -> GrammarSource:
+        """Return the grammar of an output that is tool calls or, if `structured` is given, either these or that JSON."""
         otherwise = None
         if structured is not None:
             if tools.is_required:
@@ -256,11 +258,11 @@ class ChatFormat:
                 raise InvalidValueError(structured.name, structured.text, "a JSON schema if there are tools")
             otherwise = {"type": "object"} if structured.kind == "json_object" else _schema(structured)
         parser = self._parser_for_tools()
-        chosen = [tool["function"] for tool in tools.offered if tools.named in (None, tool["function"]["name"])]
+        functions = [tool["function"] for tool in tools.offered if tools.named in (None, tool["function"]["name"])]
         prefix, suffix, separator = parser.call_delimiters
         text = {
             "prefix": prefix,
-            "schema": {"anyOf": [call_schema(function, parser.arguments_key) for function in chosen]},
+            "schema": {"anyOf": [call_schema(function, parser.arguments_key) for function in functions]},
             "suffix": suffix,
             "separator": separator,
             "max_items": None if tools.parallel else 1,

@@ -1,7 +1,7 @@
 """The harmony format of gpt-oss (github.com/openai/harmony): an output is a sequence of messages, each in a channel.
 
-openai-harmony parses the tokens of one vocabulary, which it downloads, and fails on an output without tags, such as that of a
-grammar. This parser reads text.
+openai-harmony parses the tokens of one vocabulary, which it downloads, and fails on an output without tags, such as one that a
+grammar constrains. This parser reads text.
 """
 
 import re
@@ -31,19 +31,23 @@ class HarmonySplitter:
     def __init__(self) -> None:
         self._finder = StopFinder(HARMONY_TAGS)
         self._part: Literal["start", "header", "channel", "message"] = "start"
+        """Current part of the output: before the first tag, a role, the name of a channel, or the text of a message."""
         self._start = ""
         """Start of the output, as long as it may be a recipient."""
         self._channel: list[str] = []
         """Text since the tag ``<|channel|>``."""
         self._kind: Kind = "content"
+        """Kind of the current message."""
         self._separator = ""
+        """Text to add before the current message."""
         self._shown: set[Kind] = set()
+        """Kinds of the text so far."""
         self.has_begun = False
         """True if there was a message of reasoning content."""
 
     @property
     def may_be_reasoning(self) -> bool:
-        """True if the next text may be reasoning content, or belong to the tags around it."""
+        """True if the next text may be reasoning content or belong to the tags around it, and there was no content before."""
         return not (self._part == "message" and self._kind == "content") and "content" not in self._shown
 
     def push(self, text: str, finished: bool) -> tuple[str, str]:

@@ -10,7 +10,7 @@ REASONING_PARSERS = {"qwen3": False, "deepseek_r1": True, HARMONY: False}
 
 
 def starts_with_reasoning(parser: str, prompt: str) -> bool | None:
-    """Return True if the output begins with reasoning content, by the end of the prompt; None if it does not tell."""
+    """Return True if the output begins with reasoning content, and False if not. None if the end of the prompt does not tell."""
     end = prompt.rstrip()
     if end.endswith(THINK_START):
         return True
@@ -22,10 +22,10 @@ def starts_with_reasoning(parser: str, prompt: str) -> bool | None:
 class ReasoningSplitter:
     """Splits a stream of text. The tags and the whitespace around reasoning content are left out."""
 
-    def __init__(self, inside: bool | None) -> None:
-        """`inside` is the result of `starts_with_reasoning`; unless it is False, an opening tag is recognized."""
-        self._inside_without_tag = bool(inside)
-        self._state: Literal["start", "inside", "after", "outside"] = "outside" if inside is False else "start"
+    def __init__(self, starts_inside: bool | None) -> None:
+        """Take the result of `starts_with_reasoning`. Unless it is False, an opening tag is recognized."""
+        self._inside_without_tag = bool(starts_inside)
+        self._state: Literal["start", "inside", "after", "outside"] = "outside" if starts_inside is False else "start"
         self._held = ""
         """Text that is held back, as it may be the beginning of a tag."""
         self._space: list[str] = []
@@ -73,7 +73,7 @@ class ReasoningSplitter:
         return space, start
 
     def _stripped(self, text: str) -> str:
-        """Return reasoning content without whitespace at its start and end. The latter is held back until other text follows."""
+        """Return reasoning content without whitespace around it. Whitespace at the end is held back until other text follows."""
         text = text if self._has_reasoning else text.lstrip()
         shown = text.rstrip()
         space = text[len(shown) :]

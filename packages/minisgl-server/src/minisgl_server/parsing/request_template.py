@@ -23,8 +23,8 @@ def render_in_child_process(tokenizer: Any, messages: list[dict[str, Any]], opti
 
     The limits of `minisgl_core.text.render_limit`, which hold for the model's own template, are not enough here: a thread is
     stopped between two operations only, and comparing nested lists is one operation that may take hours. The child is forked, so
-    that it starts within milliseconds and has the tokenizer. It runs Python code only. If that waits for a lock that another
-    thread held at the fork, the time limit ends it.
+    that it starts within milliseconds and has the tokenizer. A lock that another thread held at the fork may never be released
+    in the child; the time limit then ends it.
 
     Raises:
         ValueError: the template fails, or exceeds a limit.
@@ -52,7 +52,10 @@ def render_in_child_process(tokenizer: Any, messages: list[dict[str, Any]], opti
 
 
 def _render(sender: Connection, tokenizer: Any, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> None:
-    """Render in the forked process and exit; it must never return into the code of the server."""
+    """Render in the forked process and exit; this must never return into the code of the server.
+
+    Sends ``t`` and the text, ``e`` and an error, or no bytes if the limit on memory or characters is exceeded.
+    """
     try:
         size = psutil.Process().memory_info().vms
         resource.setrlimit(resource.RLIMIT_AS, (size + RENDER_BYTES, size + RENDER_BYTES))

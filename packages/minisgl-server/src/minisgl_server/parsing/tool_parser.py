@@ -52,7 +52,7 @@ class ToolParser:
         self._finder = StopFinder((self.begin,))
         self._reader: ToolCallReader | None = None
         self._tag = ""
-        """Text before the current call: its tag, or nothing."""
+        """Text before the current call: its tag, a separator, or nothing."""
         self._after: list[str] | None = None
         """Characters since the last call, as long as it may be its end tag or lead to another call."""
         self._rest: StopFinder | None = None
@@ -60,6 +60,7 @@ class ToolParser:
         self._space: list[str] = []
         """Whitespace that is held back."""
         self._at_start = self.bare_start
+        """True as long as a call without a tag may begin."""
         self._content: list[str] = []
         self._calls: list[ToolCallDelta] = []
         self._arguments: list[str] = []
@@ -124,11 +125,11 @@ class ToolParser:
         elif reader.state == "complete":
             self._reader, self._after = None, []
         else:
-            self._rest = StopFinder((self.end,)) if self.end else StopFinder(())
+            self._rest = StopFinder((self.end,) if self.end else ())
             self._step_rest(char)
 
     def _step_rest(self, char: str) -> None:
-        """Read a call whose JSON breaks off: the text up to the end tag belongs to the arguments, unless they had ended."""
+        """Read on where the JSON of a call broke off: text up to the end tag belongs to the arguments, unless they have ended."""
         assert self._rest is not None
         assert self._reader is not None
         shown, tag = self._rest.push(char)
@@ -137,7 +138,6 @@ class ToolParser:
         if tag is not None:
             self._flush_arguments()
             self._rest = self._reader = None
-            self._after = None
 
     def _step_after(self, char: str) -> None:
         """Read the text after a call: whitespace, its end tag, or a separator before the next call."""
@@ -153,8 +153,8 @@ class ToolParser:
             self._after = None
             self._start_call("".join(after[:-1]))
             self._step_call(char)
-        elif char not in self.separators and not (self.separators and char in " \n\t\r"):
-            self._after = None
+        elif not self.separators or char not in f"{self.separators} \n\t\r":
+            self._after = None  # neither an end tag nor a separator, so it is content
             for each in after:
                 self._step_text(each)
 

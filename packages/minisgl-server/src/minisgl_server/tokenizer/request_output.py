@@ -135,7 +135,9 @@ class RequestOutput:
 
     def _push_prompt_logprobs(self, out: TokenOut, logprobs: list[TokenLogprobs | None]) -> None:
         """Add the prompt's log-probabilities in parts, before the output. The first part has all of the prompt's tokens."""
-        last, parts = self.buffered[0] if self.buffered else self.pending, list[Text]()
+        # The first `Text` of the output gets the last part.
+        last = self.buffered[0] if self.buffered else self.pending
+        parts: list[Text] = []
         num_before = max(len(logprobs) - 1, 0) // MAX_TEXT_TOKENS * MAX_TEXT_TOKENS
         for start in range(0, num_before, MAX_TEXT_TOKENS):
             part = Text(request_id=last.request_id, text="", token_ids=[])
@@ -148,7 +150,7 @@ class RequestOutput:
             last.prompt_text = last.prompt_token_ids = None
             self.buffered = [*parts, *self.buffered]
         for part in (*parts, last):
-            for token in (part.prompt_token_ids or ())[:1]:  # it has no log-probability
+            for token in (part.prompt_token_ids or ())[:1]:  # the first token has no log-probability
                 part.token_bytes[token] = self.token_bytes[token]
             self._add_token_bytes(part, part.prompt_logprobs or ())
 

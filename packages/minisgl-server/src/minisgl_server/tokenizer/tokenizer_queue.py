@@ -44,12 +44,17 @@ class TokenizerQueue:
         self._aborted_ids: set[str] = set()
         """Those of `_waiting_ids` that were aborted."""
         self._num_skips = 0
+        """Messages that were handled ahead of the first waiting one."""
         self._in_background: tuple[Tokenize, Future[EncodedPrompt]] | None = None
+        """Prompt on the thread, and its future result."""
 
     def run(self, receiver: Receiver[Any]) -> None:
         """Receive and handle messages until `Stop`."""
         while True:
-            timeout_s = 0 if self._next() is not None else None if self._in_background is None else _POLL_S
+            if self._next() is not None:
+                timeout_s: float | None = 0
+            else:
+                timeout_s = None if self._in_background is None else _POLL_S  # None waits without a limit
             message = receiver.receive(timeout_s)
             if isinstance(message, Stop):
                 return
@@ -94,7 +99,10 @@ class TokenizerQueue:
                 self._worker.handle(quick)
 
     def _next(self) -> int | None:
-        """Return the number of the next message to handle: while the thread is busy, the first that need not wait for it."""
+        """Return the number of the next message to handle; None if there is none or all wait for the thread.
+
+        While the thread is busy, only messages of `_quick` are handled, and no `RequestCounts`: it must follow older prompts.
+        """
         if self._in_background is None:
             return min(chain(islice(self._quick, 1), islice(self._slow, 1)), default=None)
         return next((number for number, message in self._quick.items() if not isinstance(message, RequestCounts)), None)
@@ -110,6 +118,7 @@ class TokenizerQueue:
             self._forget(waiting)
 
     def _handle_prompt(self, message: Tokenize, encoded: Future[EncodedPrompt] | None) -> None:
+        """Have the worker handle a prompt, and abort those of its outputs that were aborted while it waited."""
         ids = set(message.output_ids)
         aborted = self._forget(message)
         if aborted < ids:

@@ -297,7 +297,7 @@ class TokenizerWorker:
     def _retry(self, request_id: str) -> None:
         """Submit a request of a lost engine again, or end it with an error.
 
-        It fails if the client may have some of its output, or if it may be what ends the engines.
+        An error ends it if the client may have some of its output, or if the request itself may crash the engines.
         """
         retry, why = self._retries.get(request_id), "after a part of the output"
         if retry is not None:
