@@ -31,7 +31,7 @@ _WEB_UI = "web_ui"
 def create_app(
     client: EngineClient, options: ServerOptions, collect_metrics: Callable[[], Awaitable[Families]] = collect_local
 ) -> FastAPI:
-    """Return the application.
+    """Return the application; ``GET /metrics`` returns what `collect_metrics` collects.
 
     Plugins find `client`, `options` and `public_paths` in ``app.state``; see the hook `api_routes`.
     """

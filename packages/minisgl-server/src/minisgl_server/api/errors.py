@@ -105,7 +105,10 @@ def no_replica(retry_after_s: float = 1) -> ApiError:
 
 
 def body_too_large(what: str) -> ApiError:
-    """Return the error of a body that is too large. It closes the connection, on which the rest of the body may still come."""
+    """Return the error of a body that is too large; `what` completes the sentence "The body ...".
+
+    The response closes the connection, on which the rest of the body may still come.
+    """
     return ApiError(413, f"The body {what}.", code="body_too_large", headers={"Connection": "close"})
 
 
@@ -140,14 +143,16 @@ def invalid_value(error: InvalidValueError) -> ApiError:
 
 
 def invalid_fields(errors: Sequence[ErrorDetails]) -> ApiError:
-    """Return the error of the first invalid field among pydantic's errors of a request, the most specific one of the field."""
+    """Return the most specific of pydantic's errors of the first invalid field."""
     # A field with a union of types has an error for each of them. The client probably meant the type whose error is deepest.
-    # Among equally deep errors, one that is not about the type is preferred, and then the last in a list.
+    # Among equally deep errors, one that is not about the type is preferred, and then the one with the highest list index.
     field_errors = [each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]]
     first = max(field_errors, key=_specificity)
     param = _field(first["loc"])
     if first["type"] == "extra_forbidden":
-        param = _truncate(".".join(filter(None, (_field(first["loc"][:-1]), str(first["loc"][-1])))), MAX_PARAM)
+        # `_field` would leave out an unknown name that looks like a type.
+        parent, name = _field(first["loc"][:-1]), str(first["loc"][-1])
+        param = _truncate(f"{parent}.{name}" if parent else name, MAX_PARAM)
         message = f"The field {param!r} is not supported.{_reason(param)}"
         return ApiError(400, message, param, "unsupported_field")
     where = _truncate(param or "", MAX_PARAM)
@@ -170,7 +175,8 @@ def add_error_handlers(app: FastAPI) -> None:
     async def on_error(request: Request, error: Exception) -> Response:
         if isinstance(error, InvalidValueError):
             error = invalid_value(error)
-        elif isinstance(error, RequestValidationError):  # of the path or query; routes validate bodies themselves
+        elif isinstance(error, RequestValidationError):
+            # Routes validate bodies themselves, so each location begins with "path" or "query", which is no field.
             error = invalid_fields([each | {"loc": each["loc"][1:]} for each in error.errors()])
         elif not isinstance(error, ApiError):
             error = ApiError(500, "The server failed on this request.", code="internal_error")
@@ -198,6 +204,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 def _reason(param: str | None) -> str:
+    """Return a space and the reason why a field or part is not supported, or an empty text."""
     names = re.split(r"[.[]", param or "")
     reason = UNSUPPORTED_PARTS.get(names[-1]) or UNSUPPORTED_REASONS.get(names[0])
     return f" {reason}" if reason else ""

@@ -47,6 +47,6 @@ class FieldNames:
             return error
         if error.message.startswith(error.param):
             error.message = name + error.message.removeprefix(error.param)
-        error.message = error.message.replace(f"({error.param})", f"({name})")
+        error.message = error.message.replace(f"({error.param})", f"({name})")  # in a `ContextLengthError`
         error.param = name
         return error

@@ -27,9 +27,11 @@ router = APIRouter()
 GENERATE_MAX_TOKENS = 128
 """SGLang's default of max_new_tokens."""
 _MAX_REPEATS = 64
-"""Approximate maximum ratio of the bytes of all events of an output to those of its last event. Each event repeats the whole
-output, as in SGLang, so that the bytes would be quadratic in the length with an event per token. An event is sent when the output
-has grown by 1 / `_MAX_REPEATS`."""
+"""Approximate maximum ratio of the bytes of all events of an output to those of its last event.
+
+Each event repeats the whole output, as in SGLang. With one event per token, the bytes would be quadratic in the output's length.
+So an event is sent only when 1 / `_MAX_REPEATS` of the output is new.
+"""
 
 
 class GenerateSamplingParams(SamplingFields, SglangStructuredFields):
@@ -50,6 +52,7 @@ _NAMES = {
     "sampling_seed": "seed",
     "no_stop_trim": "include_stop_str_in_output",
 }
+"""Names in `SamplingParams` of the fields that SGLang calls differently."""
 
 
 class GenerateRequest(StrictModel):
@@ -178,6 +181,7 @@ def _logprob(entry: Logprob) -> tuple[float, int, None]:
 
 
 def _finish_reason(last: Text, token_ids: list[int]) -> dict[str, Any] | None:
+    """Return the finish reason in SGLang's format. ``matched`` is the stop string or token, or the EOS token at the end."""
     if last.finish_reason is None:
         return None
     if last.finish_reason == "length":
@@ -205,8 +209,8 @@ def generate_sampling(body: GenerateRequest, info: EngineInfo) -> RequestSamplin
     values: dict[str, Any] = {**info.default_sampling, "structured_outputs": structured_outputs}
     names: dict[str, str] = {}
     sources = [(f"sampling_params.{name}", _NAMES.get(name, name), value) for name, value in given.items()]
-    outside = ("max_tokens", "ignore_eos")
-    sources += [(name, name, value) for name in outside if (value := getattr(body, name)) is not None]
+    top_level = ("max_tokens", "ignore_eos")
+    sources += [(name, name, value) for name in top_level if (value := getattr(body, name)) is not None]
     for source, name, value in sources:
         if name in names:
             raise InvalidValueError(source, value, f"left out if {names[name]} is given")

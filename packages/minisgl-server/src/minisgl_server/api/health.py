@@ -16,7 +16,7 @@ router = APIRouter()
 
 @router.get("/health", **route_docs(response=Status))
 async def health(request: Request) -> Response:
-    """Answer 200 while the process runs, and 503 if all replicas fail repeatedly; /ready tells if it serves requests."""
+    """Answer 200 while the process runs, and 503 if all replicas fail repeatedly; /ready tells if requests are served."""
     request.app.state.client.check_replicas()
     return json_response({"status": "ok"})
 

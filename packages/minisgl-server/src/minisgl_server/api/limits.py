@@ -69,6 +69,7 @@ class RequestLimits:
             Bound.TOOLS: max(MIN_TOOLS, context // TOKENS_PER_TOOL),
         }
         text = max(MIN_TEXT_CHARS, context * info.max_token_bytes) if info.max_token_bytes else max_body_bytes
+        # logit_bias may have a key and a value per token of the vocabulary, and allowed_token_ids another value.
         values = max(MIN_VALUES, 4 * context, 3 * info.vocab_size)
         return cls(counts, min(text, max_body_bytes), values, max_body_bytes)
 

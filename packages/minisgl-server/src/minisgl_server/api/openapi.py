@@ -1,4 +1,4 @@
-"""OpenAPI document of the API. Routes parse and encode their bodies themselves, so that each declares them here."""
+"""OpenAPI document of the API. Routes parse and encode bodies without FastAPI, so they declare them with `route_docs`."""
 
 import math
 from collections.abc import Iterable
@@ -93,7 +93,7 @@ def openapi_document(app: FastAPI) -> dict[str, Any]:
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             responses = operation["responses"]
-            responses.pop("422", None)  # of FastAPI's own validation, which no route uses
+            responses.pop("422", None)  # FastAPI's status for invalid requests; `errors.add_error_handlers` answers 400
             responses["403"] = _error(403)
             if path in app.state.public_paths:
                 operation["security"] = []
@@ -111,6 +111,7 @@ def _bounds(name: str) -> dict[str, float]:
     """Return the bounds that `SamplingParams` checks for a request field. JSON Schema applies them to numbers only."""
     name = _OTHER_NAMES.get(name, name)
     low, high = INTEGER_BOUNDS.get(name) or NUMBER_BOUNDS.get(name, (None, None))[:2]
+    # `NUMBER_BOUNDS` has the smallest positive number, `math.ulp(0.0)`, for "above 0".
     lower = {"exclusiveMinimum": 0} if low == math.ulp(0.0) else {"minimum": low}
     return {keyword: bound for keyword, bound in {**lower, "maximum": high}.items() if bound is not None}
 

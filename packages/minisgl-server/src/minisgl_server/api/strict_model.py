@@ -43,7 +43,7 @@ def _fail_fast(schema: Any) -> None:
 
 
 class StrictModel(BaseModel):
-    """Model that refuses unknown fields, and does not convert between types.
+    """Model that refuses unknown fields unless they are null, and does not convert between types.
 
     With `RequestLimits` as validation context, it also refuses texts, lists and objects that are too large, before it
     validates their contents. Lists and objects are validated up to their first error.
