@@ -100,7 +100,7 @@ def _check_size(loc: _Loc, value: str | list[Any] | dict[str, Any], bound: Bound
             what = f"there are {len(value)} characters, and no more than {limits.max_chars} fit"
             raise _beyond_context(loc, what, limits)
         return
-    is_prompts = bound is Bound.OUTPUTS
+    is_prompts = bound is Bound.OUTPUTS  # only prompts have this bound
     if is_prompts and isinstance(value, list) and value and isinstance(value[0], int):
         bound = Bound.CONTEXT  # one prompt, in tokens
     if len(value) > (most := limits.max_entries[bound]):

@@ -55,7 +55,7 @@ class ToolCallReader:
             self.state = "text"
         self._scan(char)
         if self.name is None and self._depth == 2 and not self._is_nested:
-            self._is_nested = True
+            self._is_nested = True  # this bracket begins the arguments, if the keys have the usual order
             self._look_for_name(self.raw, char)
         elif self.in_arguments:
             self._emit(char)
@@ -103,6 +103,7 @@ class ToolCallReader:
         return True
 
     def _is_allowed(self, name: str, prefix: str) -> bool:
+        """Return True if this text before the arguments may begin a call of the function."""
         is_known = self._known is None or name in self._known
         return is_known and (name not in self._prefixes or prefix.lstrip() in self._prefixes[name])
 

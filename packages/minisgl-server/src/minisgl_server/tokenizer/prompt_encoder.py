@@ -97,7 +97,8 @@ class PromptEncoder:
     def check_limits(self, message: Tokenize, token_ids: list[int]) -> SamplingParams:
         """Check a request against the engine's limits; return its sampling parameters as the scheduler needs them.
 
-        Their max_tokens is bounded. They have no structured outputs: `grammar` returns the grammar, so that it is sent once.
+        Their max_tokens is at most the room after the prompt. They have no structured outputs: `grammar` returns the grammar, so
+        that it is sent once.
 
         Raises:
             InvalidValueError: the prompt is empty, prompt and output exceed the context, or a token id is out of range.

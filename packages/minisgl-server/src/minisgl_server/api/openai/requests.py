@@ -45,7 +45,7 @@ async def parse_request(model: type[R], request: Request) -> R:
 
 
 async def run_in_thread_if_large(request: Request, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call a function whose time grows with the body of `request`: on a thread if the body is large.
+    """Call a function whose time grows with the body of `request`: on a thread if the body that `parse_request` read is large.
 
     The event loop still waits for each single call into pydantic, which holds the GIL: up to about 0.3 s for a body with as
     many values as `RequestLimits` allows. Between these calls, it runs other requests.

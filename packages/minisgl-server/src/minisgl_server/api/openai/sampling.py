@@ -47,9 +47,9 @@ def request_sampling(request: GenerationRequest, info: EngineInfo) -> RequestSam
     elif isinstance(request, CompletionRequest):
         default_max_tokens = COMPLETION_MAX_TOKENS
         values["logprobs"] = request.logprobs
-    values["prompt_logprobs"], prompt_logprobs_name = _prompt_logprobs(request), "prompt_logprobs"
-    if values["prompt_logprobs"] != request.prompt_logprobs:  # an echo asks for more
-        prompt_logprobs_name = logprobs_name
+    values["prompt_logprobs"] = _prompt_logprobs(request)
+    is_echo_larger = values["prompt_logprobs"] != request.prompt_logprobs
+    prompt_logprobs_name = logprobs_name if is_echo_larger else "prompt_logprobs"
     if request.guided_decoding_backend not in (None, "auto"):
         remedy = "Launch the server with --grammar to select its grammar backend."
         raise InvalidValueError("guided_decoding_backend", request.guided_decoding_backend, "auto or left out", remedy)
