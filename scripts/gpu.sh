@@ -18,3 +18,6 @@ python3 -m pytest $spread tests/backends/{attention,communicator,moe,ops,quantiz
 python3 scripts/make_model.py qwen3-0.6b .gpu/models/qwen3-0.6b
 minisgl bench offline --model .gpu/models/qwen3-0.6b --dummy-weight --workload W
 python3 scripts/gpu_tp --out .gpu/tp
+if python3 -c "import ray, torch; assert torch.cuda.device_count() > 1" 2>/dev/null; then
+  python3 -m pytest tests/cluster/test_two_gpus.py
+fi

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
 import psutil
 
@@ -31,7 +30,8 @@ class RayNode:
         else:
             options["address"] = head
         flags = [word for key, value in options.items() for word in (f"--{key}", value) if word is not None]
-        program = [*prefix, Path(sys.executable).with_name("ray"), "start", "--block", "--disable-usage-stats"]
+        ray = [sys.executable, "-c", "from ray.scripts.scripts import main; main()"]  # its script may be elsewhere
+        program = [*prefix, *ray, "start", "--block", "--disable-usage-stats"]
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with the node
         self.process = subprocess.Popen(
             [*program, *map(str, flags)], stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True
