@@ -199,9 +199,11 @@ class QuantizationTests:
             x = self.random(40, self.shapes[0][1], provider)
             x[1::2] *= 1000
             self.check(layer.forward(x)[::2], self.expected_linear(x, module)[::2], "among large rows")
+            # Kernels for few and for many tokens may round different values to the dtype, such as scaled weights.
+            loss = max(self.loss / 5, torch.finfo(provider.spec.dtype).eps / 2)
             for row in (0, 38):
                 alone = layer.forward(x[row : row + 1])
-                self.check(alone, layer.forward(x)[row : row + 1].double(), "a batch of one token", self.loss / 5)
+                self.check(alone, layer.forward(x)[row : row + 1].double(), "a batch of one token", loss)
 
     def test_zeros(self) -> None:
         """The output of an all-zero input is the bias, and output features with all-zero weights are zero."""
