@@ -18,7 +18,7 @@ import pytest
 import tiny_folder
 from launched import DEADLINE_S
 from ray_node import RayNode
-from serve_launch import Launch, engines, wait_for_engines, wait_for_two_replicas
+from serve_launch import Launch, Service, engines, wait_for_engines, wait_for_two_replicas
 
 from minisgl_core import LLM, SamplingParams
 
@@ -260,3 +260,34 @@ def test_the_cluster_serves_without_a_killed_api_or_launch(nodes: list[RayNode])
         finally:
             last.close()
     wait_for_engines(nodes, 0)
+
+
+@pytest.mark.nightly
+def test_an_api_worker_that_is_killed_costs_only_its_streams(nodes: list[RayNode]) -> None:
+    """Serve's proxies prefer the API worker of their node."""
+
+    def workers() -> list[list[psutil.Process]]:
+        return [node.processes("ServeReplica:minisgl:API") for node in nodes]
+
+    started = threading.Semaphore(0)
+    flags = ("--replicas", "2", "--api-workers", "2")
+    launch = Launch(nodes[0], *flags, "--model", tiny_folder.llama()).wait_started()
+    try:
+        assert [len(each) for each in workers()] == [1, 1]
+        other = Service()  # by the proxy of the second node
+        other.connect(launch.url.replace(nodes[0].address, nodes[1].address))
+        with ThreadPoolExecutor(8) as pool:
+            streams = [pool.submit(each.stream, started, 1000) for each in 4 * (launch, other)]
+            for _ in streams:
+                assert started.acquire(timeout=DEADLINE_S)
+            workers()[1][0].kill()
+            ended = [each.result(DEADLINE_S) for each in streams]
+        assert [end for *_, end in ended] == 4 * ["length", "replica_lost"]
+        assert len({"".join(pieces) for *pieces, end in ended if end == "length"}) == 1
+        deadline = time.monotonic() + DEADLINE_S
+        while sum(map(len, workers())) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+        assert other.stream(started, 4)[-1] == "length"
+    finally:
+        launch.close()

@@ -8,6 +8,7 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import LoggingConfig
 
 from minisgl_core.config.options import EngineConfig, check_value, engine_options
 from minisgl_core.config.provider_picker import check_providers
@@ -17,6 +18,7 @@ from minisgl_core.plugins.registry import Registry
 from minisgl_core.utils.suggestions import did_you_mean
 from minisgl_server.launch.api_keys import api_key_digests
 from minisgl_server.options import ServerOptions
+from minisgl_server.ray import SERVE_ENVIRONMENT
 from minisgl_server.ray.api import API, requests_per_replica
 from minisgl_server.ray.engine import HEALTH_CHECK_S, Engine
 
@@ -86,6 +88,7 @@ def engines(
         Engine,
         name="Engine",
         ray_actor_options=actor,
+        logging_config=serve_logs(options),
         max_ongoing_requests=requests_per_replica(config),
         graceful_shutdown_timeout_s=options.drain_timeout,
         graceful_shutdown_wait_loop_s=0.5,
@@ -107,16 +110,25 @@ def api(
 ) -> Application:
     """Return the deployment API. `engines` is the deployment Engine, or the name of the application that has it."""
     digests = api_key_digests(options)
-    options = replace(_deployed_options(options), web_ui=False)  # the web UI describes processes of one host
+    num_tokenizers = -(-(options.num_tokenizers or 1) // options.api_workers)  # of each replica
+    options = replace(_deployed_options(options), num_tokenizers=num_tokenizers)
+    options = replace(options, web_ui=False)  # it describes processes of one host
     deployment = serve.deployment(
         API,
         name="API",
+        num_replicas=options.api_workers,
         ray_actor_options=_actor_options(environment),
+        logging_config=serve_logs(options),
         max_ongoing_requests=100_000,  # high, as the API itself refuses requests beyond its limits
         graceful_shutdown_timeout_s=options.drain_timeout,
         graceful_shutdown_wait_loop_s=0.5,
     )
     return deployment.bind(config, options, digests, engines)
+
+
+def serve_logs(options: ServerOptions) -> LoggingConfig:
+    """Return the configuration of Serve's logs: without a line per request, which the API logs itself."""
+    return LoggingConfig(log_level=options.log_level.upper(), enable_access_log=False)
 
 
 def _deployed_options(options: ServerOptions) -> ServerOptions:
@@ -125,4 +137,4 @@ def _deployed_options(options: ServerOptions) -> ServerOptions:
 
 
 def _actor_options(environment: dict[str, str] | None) -> dict[str, Any]:
-    return {"num_cpus": 1} | ({"runtime_env": {"env_vars": environment}} if environment else {})
+    return {"num_cpus": 1, "runtime_env": {"env_vars": SERVE_ENVIRONMENT | (environment or {})}}

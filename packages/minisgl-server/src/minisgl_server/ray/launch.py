@@ -20,18 +20,22 @@ import click
 import setproctitle
 
 from minisgl_core.config.options import EngineConfig
-from minisgl_core.errors import InvalidValueError, WorkerDiedError
+from minisgl_core.errors import WorkerDiedError
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.protocol.messages import EngineInfo, decoder
 from minisgl_server.launch.allowed_hosts import allowed_hosts
+from minisgl_server.launch.api_workers import check_api_workers
 from minisgl_server.launch.launcher import listen, url_host
 from minisgl_server.launch.stop_signals import stop_signals
 from minisgl_server.options import ServerOptions
-from minisgl_server.ray import API_APP, require_serve
+from minisgl_server.ray import API_APP, SERVE_ENVIRONMENT, require_serve
 
 ENGINES_APP = "minisgl-engines-"
 """Beginning of the names of the engines' applications."""
-PROXY_ENVIRONMENT = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "minisgl_server.ray.proxy_middleware:middlewares"}
+PROXY_ENVIRONMENT = {
+    **SERVE_ENVIRONMENT,
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "minisgl_server.ray.proxy_middleware:middlewares",
+}
 """Environment variables of Serve's proxies, which have them from the controller."""
 POLL_S = 1.0
 """Interval at which the state of the applications is polled."""
@@ -53,11 +57,9 @@ def serve_on_ray(config: EngineConfig, options: ServerOptions, registry: Registr
         WorkerDiedError: the replicas did not start, or the cluster was lost.
     """
     setproctitle.setproctitle("minisgl: launch")
-    if options.api_workers > 1:
-        remedy = "Serve runs the API, and can run several replicas of it."
-        raise InvalidValueError("--api-workers", options.api_workers, "1 with --executor ray and --replicas", remedy)
+    check_api_workers(options)
     executor = registry.load("executor", "ray")
-    num_cpus = config.parallel.size * options.replica_range[1] + 2  # one for the API, and one spare
+    num_cpus = config.parallel.size * options.replica_range[1] + options.api_workers + 1  # one spare
     require_serve()
     owns_cluster = executor.connect(num_cpus) and not os.environ.get("RAY_ADDRESS")
     import ray
@@ -107,7 +109,12 @@ def _deploy(config: EngineConfig, options: ServerOptions, name: str, environment
             port = listener.getsockname()[1]
     controller = {"runtime_env": {"env_vars": PROXY_ENVIRONMENT}}
     http_options = {"host": options.host, "port": port}
-    serve.start(proxy_location="EveryNode", http_options=http_options, controller_options=controller)
+    serve.start(
+        proxy_location="EveryNode",
+        http_options=http_options,
+        controller_options=controller,
+        logging_config=app.serve_logs(options),
+    )
     http = _get_global_client().http_config  # if Serve runs already, it keeps its own
     if (http.host, http.port) != (options.host, port):
         options, port = replace(options, host=http.host), http.port
