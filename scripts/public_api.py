@@ -18,7 +18,6 @@ PACKAGES = Path(__file__).parents[1] / "packages"
 PUBLIC = (
     "minisgl_core",
     "minisgl_core.protocol.batch_plan",
-    "minisgl_core.contracts.model_config",
     "minisgl_core.config.options",
     "minisgl_core.contracts.*",
     "minisgl_core.errors",
