@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from minisgl_core.errors import InvalidValueError
 from minisgl_server.bench.flags import json_option, refuse_flags
 from minisgl_server.bench.route.step_time import StepTime
 
@@ -84,6 +85,10 @@ def route(ctx: click.Context, /, **values: Any) -> None:
     """
     from minisgl_server.bench.route.run import run_route
 
+    num, model = values["replicas"], values["replica_model"]
+    if model == "scheduler" and num > MAX_SCHEDULERS:
+        raise InvalidValueError("--replicas", num, f"at most {MAX_SCHEDULERS} with --replica-model scheduler")
+    values["replica_model"] = model or ("scheduler" if num <= MAX_SCHEDULERS else "simple")
     has_trace = values["trace"] is not None
     refuse_flags(ctx, has_trace, "left out with --trace", *CHAT_FLAGS, *ARRIVAL_FLAGS)
     refuse_flags(ctx, not has_trace, "used with --trace", "--time-scale")

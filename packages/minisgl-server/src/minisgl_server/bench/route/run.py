@@ -13,7 +13,6 @@ from minisgl_core.contracts.router import block_size_for
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.plugins.registry import Registry
 from minisgl_server.bench.environment import print_results, write_json
-from minisgl_server.bench.route.command import MAX_SCHEDULERS
 from minisgl_server.bench.route.replica import replica_limits
 from minisgl_server.bench.route.requests import chat_trace, num_distinct_blocks, simulated_requests
 from minisgl_server.bench.route.simulation import Setup, Simulation
@@ -65,9 +64,7 @@ def run_route(options: SimpleNamespace) -> None:
 def _setups(options: SimpleNamespace, num_pages: int) -> Iterator[tuple[str, Setup]]:
     """Yield a setup per router, and one of a single replica that is as large and as fast as all of them."""
     num, size, registry = options.replicas, options.page_size, Registry.from_environment()
-    model = options.replica_model or ("scheduler" if num <= MAX_SCHEDULERS else "simple")
-    if model == "scheduler" and num > MAX_SCHEDULERS:
-        raise InvalidValueError("--replicas", num, f"at most {MAX_SCHEDULERS} with --replica-model scheduler")
+    model = options.replica_model
     if model == "simple" and block_size_for(size) != size:
         allowed = "16 or more with --replica-model simple"
         raise InvalidValueError("--page-size", size, allowed)
