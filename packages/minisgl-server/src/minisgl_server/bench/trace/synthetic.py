@@ -45,8 +45,9 @@ MAX_PROMPT_TOKENS = 89_286
 
 @dataclass(slots=True)
 class _Conversation:
+    """Conversation with its latest request."""
+
     type: str
-    last_id: int
     input_length: int
     output_length: int
     blocks: list[int]
@@ -54,66 +55,93 @@ class _Conversation:
     turn: int = 1
 
 
+class _ConversationSource:
+    """Draws conversations and their turns. All random numbers are from one generator, in the order of the requests."""
+
+    def __init__(self, seed: int, output_median: float) -> None:
+        self._random = np.random.default_rng(seed)
+        self._output_median = output_median
+        self._fresh = itertools.count()
+        self._templates = {kind: list(itertools.islice(self._fresh, size)) for kind, size in TEMPLATE_BLOCKS.items()}
+        self._reusable: list[list[int]] = []
+        """Blocks of each first prompt that a later conversation may start with."""
+
+    def start(self) -> _Conversation:
+        """Return a new conversation with its first request."""
+        random = self._random
+        shares = [count / sum(TYPES.values()) for count in TYPES.values()]
+        kind = str(random.choice(list(TYPES), p=shares))
+        start = self._templates[kind]
+        if self._reusable and random.random() < REUSED_SHARE:
+            start = self._reusable[int(random.integers(len(self._reusable)))]
+        is_continued = random.random() < CONTINUED_SHARE
+        own = self._length(*(CONTINUED_INPUT if is_continued else SINGLE_INPUT))
+        length = min(BLOCK_TOKENS * len(start) + own, MAX_PROMPT_TOKENS)
+        blocks = extended(start[: length // BLOCK_TOKENS], length, self._fresh)
+        self._reusable.append(blocks[: min(length, REUSED_TOKENS) // BLOCK_TOKENS])
+        next_turn_probability = random.beta(*NEXT_TURN_BETA) if is_continued else 0.0
+        return _Conversation(kind, length, self._output_length(), blocks, next_turn_probability)
+
+    def next_turn(self, chat: _Conversation) -> bool:
+        """Replace the request of a conversation by that of its next turn. Return False if the context is full."""
+        length = chat.input_length + chat.output_length + self._length(*LATER_INPUT)
+        if length > MAX_PROMPT_TOKENS:
+            return False
+        chat.turn += 1
+        chat.blocks = extended(chat.blocks[: chat.input_length // BLOCK_TOKENS], length, self._fresh)
+        chat.input_length, chat.output_length = length, self._output_length()
+        return True
+
+    def turn_gap_s(self, chat: _Conversation) -> float | None:
+        """Return the seconds until the next turn of a conversation, or None if it ends."""
+        if not chat.next_turn_probability or (chat.turn > 1 and self._random.random() >= chat.next_turn_probability):
+            return None
+        return self._random.lognormal(GAP_MU, GAP_SIGMA)
+
+    def start_gap_s(self, requests_per_s: float) -> float:
+        """Return the seconds until the next conversation starts."""
+        return self._random.exponential(1 / (requests_per_s * (NUM_CONVERSATIONS / NUM_REQUESTS)))
+
+    def _output_length(self) -> int:
+        return self._length(self._output_median, OUTPUT_SIGMA)
+
+    def _length(self, median: float, sigma: float) -> int:
+        return max(1, int(self._random.lognormal(math.log(median), sigma)))
+
+
 def synthetic_trace(
     num_requests: int, seed: int, requests_per_s: float = REQUESTS_PER_S, output_median: float = OUTPUT_MEDIAN
 ) -> Iterator[TraceRequest]:
     """Yield requests in order of time.
 
-    All conversations start within the trace, so that its first minutes have few later turns. The function is long because it
-    draws one request after another from one generator: splitting it would change the seeded traces.
+    All conversations start within the trace, so that its first minutes have few later turns.
     """
-    random = np.random.default_rng(seed)
-    fresh = itertools.count()
-    templates = {kind: list(itertools.islice(fresh, size)) for kind, size in TEMPLATE_BLOCKS.items()}
-    shares = [count / sum(TYPES.values()) for count in TYPES.values()]
-    root_gap_s = 1 / (requests_per_s * (NUM_CONVERSATIONS / NUM_REQUESTS))
-
-    def draw(median: float, sigma: float) -> int:
-        return max(1, int(random.lognormal(math.log(median), sigma)))
-
-    def begin(chat_id: int) -> _Conversation:
-        kind = str(random.choice(list(TYPES), p=shares))
-        start = templates[kind]
-        if firsts and random.random() < REUSED_SHARE:
-            start = firsts[int(random.integers(len(firsts)))]
-        is_continued = random.random() < CONTINUED_SHARE
-        own = draw(*(CONTINUED_INPUT if is_continued else SINGLE_INPUT))
-        length = min(BLOCK_TOKENS * len(start) + own, MAX_PROMPT_TOKENS)
-        blocks = extended(start[: length // BLOCK_TOKENS], length, fresh)
-        firsts.append(blocks[: min(length, REUSED_TOKENS) // BLOCK_TOKENS])
-        next_turn_probability = random.beta(*NEXT_TURN_BETA) if is_continued else 0.0
-        return _Conversation(kind, chat_id, length, draw(output_median, OUTPUT_SIGMA), blocks, next_turn_probability)
-
-    firsts: list[list[int]] = []
+    source = _ConversationSource(seed, output_median)
+    # Heap of next turns: time, id of the previous request, and conversation.
     due: list[tuple[float, int, _Conversation]] = []
-    next_root = random.exponential(root_gap_s)
+    next_start_s = source.start_gap_s(requests_per_s)
     chat_id = 0
     while chat_id < num_requests:
         parent = -1
-        if due and due[0][0] < next_root:
-            now, _, chat = heapq.heappop(due)
-            length = chat.input_length + chat.output_length + draw(*LATER_INPUT)
-            if length > MAX_PROMPT_TOKENS:
-                continue  # the context is full
-            parent, chat.turn = chat.last_id, chat.turn + 1
-            chat.blocks = extended(chat.blocks[: chat.input_length // BLOCK_TOKENS], length, fresh)
-            chat.last_id, chat.input_length, chat.output_length = chat_id, length, draw(output_median, OUTPUT_SIGMA)
+        if due and due[0][0] < next_start_s:
+            now_s, parent, chat = heapq.heappop(due)
+            if not source.next_turn(chat):
+                continue
         else:
-            now, chat = next_root, begin(chat_id)
-            next_root += random.exponential(root_gap_s)
+            now_s, chat = next_start_s, source.start()
+            next_start_s += source.start_gap_s(requests_per_s)
         yield TraceRequest(
             chat_id=chat_id,
             parent_chat_id=parent,
-            timestamp=round(now, 3),
+            timestamp=round(now_s, 3),
             input_length=chat.input_length,
             output_length=chat.output_length,
             type=chat.type,
             turn=chat.turn,
             hash_ids=chat.blocks,
         )
-        if chat.next_turn_probability and (chat.turn == 1 or random.random() < chat.next_turn_probability):
-            gap_s = random.lognormal(GAP_MU, GAP_SIGMA)
-            heapq.heappush(due, (now + gap_s, chat_id, chat))
+        if (gap_s := source.turn_gap_s(chat)) is not None:
+            heapq.heappush(due, (now_s + gap_s, chat_id, chat))
         chat_id += 1
 
 
