@@ -23,6 +23,7 @@ from contextlib import suppress
 from multiprocessing import Pipe
 from typing import Any
 
+from minisgl_backends.executor.placement_bundles import bundles_fit, describe_shortage, make_bundles, ranks_per_bundle
 from minisgl_backends.executor.rank_actor import POLL_S, RankActor, RankResources
 from minisgl_core.contracts.executor import Executor, ExecutorSpec, RankPlacement
 from minisgl_core.errors import MinisglError, WorkerDiedError
@@ -59,6 +60,8 @@ class RayExecutor(Executor):
 
     With ``pack``, each pipeline stage has a bundle, so its ranks run on one node. Otherwise each rank has a bundle.
     """
+
+    bundles = staticmethod(make_bundles)
 
     def __init__(self, start_process: Any, spec: ExecutorSpec) -> None:
         super().__init__(start_process, spec)
@@ -207,29 +210,13 @@ class RayExecutor(Executor):
                 signal.signal(signal.SIGTERM, before)
         return True
 
-    @staticmethod
-    def bundles(spec: ExecutorSpec, resources: dict[str, float]) -> tuple[list[dict[str, float]], str]:
-        """Return the bundles of a placement group for these ranks, and its strategy.
-
-        Args:
-            spec: the ranks.
-            resources: resources of the cluster; with platform ``auto``, ranks need GPUs if it has enough.
-        """
-        if spec.platform == "auto":
-            needs_gpus = resources.get("GPU", 0) >= spec.size
-        else:
-            needs_gpus = spec.platform != "cpu"
-        per_bundle = _ranks_per_bundle(spec)
-        bundle: dict[str, float] = {"CPU": per_bundle, "GPU": per_bundle} if needs_gpus else {"CPU": per_bundle}
-        return [dict(bundle) for _ in range(spec.size // per_bundle)], spec.placement.upper().replace("-", "_")
-
     def _reserve(self) -> None:
         """Make the actors, in the placement group of this process if it is in one, as a replica of Ray Serve is."""
         import ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        spec, per_bundle = self.spec, _ranks_per_bundle(self.spec)
+        spec, per_bundle = self.spec, ranks_per_bundle(self.spec)
         group = ray.util.get_current_placement_group()
         if group is None:
             bundles, strategy = self.bundles(spec, ray.cluster_resources())
@@ -240,8 +227,8 @@ class RayExecutor(Executor):
             bundles[0][name] = 0.001  # rank 0 runs on this host
             group = self._group = placement_group(bundles, strategy=strategy)
             # Wait for resources that are in use, but not for larger or more nodes than there are.
-            if not _fit(bundles, nodes, strategy) or not group.wait(PLACEMENT_TIMEOUT_S):
-                raise MinisglError(_describe_shortage(bundles, spec, nodes))
+            if not bundles_fit(bundles, nodes, strategy) or not group.wait(PLACEMENT_TIMEOUT_S):
+                raise MinisglError(describe_shortage(bundles, spec, nodes))
         num_gpus = min(1, group.bundle_specs[0].get("GPU", 0))
         for rank in range(spec.size):
             strategy = PlacementGroupSchedulingStrategy(group, rank // per_bundle)
@@ -303,10 +290,6 @@ def relay(events: Any, report: Callable[[Ready], None]) -> None:
         report(event)
 
 
-def _ranks_per_bundle(spec: ExecutorSpec) -> int:
-    return spec.tp if spec.placement == "pack" else 1
-
-
 def _show_gpus(gpus: list[str]) -> None:
     """Set CUDA_VISIBLE_DEVICES for rank 0, which is this process or a child.
 
@@ -322,29 +305,6 @@ def _show_gpus(gpus: list[str]) -> None:
                 " start the engine before other code uses CUDA"
             )
     os.environ["CUDA_VISIBLE_DEVICES"] = wanted
-
-
-def _fit(bundles: list[dict[str, float]], nodes: list[dict[str, Any]], strategy: str) -> bool:
-    """Return True if each bundle would fit on some node without other jobs, and STRICT_SPREAD has a node per bundle."""
-
-    def holds(resources: dict[str, float], bundle: dict[str, float]) -> bool:
-        return all(resources.get(kind, 0) >= amount for kind, amount in bundle.items())
-
-    are_large_enough = all(any(holds(node["Resources"], bundle) for node in nodes) for bundle in bundles)
-    return are_large_enough and (strategy != "STRICT_SPREAD" or len(nodes) >= len(bundles))
-
-
-def _describe_shortage(bundles: list[dict[str, float]], spec: ExecutorSpec, nodes: list[dict[str, Any]]) -> str:
-    def amounts(resources: dict[str, float]) -> str:
-        return ", ".join(f"{resources[kind]:g} {kind}" for kind in ("CPU", "GPU") if kind in resources) or "nothing"
-
-    wanted = "; ".join(amounts(bundle) for bundle in bundles)
-    alive = [f"{node['NodeManagerAddress']} ({amounts(node['Resources'])})" for node in nodes]
-    remedy = " --placement spread lets a stage span nodes." if spec.placement == "pack" and spec.tp > 1 else ""
-    return (
-        f"Ray cannot place {spec.size} ranks: --placement {spec.placement} needs bundles of {wanted}, the first on this"
-        f" node. The nodes are {', '.join(alive)}; other jobs may use part of them.{remedy}"
-    )
 
 
 def summarize(error: BaseException) -> str:
