@@ -4,9 +4,9 @@
 
 FOLDER is written by scripts/make_model.py. Options go to `minisgl_core.LLM` or `vllm.LLM`. A decode step's time is the difference
 between generating 160 and 32 tokens, divided by 128; the prompts have 256 random token ids and are not in the prefix cache.
-vLLM runs in the environment that has it, and in this process. It also needs packages/minisgl-server/src on PYTHONPATH. With
-`--trained-norms`, vLLM's norms are 1 and its router biases 0, as in minisgl's dummy weights, so that both engines select equally
-many experts.
+vLLM runs in the environment that has it, and in this process. It also needs packages/minisgl-server/src on PYTHONPATH.
+With `--vllm-norms-like-minisgl`, vLLM's norms are 1 and its router biases 0, as in minisgl's dummy weights, so that both engines
+select equally many experts.
 """
 
 from __future__ import annotations
@@ -59,9 +59,14 @@ def set_norms(model: Any) -> int:
 @click.option("--option", "options", multiple=True, help="KEY=VALUE; the value is JSON, or text.")
 @click.option("--requests", type=int, multiple=True, default=(1, 16, 64, 256))
 @click.option("--w/--no-w", "with_w", default=True)
-@click.option("--trained-norms", is_flag=True)
+@click.option("--vllm-norms-like-minisgl", is_flag=True)
 def main(
-    folder: Path, engine: str, options: tuple[str, ...], requests: tuple[int, ...], with_w: bool, trained_norms: bool
+    folder: Path,
+    engine: str,
+    options: tuple[str, ...],
+    requests: tuple[int, ...],
+    with_w: bool,
+    vllm_norms_like_minisgl: bool,
 ) -> None:
     """See the module's text."""
     given: dict[str, Any] = {}
@@ -74,7 +79,7 @@ def main(
     started = time.perf_counter()
     llm, sampling, prompt = (load_vllm if engine == "vllm" else load_minisgl)(str(folder), given)
     click.echo(f"{engine} {folder.name} {given}: loaded after {time.perf_counter() - started:.1f} s")
-    if engine == "vllm" and trained_norms:
+    if engine == "vllm" and vllm_norms_like_minisgl:
         click.echo(f"set norms and router biases: {llm.apply_model(set_norms)}")
 
     def seconds(prompts: Prompts, outputs: list[int]) -> float:

@@ -85,13 +85,13 @@ def build_model_runner(
     Raises:
         MinisglError: an option, the model or a provider is not supported.
     """
-    phases = StartupTimer()
+    timer = StartupTimer()
     checkpoint, platform_class, hardware, resolved = resolve_options(config, registry, hooks, placement)
     config, sampling = resolved.config, default_sampling(checkpoint.source.generation_config)
     rank, platform = placement.rank, platform_class(placement.local_rank)
     # The policy is used later, but an error should be raised before the weights load.
     registry.load("policy", config.scheduler.policy)
-    phases.done("opened the checkpoint")
+    timer.done("opened the checkpoint")
     with platform.stream():
         groups = join_groups(config, registry, placement, platform.device, on_joined)
         model_runner: ModelRunner | None = None
@@ -99,7 +99,7 @@ def build_model_runner(
             if config.parallel.size > 1:
                 config = config.with_flat(attn=_attention_of_rank0(config.backends.attn, registry, groups))
             _check_same_providers(config, registry, groups, rank, checkpoint.provider)
-            phases.done("joined the ranks")
+            timer.done("joined the ranks")
             providers = [registry.load("ops", name) for name in config.backends.ops.split(",")]
             ops = Ops.of(platform.device, torch_dtype(config), *providers)
             moe = registry.load("moe", config.backends.moe) if checkpoint.config.moe is not None else None
@@ -114,7 +114,7 @@ def build_model_runner(
                 model = checkpoint.model_class(served, build)
                 load_weights(model, checkpoint.source, progress and rank == 0)
             platform.synchronize()
-            phases.done("loaded the weights")
+            timer.done("loaded the weights")
             factory = ModelRunnerFactory(config, checkpoint.config, platform, groups, model, ops, registry)
             graphs = factory.decode_graph_sizes()
             piecewise = factory.piecewise_graph_sizes(bool(graphs))
@@ -123,20 +123,20 @@ def build_model_runner(
             num_captures = 0 if platform.has_host_graphs else len(graphs) + len(piecewise)
             pool = size_pool(factory.smallest_pool, config, platform, groups, factory.run_profile_batch, num_captures)
             max_seq_len = min(factory.max_seq_len, (pool.num_pages - 1) * pool.page_size)
-            phases.done("sized the memory")
+            timer.done("sized the memory")
             model_runner = factory.model_runner(pool, max_seq_len)
             if graphs:
                 model_runner.capture_decode_graphs(graphs, progress and rank == 0)
             if piecewise:
                 model_runner.capture_piecewise_graphs(piecewise, progress and rank == 0)
             platform.synchronize()
-            phases.done(f"captured {num_decode_captures} decode graphs and {len(piecewise)} sizes of piecewise graphs")
+            timer.done(f"captured {num_decode_captures} decode graphs and {len(piecewise)} sizes of piecewise graphs")
         except BaseException:
             if model_runner is not None:
                 model_runner.free_graphs()
             groups.abandon()  # otherwise, kernels that wait for other ranks would occupy the device forever
             raise
-    info = _info(checkpoint, resolved, sampling, pool.num_pages, max_seq_len, hardware, phases)
+    info = _info(checkpoint, resolved, sampling, pool.num_pages, max_seq_len, hardware, timer)
     return BuiltModelRunner(model_runner, config, checkpoint, pool.num_pages, max_seq_len, info)
 
 
@@ -255,7 +255,7 @@ def _info(
     num_pages: int,
     max_seq_len: int,
     hardware: Hardware,
-    phases: StartupTimer,
+    timer: StartupTimer,
 ) -> EngineInfo:
     config, model = resolved.config, checkpoint.config
     tokens = (num_pages - 1) * int(config.cache.page_size)
@@ -277,6 +277,6 @@ def _info(
         bos_token_id=model.bos_token_id,
         default_sampling=sampling,
         choices=[*impl, *resolved.choices, pool],
-        start_s=phases.seconds,
+        start_s=timer.seconds,
         uncompiled=list(resolved.uncompiled),
     )

@@ -68,11 +68,11 @@ def run_worker(
         addresses: socket addresses of the launch.
         report: called once the model runner is ready.
     """
-    phases = StartupTimer(process_age_s())
+    timer = StartupTimer(process_age_s())
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     registry = Registry.from_environment()
     hooks = Hooks(registry if rank == 0 else None)
-    phases.done("started the process")
+    timer.done("started the process")
     if rank == 0:
         _run_rank0(config, registry, hooks, placements, addresses, report)
         return
@@ -102,7 +102,7 @@ def _run_rank0(
         if config.parallel.pp > 1:
             results = stack.enter_context(Receiver[FromLastStage](placement.address, FromLastStage))
         built = build_model_runner(config, registry, hooks, placement)
-        phases = StartupTimer()
+        timer = StartupTimer()
         plan_senders = [Sender(each.address) for each in placements[1:]]
         info = msgspec.structs.replace(built.info, engine_id=addresses.engine_id, replica=addresses.replica)
         loop = make_loop(built, registry, hooks, plan_senders, results)
@@ -110,7 +110,7 @@ def _run_rank0(
             hooks.engine_started(info=info)
         if hooks.engine_stopped is not None:
             stack.callback(hooks.engine_stopped)
-        phases.done("made the scheduler")
+        timer.done("made the scheduler")
         report(Ready(process="engine rank 0", engine_info=info))
         tokenizers = [Sender(address) for address in addresses.scheduler_out]
         with closing(built.model_runner):

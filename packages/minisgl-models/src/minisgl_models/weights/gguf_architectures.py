@@ -191,6 +191,6 @@ MIXTRAL = Architecture("MixtralForCausalLM", {**_DENSE, **_MIXTRAL}, is_permuted
 """Architecture of ``llama`` files that have experts."""
 
 
-def architecture_of(arch: str, metadata: Mapping[str, Any]) -> Architecture | None:
+def gguf_architecture(arch: str, metadata: Mapping[str, Any]) -> Architecture | None:
     """Return the architecture of a file by its ``general.architecture``; None for an unknown one."""
     return MIXTRAL if arch == "llama" and metadata.get("llama.expert_count") else ARCHITECTURES.get(arch)

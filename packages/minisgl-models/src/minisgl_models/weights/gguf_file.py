@@ -9,7 +9,7 @@ from typing import Any
 from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.weights import LazyTensor, WeightSource
 from minisgl_core.errors import ModelFormatError
-from minisgl_models.weights.gguf_architectures import ARCHITECTURES, architecture_of
+from minisgl_models.weights.gguf_architectures import ARCHITECTURES, gguf_architecture
 from minisgl_models.weights.gguf_checks import MAX_ROPE_FACTORS, check_keys, check_metadata, check_shapes
 from minisgl_models.weights.gguf_reader import GgufFile, GgufTensor
 from minisgl_models.weights.gguf_tensors import (
@@ -48,7 +48,7 @@ class GgufWeights(WeightSource):
         if len(self._tensors) != sum(len(file.tensors) for file in files):
             raise ModelFormatError(f"{path}: two shards of the split file hold the same tensor")
         self._arch: str = self._metadata["general.architecture"]
-        architecture = architecture_of(self._arch, self._metadata)
+        architecture = gguf_architecture(self._arch, self._metadata)
         if architecture is None:
             raise ModelFormatError(
                 f"{path}: the GGUF architecture {self._arch!r} is not supported (known: {', '.join(ARCHITECTURES)})"

@@ -58,7 +58,7 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
     """
     setproctitle.setproctitle("minisgl: launch")
     logs.configure("launch", options.log_level, options.log_format)
-    phases = StartupTimer(process_age_s())
+    timer = StartupTimer(process_age_s())
     check_providers(config.flat(), registry)
     registry.entry("router", options.router)
     digests = api_key_digests(options)
@@ -66,7 +66,7 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
     options = replace(options, api_key=())  # the child processes get the digests only
     os.environ.pop(API_KEY_VARIABLE, None)
     locate_model(config.model)
-    phases.done("checked the options")
+    timer.done("checked the options")
     with (
         listen(options.host, options.port) as listener,
         IpcAddresses.create(
@@ -93,9 +93,9 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
             replicas.start()
             for index, name in enumerate(_tokenizers(addresses)):
                 supervisor.start(name, RUN_TOKENIZER, config, options, index, addresses)
-            phases.done("started the processes")
+            timer.done("started the processes")
             wait = partial(wait_and_restart, supervisor, (replicas, apis), wake=signals)
-            if _wait_ready(supervisor, replicas, apis, addresses, wait, phases):
+            if _wait_ready(supervisor, replicas, apis, addresses, wait, timer):
                 _print(banner(supervisor, options, url, needs_key=bool(digests)))
                 compiler = _compile_in_background(config, options, supervisor)
                 wait(lambda: False)  # until a signal
@@ -195,7 +195,7 @@ def _wait_ready(
     apis: ApiWorkers,
     addresses: IpcAddresses,
     wait: Callable[..., bool],
-    phases: StartupTimer,
+    timer: StartupTimer,
 ) -> bool:
     """Wait until the engines, then the router and the tokenizer workers, then the API server are ready.
 
@@ -203,7 +203,7 @@ def _wait_ready(
     """
     if not wait(replicas.are_ready):
         return False
-    phases.done("waited for the engine")
+    timer.done("waited for the engine")
     info = replicas.mark_ready()
     if addresses.num_replicas > 1:
         with Sender(addresses.router_in) as router:
@@ -214,14 +214,14 @@ def _wait_ready(
         send_all([stack.enter_context(Sender(address)) for address in addresses.tokenizer_in], info)
         if not wait(lambda: supervisor.ready.keys() >= set(_tokenizers(addresses))):
             return False
-    phases.done("waited for the tokenizer workers")
+    timer.done("waited for the tokenizer workers")
     max_token_bytes = max(supervisor.ready[name].max_token_bytes for name in _tokenizers(addresses))
     replicas.info = msgspec.structs.replace(info, max_token_bytes=max_token_bytes)
     apis.broadcast(replicas.info)
     if not wait(apis.is_ready):
         return False
-    phases.done("waited for the API server")
-    logger.info("ready %.1f s after the command", sum(phases.seconds.values()))
+    timer.done("waited for the API server")
+    logger.info("ready %.1f s after the command", sum(timer.seconds.values()))
     return True
 
 

@@ -30,17 +30,17 @@ def run_tokenizer_worker(
         Sender(addresses.router_in) as to_scheduler,
         Sender(addresses.of_api_worker(api_worker_id).api_in) as to_api,
     ):
-        phases = StartupTimer(process_age_s())
+        timer = StartupTimer(process_age_s())
         _import_transformers_without_torch()
         path, registry = locate_model(config.model), Registry.from_environment()
-        phases.done("started the process")
+        timer.done("started the process")
         try:
             tokenizer = open_weights(path, registry, dummy=config.model.dummy_weight).tokenizer()
         except MinisglError:
             # Wait until the engine is ready, so that its own error on a broken checkpoint is reported instead of this one.
             receiver.receive()
             raise
-        phases.done("loaded the tokenizer")
+        timer.done("loaded the tokenizer")
         info = receiver.receive()
         if isinstance(info, Stop):
             return
