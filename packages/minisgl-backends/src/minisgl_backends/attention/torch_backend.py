@@ -34,8 +34,8 @@ class _Block:
     """Queries ``[start, stop)`` of a group.
 
     Attributes:
-        num_keys: keys that are visible to any of them.
-        masked_from: keys before this one are visible to all of them.
+        num_keys: number of keys that the block reads, from the first: at least all that are visible to any of its queries.
+        masked_from: keys before this one are visible to all queries.
         mask: added to the scores of the keys from `masked_from` on, [B, 1, 1, C, num_keys - masked_from]. For single queries
             it is repeated for all heads, [B, Hkv, G, 1, num_keys]. None if nothing is masked.
     """

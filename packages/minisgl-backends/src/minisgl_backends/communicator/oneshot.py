@@ -81,7 +81,8 @@ class OneShotCommunicator(NcclCommunicator):
         from minisgl_backends.kernels.one_shot_all_reduce import EMPTY, STATE_WORDS
 
         self._kernels = one_shot_all_reduce
-        # Each of the three buffers has two rows of words per rank: its message, and the part that it has reduced.
+        # Each of the three buffers has two rows per rank: for its message, and for the part that it has reduced. In a two-shot
+        # all-reduce, a row holds one rank's part of the message. A one-shot message has to fit into one row.
         self._row_words = self.two_shot_bytes // spec.size // 4
         num_words = _NUM_BUFFERS * 2 * spec.size * self._row_words
         self._memory = PeerMemory(self.rendezvous, spec.rank, spec.device, num_words, EMPTY & 0xFFFFFFFF)

@@ -21,7 +21,8 @@ BLOCKS_PER_SM = 2
 _THREADS = 160
 """Threads per block: four consumer warps and a producer warp."""
 _START_WORDS = 128
-"""Words per entry of the partition starts, which say where a partition's keys begin; START_WORDS of decode.cu."""
+"""Words per partition in the buffer of partition starts, START_WORDS of decode.cu: 32 for the struct PartitionStart, then 32 page
+ids, and the lengths and page-table rows of 32 requests."""
 _KEYS = 64
 """Keys per tile."""
 _SHARED_BYTES = 228 * 1024 // BLOCKS_PER_SM - 1024
@@ -63,7 +64,7 @@ class Variant:
 
     @property
     def _stage_bytes(self) -> int:
-        """Return the size of a stage: K and V of a tile, its descriptor, and two mbarriers."""
+        """Return the size of a stage: K and V of a tile, the struct Tile that describes it, and two mbarriers."""
         return 2 * _KEYS * self.dim * 2 + 32 + 16
 
     @property
@@ -119,7 +120,7 @@ class HopperDecode:
     def begin_step(self) -> None:
         """Make the next call compute the partition starts.
 
-        A call also computes them if its layer does not follow that of the previous call, since such a call begins a step too.
+        A call whose layer is not above that of the previous call also computes them, since it begins another step.
         """
         self._last_layer: int | None = None
 

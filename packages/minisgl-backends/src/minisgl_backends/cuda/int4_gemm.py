@@ -53,7 +53,11 @@ class Variant:
 
     @property
     def box_rows(self) -> int:
-        """Return the rows of x that a thread block fetches at a time, FETCHED_ROWS of int4_gemm.cu."""
+        """Return the rows of x that a thread block fetches at a time, FETCHED_ROWS of int4_gemm.cu.
+
+        A stage has two boxes of x, which the thread blocks with the same rows share. Up to two blocks fetch whole boxes. Of four,
+        two fetch each box, half of its rows each, rounded up to 8.
+        """
         return -(-self.block_rows // 16) * 8 if self.cluster == 4 else self.block_rows
 
     @property

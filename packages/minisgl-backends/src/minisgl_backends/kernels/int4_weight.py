@@ -58,7 +58,7 @@ class Int4Weight(TiledWeight):
         Args:
             num_outputs: N.
             num_inputs: K.
-            block: inputs per scale, a multiple of 32; None for all.
+            block: inputs per scale, a multiple of SUB; None for all.
             dtype: dtype of the model.
             device: device of all tensors.
             order: see `TiledWeight`.

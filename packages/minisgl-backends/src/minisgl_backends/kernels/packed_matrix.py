@@ -26,7 +26,8 @@ class Packing:
     Part p of a chunk is its inputs ``p * sub`` to ``(p + 1) * sub - 1``, whose codes the kernels dequantize together. They are
     code p of each element of the plane with the fewest bits per code.
 
-    A weight is ``(code - zero) * scale``, or ``code * scale + offset``, in float32.
+    A weight is ``(code - zero) * scale``, or ``code * scale + offset``. ``int4`` computes it in the model's dtype, the other
+    kinds in float32.
 
     Attributes:
         kind: contents of a word of scales, whose fields are for `block` inputs each:

@@ -130,7 +130,7 @@ def qk_norm_rope(
     if not len(q):
         return
     size, half = q.shape[-1], rope.cos.shape[-1]
-    # q and k are placeholders, which the kernel does not read.
+    # Arguments that the kernel does not read still need a tensor: q or k stands in for them.
     q_weight, k_weight = rope.norms or (q, q)
     v, k_pages, v_pages, slots = store or (k, k, k, k)
     block = min(_HEADS, triton.next_power_of_2(max(q.shape[1], k.shape[1])))

@@ -109,7 +109,7 @@ def unsupported(device: torch.device, dtype: torch.dtype) -> list[str]:
     if device.type != "cpu":
         return [f"the native kernels run on CPUs, not on {device.type}"]
     if dtype not in _DEFINES:
-        return [f"it computes in bfloat16 or float32, not in {dtype_name(dtype)}"]
+        return [f"it computes in bfloat16 or float32, not in {dtype_name(dtype)} (--dtype float32)"]
     if sys.platform != "linux":
         return [f"it supports Linux only, not {sys.platform}"]
     try:

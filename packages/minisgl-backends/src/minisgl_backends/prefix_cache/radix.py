@@ -21,8 +21,9 @@ from minisgl_core.contracts.prefix_cache import (
 from minisgl_core.errors import CacheFullError
 
 _EMPTY = np.empty(0, np.int32)
-_FEW_TOKENS = 1024
-"""Largest number of tokens of a node whose bytes are compared before its arrays."""
+_MAX_TOKENS_AS_BYTES = 1024
+"""Nodes of up to this many tokens are first compared with a prompt as bytes. Arrays are compared for longer nodes, and to find
+the first token that differs."""
 
 
 class RadixPrefixCache(PrefixCache):
@@ -199,7 +200,7 @@ class RadixPrefixCache(PrefixCache):
         data, start = tokens.tobytes(), 0
         while child := node.children.get(data[4 * start : 4 * (start + self.page_size)]):
             length = len(child.token_ids)
-            if length > _FEW_TOKENS or not data.startswith(child.token_ids.tobytes(), 4 * start):
+            if length > _MAX_TOKENS_AS_BYTES or not data.startswith(child.token_ids.tobytes(), 4 * start):
                 num_common = child.num_common_tokens(tokens[start:])
                 if num_common < length:
                     node = child.split(num_common // self.page_size, self.page_size)

@@ -251,10 +251,10 @@ class CheckpointInt4Linear(LinearMethod):
         self._prepare = prepare
         self._parts = [CheckpointPart(part, spec, checkpoint_format) for part in spec.parts]
         self._bias = spec.empty(spec.out_features) if spec.bias else None
-        # AutoGPTQ stores biases of zeros for layers without a bias.
-        self._zero_biases = (
-            [torch.zeros(p.rows.unpadded_size, dtype=spec.dtype) for p in spec.parts]
-            if checkpoint_format.layout == "gptq"
+        # AutoGPTQ also stores biases for layers without a bias. They are loaded only to check that they are zero.
+        self._unused_biases = (
+            [torch.zeros(part.rows.unpadded_size, dtype=spec.dtype) for part in spec.parts]
+            if checkpoint_format.layout == "gptq" and not spec.bias
             else []
         )
 
@@ -264,15 +264,15 @@ class CheckpointInt4Linear(LinearMethod):
             yield from part.targets()
         if self._bias is not None:
             yield from self.spec.row_targets("bias", self._bias)
-        else:
-            for each, held in zip(self.spec.parts, self._zero_biases, strict=False):
-                target = WeightTarget(held, (each.rows.index,), optional=True, shape=(each.rows.total,))
-                yield f"{each.name}.bias", target
+        for each, held in zip(self.spec.parts, self._unused_biases, strict=False):
+            target = WeightTarget(held, (each.rows.index,), optional=True, shape=(each.rows.total,))
+            yield f"{each.name}.bias", target
 
     def prepare(self) -> LinearOp:
         """Repack. Parts whose inputs have different orders become weights of their own."""
-        # Only the first rank of a row-parallel layer adds the bias. The others load it without adding it.
-        if self.spec.columns.start == 0 and any(each.any() for each in self._zero_biases):
+        # In a row-parallel layer, only rank 0, which has column 0, adds the bias. The specs of the other ranks have none, so what
+        # they load may be nonzero.
+        if self.spec.columns.start == 0 and any(each.any() for each in self._unused_biases):
             raise ModelFormatError(f"the checkpoint does not fit its config: {self.spec.name} has a bias")
         orders = [part.columns() for part in self._parts]
         if all(each.equals(orders[0]) for each in orders):

@@ -10,15 +10,15 @@ from minisgl_backends.kernels.int4_weight import Int4Weight
 from minisgl_backends.kernels.packed_gemm import matmul_by_panels
 from minisgl_backends.kernels.split_k import SplitKWorkspace
 
-_MAX_HOPPER_ROWS = 768
-"""Rows up to which the kernel for Hopper is used.
+_MAX_HOPPER_TOKENS = 768
+"""Largest number of tokens in a step for which the kernel for Hopper is used.
 
-An estimate, which docs/performance-notes.md derives from measurements of 256 rows: more rows were not measured.
+An estimate, which docs/performance-notes.md derives from measurements with 256 tokens: more were not measured.
 """
 
 
 class HopperInt4Linear:
-    """`Int4Gemm` for Hopper, with a kernel in CUDA C++ for small numbers of rows."""
+    """`Int4Gemm` for Hopper, with a kernel in CUDA C++ for small numbers of tokens."""
 
     def __init__(self, weight: Int4Weight, bias: torch.Tensor | None, workspace: StreamKWorkspace) -> None:
         """Prepare a weight for which `int4_gemm.supports_weight` is True, whose tensors are released.
@@ -34,13 +34,13 @@ class HopperInt4Linear:
         weight.codes, weight.scales, weight.zeros = weight.codes.new_empty(0), weight.scales.new_empty(0), None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [..., N] from x [..., in]."""
+        """Return [..., N] from x [..., in]; a row of x is a token."""
         if x.dim() != 2:
             out = self(x.reshape(-1, x.shape[-1]))
             return out.view(*x.shape[:-1], out.shape[-1])
         if self._weight.order is not None:
             x = x.index_select(1, self._weight.order)
-        if len(x) <= _MAX_HOPPER_ROWS:
+        if len(x) <= _MAX_HOPPER_TOKENS:
             return self._small_m(x)
         return matmul_by_panels(x, self._weight, self._num_tiles, self._bias, self._dequantize)
 
