@@ -84,8 +84,8 @@ class ServerOptions:
     )
     max_body_size: int | None = option(
         None,
-        "Maximum size of a request body in bytes; larger ones get status 413. By default, 1 MiB plus 32 bytes per token of the"
-        " context and request that may run or wait: at most 32 MiB, or more if a prompt of the whole context needs it.",
+        "Maximum size of a request body in bytes; larger ones get status 413. By default, 1 MiB + 32 C R bytes"
+        " for a context of C tokens and R requests that may run or wait, at most 32 MiB, but at least 1 MiB + 32 C bytes.",
         low=1,
     )
     max_concurrent_requests: int | None = option(

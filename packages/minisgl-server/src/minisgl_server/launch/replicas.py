@@ -83,7 +83,7 @@ class Replicas(RestartableProcesses):
         return self._supervisor.ready.keys() >= {name for replica in self._engine_ids for name in self._names(replica)}
 
     def mark_ready(self) -> EngineInfo:
-        """Note that all engines have started: from now on, a replica that fails is always restarted; see `handle_failure`.
+        """Note that all engines have started: from now on, `handle_failure` restarts one of several replicas after any error.
 
         Return the description of the first engine, with the sum of all engines' request limits.
         """

@@ -136,7 +136,7 @@ class EngineMetrics:
     def _update(self, state: EngineState) -> None:
         """Update gauges and counters."""
         stats = state.stats
-        if stats is not self._stats:  # the scheduler was restarted
+        if stats is not self._stats:  # after a failed step, `LLM` has a new scheduler
             self._stats, self._totals = stats, dict.fromkeys(_TOTALS, 0)
         for name, before in self._totals.items():
             total = getattr(stats, name)

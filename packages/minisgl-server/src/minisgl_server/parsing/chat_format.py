@@ -194,7 +194,10 @@ class ChatFormat:
         return bool(tags & self._special_tokens)
 
     def grammar(self, chat: Tokenize, prompt: str) -> GrammarSource | None:
-        """Return the grammar of the output: structured output, tool calls, or either. Reasoning content stays free."""
+        """Return the grammar of the output, or None if nothing constrains it. Reasoning content is never constrained.
+
+        The grammar allows structured output, or tool calls, or a choice of the two, or the free text of `_strict_grammar`.
+        """
         structured = chat.sampling.structured_outputs
         source = structured.source(chat.grammar_name) if structured is not None else None
         if chat.tools is not None and _needs_structural_tag(chat):
@@ -241,12 +244,13 @@ class ChatFormat:
             is_strict = function["name"] in strict_names
             schema = arguments_schema(function) if is_strict else {"type": "object"}
             for trigger, begin, end in parser.structural_tags:
-                # After a tag, any function may be called. Without a tag, only calls of strict functions are constrained.
+                # After the trigger `parser.begin`, the grammar allows only the listed calls, so it lists those of all functions.
+                # The other triggers contain a function's name, and are needed only for strict functions.
                 if is_strict or trigger == parser.begin:
                     triggers.append(trigger.replace("NAME", function["name"]))
                     structures.append({"begin": begin.replace("NAME", function["name"]), "schema": schema, "end": end})
-        tag = {"triggers": list(dict.fromkeys(triggers)), "structures": structures}
-        return GrammarSource("structural_tag", json.dumps(tag), "tools")
+        grammar = {"triggers": list(dict.fromkeys(triggers)), "structures": structures}
+        return GrammarSource("structural_tag", json.dumps(grammar), "tools")
 
     def _tool_grammar(self, tools: ToolUse, structured: GrammarSource | None) -> GrammarSource:
         """Return the grammar of an output that is tool calls or, if `structured` is given, either these or that JSON."""

@@ -44,7 +44,8 @@ class ToolParser:
         Args:
             functions: names of the tools.
             parallel: False ends the output after the first call.
-            strict: functions whose calls must be one of the `structural_tags`, as the grammar constrains only those.
+            strict: names of the strict functions. A call of one must begin as `structural_tags` say, because the grammar
+                constrains no others; otherwise, it is content.
         """
         self._functions, self._parallel = frozenset(functions), parallel
         prefixes = [begin.removeprefix(self.begin).lstrip() for _, begin, _ in self.structural_tags]

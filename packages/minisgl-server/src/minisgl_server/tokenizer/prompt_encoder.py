@@ -121,7 +121,7 @@ class PromptEncoder:
         return replace(sampling, max_tokens=min(sampling.max_tokens, room), structured_outputs=None)
 
     def check_num_tokens(self, message: Tokenize, token_ids: list[int]) -> None:
-        """Refuse a request that only tokenizes if its text is longer than was tokenized."""
+        """Refuse to tokenize a text with more than `_max_tokens` tokens, as `encode` may have stopped before its end."""
         if len(token_ids) > self._max_tokens:
             raise self._too_long(message, token_ids, 0, _prompt_field(message), "Ask for its parts one by one.")
 

@@ -27,7 +27,7 @@ class RequestOutput:
         is_buffered: True if nothing is returned before the output is complete.
         parser: separates reasoning content and tool calls from text; None if all output is text.
         buffered: `Text` messages before `pending` that are not returned yet. Reasoning content, text and tool calls are in
-            separate messages, each with the log-probabilities of its tokens. Messages with those of a long prompt come first.
+            separate messages, each with the log-probabilities of its tokens. Those of a long prompt are in messages before these.
         num_shown: number of tokens of `pending` up to the last one that added output. The text of later tokens is incomplete.
     """
 

@@ -98,7 +98,7 @@ class TokenizerWorker:
         num_replicas: number of replicas. If there are several, a router is told when requests end. Requests of a replica that
             died are submitted again if they have sent nothing.
         api_worker_id: id of the API worker.
-        connect_api: connects `to_api` to the API worker that has succeeded it.
+        connect_api: connects `to_api` to the API worker with a given id, which has replaced the previous one.
     """
 
     def __init__(

@@ -97,7 +97,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self._num_unfinished_bytes > MAX_HEADER_BYTES:
             self._refuse(_headers_too_large())
         elif self._num_unfinished_bytes and self.limits.num_unfinished_bytes > self.limits.max_unfinished_bytes:
-            message = f"All connections have more than {self.limits.max_unfinished_bytes} bytes of incomplete headers."
+            message = f"All connections together have more than {self.limits.max_unfinished_bytes} bytes of incomplete headers."
             self._refuse(ApiError(503, message, code="too_many_unfinished_requests"))
 
     def _parse(self, data: memoryview) -> None:
@@ -140,7 +140,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._num_unfinished_bytes, self._is_in_body = 0, True
         self._stop_timer()
-        self._unset_keepalive_if_required()  # set again if an earlier response ended after this request had begun
+        # uvicorn has restarted its keep-alive timer if an earlier response ended after this request had begun.
+        self._unset_keepalive_if_required()
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:

@@ -20,8 +20,9 @@ from minisgl_server.api.openai.schemas import GenerationRequest
 _MAX_COPIED_BYTES = 32 * 2**20
 """Maximum bytes of the fields that every output of a request has its own copy of, over all outputs."""
 _MAX_INLINE_TOKENS = 64
-"""`Choices.collect` yields to the event loop after an output with more tokens than this. A tokenizer worker has buffered such an
-output. Since further ones may have arrived, too, `Generation.next` would not suspend the coroutine."""
+"""`Choices.collect` yields to the event loop after each output with more tokens than this, so that other requests can run.
+Tokenizer workers buffer output that is not streamed, and send it in many such parts at once. While parts have arrived,
+`Generation.next` does not suspend."""
 _MAX_SESSION_CHARS = 1024
 """Maximum length of the header X-Session-Id, of which every output has a copy, too."""
 _MAX_BUFFERED_LOGPROBS = 2**20

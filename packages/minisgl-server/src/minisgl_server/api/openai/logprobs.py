@@ -103,7 +103,10 @@ class CompletionLogprobs:
         return result
 
     def _is_in_prompt_text(self, token: bytes) -> bool:
-        """Return True if the echoed text goes on with this special token. It omits added and skipped special tokens."""
+        """Return True if the echoed text continues with this special token.
+
+        It does not if the tokenizer added the token, such as BOS, or if detokenization skipped it.
+        """
         return self._prompt_text.startswith(token.decode(), self._offset)
 
     def _add(

@@ -53,7 +53,7 @@ POSITIVE, NOT_NEGATIVE = click.FloatRange(0, min_open=True), click.FloatRange(0)
     "--working-set",
     type=POSITIVE,
     default=0.667,
-    help="Choose --num-pages so that the distinct pages of all requests are this fraction of all pages.",
+    help="Choose --num-pages so that the distinct pages of all requests are this fraction of all replicas' pages.",
 )
 @click.option("--page-size", type=click.IntRange(1), default=16, help="Tokens per page.")
 @click.option("--max-running-requests", type=click.IntRange(1), default=256)

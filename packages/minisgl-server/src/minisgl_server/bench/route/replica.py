@@ -59,7 +59,7 @@ class Replica(ABC):
             self.next_s = now_s + self._start()
 
     def advance(self) -> None:
-        """End the running step, which is at `next_s`, and start the next one."""
+        """End the running step at the time `next_s`, and start the next one."""
         self.first_tokens, self.ended = [], []
         self._finish()
         self.next_s += self._start()

@@ -52,8 +52,8 @@ class SimulatedRequest:
 def simulated_requests(trace: Sequence[TraceRequest], time_scale: float = 1.0) -> Iterator[SimulatedRequest]:
     """Yield the requests of a trace with tokens, which are derived from the hashes of their blocks.
 
-    A trace does not have the outputs. If a later turn continues a request, its blocks after the prompt are the output of that
-    request. Other outputs are unique.
+    A trace does not contain outputs. If the prompt of a later turn begins with a request's prompt, the blocks after it are taken
+    as that request's output. Other outputs are unique.
     """
     next_turns: dict[int, TraceRequest] = {}
     for request in trace:

@@ -77,7 +77,7 @@ def random_conversations(
 ) -> Iterator[Conversation]:
     """Yield conversations without end.
 
-    Conversations of a group share only the prefix: their first content id after it differs, as long as there are enough ids.
+    Conversations share at most a prefix: their first content ids after it differ, as long as there are enough ids.
 
     Args:
         options: flags of the command. All variants of a seed have equal lengths.
