@@ -207,6 +207,15 @@ def test_stages_may_have_another_communicator_than_their_ranks() -> None:
         chosen(tp=2, pp=2, communicator="oneshot")
 
 
+@pytest.mark.parametrize("max_step_ms", [AUTO, 30.0])
+def test_pipelines_have_no_limit_of_step_times(max_step_ms: float | str) -> None:
+    for options, limit in ({"pp": 2}, 0.0), ({"tp": 2}, 50.0 if max_step_ms == AUTO else max_step_ms):
+        resolved = choose(H200, max_step_ms=max_step_ms, **options)
+        assert resolved.config.scheduler.max_step_ms == limit
+        reported = [choice.value for choice in resolved.choices if choice.name == "max_step_ms"]
+        assert reported == ([f"{limit:g}"] if limit != max_step_ms else [])
+
+
 def test_one_host_communicators_are_not_chosen_across_hosts() -> None:
     def unsupported(kind: str, name: str, *spec: Any) -> list[str]:
         return ["not over hosts"] if name == "oneshot" and spec[0].spans_hosts else []

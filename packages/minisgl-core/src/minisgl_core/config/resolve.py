@@ -163,9 +163,11 @@ def resolve(
         why = "the device works synchronously" if is_cpu else "the device works asynchronously"
         choices.append(Choice("overlap", "off" if is_cpu else "on", why))
     if config.scheduler.max_prefill_length == AUTO:
-        choose("max_prefill_length", 1024 if is_cpu else 8192, "prompt tokens in a step")
-    if config.scheduler.max_step_ms == AUTO:
-        choose("max_step_ms", 100.0 if is_cpu else 50.0, "limits prompt tokens while requests decode")
+        choose("max_prefill_length", 1024 if is_cpu else 8192, "longer steps would delay the other requests")
+    if config.parallel.pp > 1 and config.scheduler.max_step_ms != 0:
+        choose("max_step_ms", 0.0, "no limit with --pp, where steps overlap, so that their durations are not known")
+    elif config.scheduler.max_step_ms == AUTO:
+        choose("max_step_ms", 100.0 if is_cpu else 50.0, "longer steps would delay the tokens of decoding requests")
     return Resolved(config, tuple(choices), tuple(picker.to_compile))
 
 

@@ -65,7 +65,7 @@ def run_worker(
         config: options of the user.
         placements: placements of all ranks.
         rank: this rank.
-        addresses: socket addresses of the launch.
+        addresses: socket addresses of the server.
         report: called once the model runner is ready.
     """
     timer = StartupTimer(process_age_s())
@@ -160,7 +160,7 @@ def make_loop(
         eos_ids=frozenset(built.checkpoint.config.eos_token_ids),
         vocab_size=built.checkpoint.config.vocab_size,
         num_micro_batches=1 if num_stages == 1 else num_stages + overlap,
-        max_step_s=float(config.scheduler.max_step_ms) / 1000 if num_stages == 1 else 0.0,
+        max_step_s=float(config.scheduler.max_step_ms) / 1000,
     )
     cache = registry.load("prefix_cache", config.cache.cache)(limits.page_size)
     policy = registry.load("policy", config.scheduler.policy)()
