@@ -54,7 +54,7 @@ class InvalidValueError(MinisglError, ValueError):
         return type(self), (self.name, self.value, self.allowed, self.remedy)
 
 
-def beyond_context(max_seq_len: int, what: str) -> str:
+def context_length_message(max_seq_len: int, what: str) -> str:
     """Return the message on the context limit that clients recognise. `what` is a clause that says what exceeds it."""
     return f"This model's maximum context length is {max_seq_len} tokens. However, {what}."
 
@@ -89,7 +89,7 @@ class ContextLengthError(InvalidValueError):
         sizes = f"{least}{num_prompt} in the {kind}, {_SHORT.repr(num_output)} in the completion"
         what = f"you requested {least}{_SHORT.repr(num_prompt + num_output)} tokens ({sizes})"
         shorten = f"Please reduce the length of the {kind} or completion{'' if name == kind else f' ({name})'}."
-        self.args = (f"{beyond_context(max_seq_len, what)} {shorten}{' ' + remedy if remedy else ''}",)
+        self.args = (f"{context_length_message(max_seq_len, what)} {shorten}{' ' + remedy if remedy else ''}",)
 
     def renamed(self, names: Mapping[str, str]) -> Self:
         """See `InvalidValueError.renamed`."""

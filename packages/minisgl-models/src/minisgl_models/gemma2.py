@@ -143,7 +143,7 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)
-        self._soft_cap = Keys(config.raw).optional("final_logit_softcapping")
+        self._soft_cap = Keys(config.raw).positive_or_none("final_logit_softcapping")
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         logits = super().compute_logits(hidden_states)

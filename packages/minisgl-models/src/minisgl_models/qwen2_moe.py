@@ -45,7 +45,7 @@ class Qwen2MoeSparseMoeBlock(MixtralSparseMoeBlock):
     def __init__(self, config: ModelConfig, moe: MoeConfig, build: BuildContext) -> None:
         super().__init__(config, moe, build)
         # The all-reduce of both is fused into the next layer's input_layernorm, or the final norm.
-        shared = replace(config, intermediate_size=Keys(config.raw).positive("shared_expert_intermediate_size"))
+        shared = replace(config, intermediate_size=Keys(config.raw).positive_whole("shared_expert_intermediate_size"))
         self.shared_expert = LlamaMLP(shared, build)
         self.shared_expert_gate = ReplicatedLinear(config.hidden_size, 1, build)
 

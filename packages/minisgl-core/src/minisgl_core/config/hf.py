@@ -47,11 +47,11 @@ def model_config(
     keys = Keys({**defaults, **raw})
     if keys.get("is_causal", True) is not True:
         raise keys.error("is_causal", f"is not supported by {architecture}; only true is")
-    hidden_size = keys.positive("hidden_size")
+    hidden_size = keys.positive_whole("hidden_size")
     num_q_heads = keys.whole("num_attention_heads", 1, maximum=MAX_HEADS)
     num_layers = keys.whole("num_hidden_layers", 1, maximum=MAX_LAYERS)
-    intermediate_size = keys.positive("intermediate_size")
-    num_kv_heads = keys.positive("num_key_value_heads", num_q_heads)
+    intermediate_size = keys.positive_whole("intermediate_size")
+    num_kv_heads = keys.positive_whole("num_key_value_heads", num_q_heads)
     if num_q_heads % num_kv_heads:
         raise keys.error("num_attention_heads", f"is not a multiple of num_key_value_heads={num_kv_heads}")
     if keys.get("head_dim") is None and hidden_size % num_q_heads:
@@ -62,7 +62,7 @@ def model_config(
     max_position = keys.whole("max_position_embeddings", 1, maximum=MAX_CONTEXT)
     rope, sliding_rope = _ropes(keys, head_dim, max_position)
     attention_bias = keys.flag("attention_bias")
-    vocab_size = keys.positive("vocab_size")
+    vocab_size = keys.positive_whole("vocab_size")
     eos_token_ids = [
         *_token_ids(raw, "eos_token_id"),
         *_token_ids(generation_config or {}, "eos_token_id", "generation_config"),
@@ -95,9 +95,9 @@ def model_config(
         quantization="" if quantization is None else quantization.method,
         # Gemma 2 and 3 use the second key.
         hidden_act=keys.text("hidden_act", keys.text("hidden_activation", "silu")),
-        soft_cap=keys.optional("attn_logit_softcapping"),
+        soft_cap=keys.positive_or_none("attn_logit_softcapping"),
         has_sinks=keys.flag("attention_sinks"),
-        value_head_dim=None if keys.get("v_head_dim") is None else keys.positive("v_head_dim"),
+        value_head_dim=None if keys.get("v_head_dim") is None else keys.positive_whole("v_head_dim"),
         sliding_rope=sliding_rope,
         raw=raw,
     )
@@ -190,9 +190,9 @@ def _rope(keys: Keys, head_dim: int, max_position: int) -> RopeConfig:
         high_freq_factor=rope.number("high_freq_factor", None if llama3 else 4.0),
         beta_fast=rope.above("beta_fast", 0.0, 32.0),
         beta_slow=rope.above("beta_slow", 0.0, 1.0),
-        attention_factor=rope.optional("attention_factor"),
-        mscale=rope.optional("mscale") or 0.0,
-        mscale_all_dim=rope.optional("mscale_all_dim") or 0.0,
+        attention_factor=rope.positive_or_none("attention_factor"),
+        mscale=rope.positive_or_none("mscale") or 0.0,
+        mscale_all_dim=rope.positive_or_none("mscale_all_dim") or 0.0,
         truncate=rope.flag("truncate", True),
         freq_factors=rope.numbers("freq_factors", rotary_dim // 2),
         short_factors=rope.numbers("short_factor", rotary_dim // 2, required=kind == "longrope"),
@@ -263,19 +263,19 @@ def _moe(keys: Keys, num_layers: int, intermediate_size: int) -> MoeConfig | Non
     name = "num_experts" if keys.get("num_experts") else "num_local_experts"
     if keys.get("num_local_experts", count) != count:
         raise keys.error("num_local_experts", f"contradicts num_experts={count!r}")
-    num_experts, top_k = keys.whole(name, 1, maximum=MAX_EXPERTS), keys.positive("num_experts_per_tok")
+    num_experts, top_k = keys.whole(name, 1, maximum=MAX_EXPERTS), keys.positive_whole("num_experts_per_tok")
     if top_k > num_experts:
         raise keys.error("num_experts_per_tok", f"is greater than {name}={num_experts}")
-    step, mlp_only = keys.positive("decoder_sparse_step", 1), keys.get("mlp_only_layers", [])
+    step, mlp_only = keys.positive_whole("decoder_sparse_step", 1), keys.get("mlp_only_layers", [])
     if not isinstance(mlp_only, (list, tuple)) or not all(is_number(each) for each in mlp_only):
         raise keys.error("mlp_only_layers", "is not a list of layers")
     return MoeConfig(
         num_experts=num_experts,
         top_k=top_k,
-        intermediate_size=keys.positive("moe_intermediate_size", intermediate_size),
+        intermediate_size=keys.positive_whole("moe_intermediate_size", intermediate_size),
         norm_topk_prob=keys.flag("norm_topk_prob"),
         dense_layers=frozenset(i for i in range(num_layers) if i in mlp_only or (i + 1) % step),
         activation=str(keys.get("expert_activation", "silu")),
         has_bias=keys.flag("expert_bias"),
-        swiglu_limit=keys.optional("expert_swiglu_limit"),
+        swiglu_limit=keys.positive_or_none("expert_swiglu_limit"),
     )

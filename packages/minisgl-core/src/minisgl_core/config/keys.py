@@ -58,7 +58,7 @@ class Keys:
             raise ModelFormatError(f"{self._where}: {key}={value:g} is not above {bound:g}")
         return value
 
-    def optional(self, key: str) -> float | None:
+    def positive_or_none(self, key: str) -> float | None:
         """Return a number above 0; None if the key is missing, or 0."""
         return self.above(key, 0.0) if self.number(key, 0.0) else None
 
@@ -72,7 +72,7 @@ class Keys:
             )
         return int(value)
 
-    def positive(self, key: str, default: int | None = None) -> int:
+    def positive_whole(self, key: str, default: int | None = None) -> int:
         """Return a whole number of at least 1."""
         return self.whole(key, 1, default)
 

@@ -41,7 +41,7 @@ class KVGroup:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """State that a model keeps per request between steps.
+    """State that a model keeps per request between steps. Reserved: the engine supports one group and no further state.
 
     Attributes:
         groups: groups of layers, each with its own pages.
@@ -50,20 +50,6 @@ class KVCacheSpec:
 
     groups: tuple[KVGroup, ...]
     state_bytes: int = 0
-
-    @property
-    def only_group(self) -> KVGroup:
-        """Return the only group of a cache without other state, which is the usual case.
-
-        Raises:
-            ValueError: there are several groups, or further state.
-        """
-        if len(self.groups) != 1 or self.state_bytes:
-            raise ValueError(
-                f"the KV cache has {len(self.groups)} groups and {self.state_bytes} bytes of state per request; "
-                "only one group without further state is supported"
-            )
-        return self.groups[0]
 
 
 @dataclass(frozen=True, slots=True)

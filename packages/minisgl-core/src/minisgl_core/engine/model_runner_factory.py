@@ -6,7 +6,7 @@ from dataclasses import replace
 from minisgl_core.config.options import AUTO, EngineConfig
 from minisgl_core.config.resolve import attention_spec
 from minisgl_core.contracts.attention import AttentionBackend, check_layers
-from minisgl_core.contracts.kv_cache import KVCacheSpec, KVGroup, KVLayout, KVPoolSpec
+from minisgl_core.contracts.kv_cache import KVGroup, KVLayout, KVPoolSpec
 from minisgl_core.contracts.model import Model
 from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.ops import Ops
@@ -77,10 +77,8 @@ class ModelRunnerFactory:
             raise ModelFormatError(f"the model {model_config.architecture} is not supported: {'; '.join(reasons)}")
         group = KVGroup(len(layers), spec.page_size, spec.num_kv_heads, spec.head_dim, spec.value_head_dim)
         layout = common_layout(config.backends.attn, registry)
-        # The engine has one pool, so `only_group` refuses models whose layers need several groups or other state.
-        only_group = KVCacheSpec((group,)).only_group
         num_pages = 2  # the padding page, and one for tokens
-        self.smallest_pool = KVPoolSpec.of_group(only_group, num_pages, spec.kv_dtype, platform.device, layout)
+        self.smallest_pool = KVPoolSpec.of_group(group, num_pages, spec.kv_dtype, platform.device, layout)
 
     def model_runner(self, pool: KVPoolSpec, max_seq_len: int) -> ModelRunner:
         """Allocate the pool and return a model runner with it."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from minisgl_core.errors import beyond_context
+from minisgl_core.errors import context_length_message
 from minisgl_core.protocol.messages import EngineInfo, Tokenize
 from minisgl_server.api.errors import ApiError
 
@@ -80,6 +80,6 @@ class RequestLimits:
         # Twice, as `num_chars` counts roles and names of fields, too, of which the template may render few.
         if (length := prompt.num_chars) > 2 * self.max_chars:
             what = f"the messages and tools have {length} characters, and no more than {self.max_chars} fit"
-            message = beyond_context(self.max_entries[Bound.CONTEXT], what)
+            message = context_length_message(self.max_entries[Bound.CONTEXT], what)
             message += " Please reduce the length of the messages."
             raise ApiError(400, message, "messages", "context_length_exceeded")

@@ -15,7 +15,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
 
-from minisgl_core.errors import beyond_context
+from minisgl_core.errors import context_length_message
 from minisgl_server.api.limits import Bound, RequestLimits
 
 Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -116,7 +116,7 @@ def _check_size(loc: _Loc, value: str | list[Any] | dict[str, Any], bound: Bound
 
 
 def _beyond_context(loc: _Loc, what: str, limits: RequestLimits) -> ValidationError:
-    message = beyond_context(limits.max_entries[Bound.CONTEXT], what).removesuffix(".")
+    message = context_length_message(limits.max_entries[Bound.CONTEXT], what).removesuffix(".")
     return _error(loc, PydanticCustomError("beyond_context", message))
 
 
