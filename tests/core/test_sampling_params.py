@@ -155,14 +155,14 @@ def test_sizes_of_sampling_parameters_are_bounded() -> None:
     with pytest.raises(InvalidValueError, match="must be at most 16384 characters in all"):
         SamplingParams(bad_words=("a" * 9000, "b" * 9000))
     with pytest.raises(
-        InvalidValueError, match="bad_words='33 texts' is not valid: must be at most 32 texts, beside n=128"
+        InvalidValueError, match="bad_words='33 texts' is not valid: must be at most 32 texts with n=128"
     ):
         SamplingParams(n=128, bad_words=("a",) * 33)
-    with pytest.raises(InvalidValueError, match=r"allowed_token_ids.* must be at most 8192 tokens, beside n=128"):
+    with pytest.raises(InvalidValueError, match=r"allowed_token_ids.* must be at most 8192 tokens with n=128"):
         SamplingParams(n=128, allowed_token_ids=tuple(range(8193)))
     biases = dict.fromkeys(range(10_000), 1.0)
     assert len(SamplingParams(n=100, logit_bias=biases).split()[99].logit_bias) == 10_000
-    with pytest.raises(InvalidValueError, match="must be at most 8192 tokens, beside n=128"):
+    with pytest.raises(InvalidValueError, match="must be at most 8192 tokens with n=128"):
         SamplingParams(n=128, logit_bias=biases)
 
 

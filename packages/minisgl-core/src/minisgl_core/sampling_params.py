@@ -119,7 +119,7 @@ class SamplingParams:
         self._check_allowed_tokens()
         self._check_num_tokens("logit_bias", len(self.logit_bias))
         if self.n * len(self.bad_words) > MAX_BAD_WORDS_TIMES_N:
-            allowed = f"at most {MAX_BAD_WORDS_TIMES_N // self.n} texts, beside n={self.n}"
+            allowed = f"at most {MAX_BAD_WORDS_TIMES_N // self.n} texts with n={self.n}"
             raise InvalidValueError("bad_words", f"{len(self.bad_words)} texts", allowed)
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(value := getattr(self, name), bool):
@@ -141,7 +141,7 @@ class SamplingParams:
 
     def _check_num_tokens(self, name: str, num_tokens: int) -> None:
         if self.n * num_tokens > MAX_BIASES:
-            allowed = f"at most {MAX_BIASES // self.n} tokens, beside n={self.n}"
+            allowed = f"at most {MAX_BIASES // self.n} tokens with n={self.n}"
             raise InvalidValueError(name, f"{num_tokens} tokens", allowed)
 
     def _check_integers(self) -> None:

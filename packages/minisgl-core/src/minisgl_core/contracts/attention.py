@@ -71,11 +71,11 @@ class AttentionCapabilities:
         fused_kv_store: with layout NHD, the RoPE kernel may store K and V. Requires `kv_slots` and `attend_stored`.
         fused_rope_decode: the decode kernel applies the QK norm, if there is one, and RoPE, and stores K and V. Requires
             `supports_fused_rope` and `attend_fused_rope`.
-        cuda_graphs: supports captured decode steps: CUDA graphs, or on a CPU its captured calls
+        cuda_graphs: supports captured decode steps: as CUDA graphs or, on a CPU, as lists of calls
             (`minisgl_core.platforms.cpu_graphs`). Requires `plan_capture` and `plan_replay`.
         graph_reads_page_table: the captured kernels read the page table and the batch's tensors, so that `plan_replay` reads no
-            device memory. If True, the graph writes the table and these tensors before `forward`. If False, the engine
-            writes them before `plan_replay`.
+            device memory. If True, kernels of the engine, captured before `forward`, write the table and these tensors
+            during the replay. If False, the engine writes them before `plan_replay`.
         fp8_kv: reads and writes a KV pool in float8_e4m3fn.
         sliding_windows: supports `AttentionLayer.sliding_window`.
         soft_cap: supports `AttentionLayer.soft_cap`.

@@ -16,8 +16,8 @@ _COMPRESSED = "compressed-tensors"
 _GGUF = "gguf"
 _SPECIAL = frozenset(r"\^$*+?{}[]|():")
 """Characters that make an entry a regular expression. An entry without them is a name, in which a dot is literal."""
-_NAME_LENGTH = 64
-"""Longest name of a module for which the time to match a regular expression is bounded."""
+_MAX_NAME_LENGTH = 64
+"""Longest name of a module that `_paths` assumes: a repetition such as ``.*`` matches at most this many characters."""
 _MAX_PATHS = 1 << 20
 """Maximum number of paths that the regular expressions of a list may try together, by backtracking, to match one name."""
 _NONE: Mapping[str, str] = MappingProxyType({})
@@ -313,7 +313,7 @@ def _paths(items: Iterable[Any], *, is_end: bool = False) -> int:
         kind, ways = str(operation), 1
         if kind.endswith("_REPEAT"):
             min_repeats, max_repeats, body = value
-            max_repeats = min(max_repeats, _NAME_LENGTH)
+            max_repeats = min(max_repeats, _MAX_NAME_LENGTH)
             ways = _paths(body)
             if ways > 1 or not (is_end and index == len(items) - 1):
                 ways = ways**max_repeats * (max_repeats - min(min_repeats, max_repeats) + 1)

@@ -21,7 +21,8 @@ class CommunicatorSpec:
         device: device of this rank; its index is the local rank.
         init_method: torch.distributed URL, the same for all ranks, such as ``tcp://127.0.0.1:29500``.
         timeout_s: timeout of a collective that a rank does not join.
-        is_p2p_only: True for a group between pipeline stages, of which the running engine calls only `send` and `recv`.
+        is_p2p_only: True for a group between pipeline stages: steps call only its `send` and `recv`, and only startup calls its
+            collectives.
         spans_hosts: True if the ranks may run on several hosts.
     """
 

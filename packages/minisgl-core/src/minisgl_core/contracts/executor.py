@@ -42,7 +42,7 @@ class ExecutorSpec:
         pp: pipeline stages.
         placement: value of ``--placement``.
         platform: value of ``--platform``, which may be ``auto``.
-        replicas: number of engines that the launch starts, each with ``tp * pp`` ranks.
+        replicas: number of engines of the server, each with ``tp * pp`` ranks.
         log_level: lowest level that the ranks log; None does not configure their logging.
         log_format: ``text`` or ``json``.
     """
@@ -65,7 +65,10 @@ class StartProcess(Protocol):
     """Function that starts a named child process and watches it; see `minisgl_core.runtime.supervisor.Supervisor`."""
 
     def __call__(self, name: str, target: Callable[..., None] | str, *args: Any) -> None:
-        """Run ``target(*args, report)`` in the child, which calls `report` with a `Ready` once it has started."""
+        """Run ``target(*args, report)`` in the child.
+
+        Once it has started, the child calls `report` with a `minisgl_core.protocol.messages.Ready`.
+        """
 
 
 class Executor(ABC):
@@ -92,7 +95,7 @@ class Executor(ABC):
         """Return the placement of each rank of an engine, in rank order. Rank 0 runs on this host.
 
         Args:
-            directory: private directory of the launch on this host, for Unix sockets and files.
+            directory: private directory on this host, for Unix sockets and files.
         """
 
     @abstractmethod

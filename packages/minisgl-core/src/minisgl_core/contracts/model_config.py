@@ -17,8 +17,8 @@ class RopeConfig:
     Attributes:
         theta: base of the frequencies.
         rotary_dim: rotated dimensions of a head.
-        kind: the scaling rule. ``per_layer``, which is not supported, marks a config with parameters per kind of layer, unless
-            the kinds are exactly full and sliding attention (see `ModelConfig.sliding_rope`).
+        kind: the scaling rule; ``per_layer`` if each kind of layer has its own parameters, which only plugins may support. For
+            exactly the kinds full and sliding attention, there are two `RopeConfig` instead: see `ModelConfig.sliding_rope`.
         factor: factor of context extension; 1 for ``default``.
         original_max_position: context of the unscaled model, in tokens.
         low_freq_factor, high_freq_factor: bounds of the llama3 rule.

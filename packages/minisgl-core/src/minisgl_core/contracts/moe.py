@@ -90,6 +90,8 @@ class MoeCapabilities:
 class ExpertWeights:
     """Parameters of a layer's experts, each contiguous and on `MoeSpec.device`.
 
+    Packed weights, `UINT4` and `MXFP4`, and their scales have other shapes and dtypes than listed: see below.
+
     Attributes:
         gate_up: gate rows, then up rows, [E, 2 * I, H], in `MoeSpec.weight_dtype`.
         down: [E, H, I], in `MoeSpec.weight_dtype`.

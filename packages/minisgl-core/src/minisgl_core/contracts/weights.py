@@ -100,7 +100,7 @@ class WeightSource(ABC):
         Quantized weights come dequantized: ``X.weight`` without its scales.
 
         Args:
-            config: the normalised form of `self.config`, which sources with other names need for translation.
+            config: the normalised form of `self.config`. A source may need it to translate other names of tensors.
         """
 
     def stored_tensors(self, config: ModelConfig, wanted: Container[str]) -> Iterator[tuple[str, LazyTensor]]:

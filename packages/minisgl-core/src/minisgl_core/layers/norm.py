@@ -29,7 +29,7 @@ class RMSNorm(Layer):
                 the all-reduce with the norm and leave the residual sharded over the ranks. So either all or none of the norms
                 that add to one residual must set it.
             weight_offset: added to the weight after loading; 1 if the checkpoint's norms multiply by ``1 + weight``, as
-                Gemma's do. The sum is kept in float32, since rounding it would change all outputs in the same direction.
+                Gemma's do. The sum is kept in float32, since its rounding error would be in the outputs of all tokens alike.
         """
         self._rms_norm, self._add_rms_norm = build.ops.norm.rms_norm, build.ops.norm.add_rms_norm
         self.eps = eps

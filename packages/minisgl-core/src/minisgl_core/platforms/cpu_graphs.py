@@ -154,7 +154,7 @@ class _CapturedOp:
 
 
 def _has_dynamic_shape(func: Any, args: tuple[Any, ...]) -> bool:
-    """Return True if the shape of the result depends on values; indexing does with masks only."""
+    """Return True if the shape of the result depends on values of tensors. Of indexing, this is true only with masks."""
     if func is not torch.ops.aten.index.Tensor:
         return torch.Tag.dynamic_output_shape in func.tags
     return any(_is_tensor(each) and each.dtype in (torch.bool, torch.uint8) for each in args[1])

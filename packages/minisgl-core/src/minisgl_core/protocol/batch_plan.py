@@ -103,8 +103,8 @@ class BatchPlan(msgspec.Struct, tag=True, kw_only=True):
         sample: requests that sample a token, and their parameters.
         prompt_logprobs: batch index of each request that returns log-probabilities of its prompt, int32; empty if none does.
         num_prompt_logprobs: number of most likely tokens that each of them returns, int32.
-        prompt_targets: token that follows each new token of these requests in the prompt, int32; -1 after the prompt's last
-            token and where no log-probability is requested.
+        prompt_targets: for each new token of the requests in `prompt_logprobs`, the next token of the prompt, int32; -1 from the
+            prompt's last token on.
         decode_query_len: tokens per decoding request: 1, or more if draft tokens are verified.
     """
 

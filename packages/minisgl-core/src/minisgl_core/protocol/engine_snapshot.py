@@ -23,7 +23,7 @@ class ReplicaState(msgspec.Struct, kw_only=True):
     num_requests: int
     """Requests that were routed to it and have not ended."""
     num_routed: int
-    """Requests that were routed to it since the launch."""
+    """Requests that were routed to it since the server started."""
 
 
 class SnapshotRequest(msgspec.Struct, tag=True, kw_only=True):

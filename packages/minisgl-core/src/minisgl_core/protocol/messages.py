@@ -166,7 +166,7 @@ class Tokenize(msgspec.Struct, tag=True, kw_only=True):
     def num_chars(self) -> int:
         """Characters of the prompt, or of the conversation with its tools, documents and template variables.
 
-        Names of fields count, as templates show those of tools. Numbers count as `_CHARS_PER_NUMBER` characters.
+        Names of fields count, because templates render the JSON of tools. Numbers count as `_CHARS_PER_NUMBER` characters.
         """
         if self.messages is None:
             return len(self.text or "")

@@ -22,7 +22,7 @@ def new_key() -> str:
 
 
 def tcp_address(host: str, port: int, key: str) -> str:
-    """Return the address of a TCP socket whose peers must have `key`."""
+    """Return the address of a TCP socket whose peers must have the secret key `key`."""
     return f"tcp://{key}@[{host}]:{port}" if ":" in host else f"tcp://{key}@{host}:{port}"
 
 
@@ -54,8 +54,8 @@ def secure(socket: Any, address: str, accepts: bool) -> tuple[str, ThreadAuthent
     if accepts:
         authenticator = ThreadAuthenticator(socket.context)
         authenticator.start()
-        # A peer has proven that it has the secret key of `key`.
-        allowed = SimpleNamespace(callback=lambda domain, key: key == public)
+        # A peer has proven that it has the secret key of `peer_public`.
+        allowed = SimpleNamespace(callback=lambda domain, peer_public: peer_public == public)
         authenticator.configure_curve_callback("*", allowed)
         socket.curve_server = True
     else:

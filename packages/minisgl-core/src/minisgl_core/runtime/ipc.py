@@ -1,13 +1,15 @@
-"""Sockets between the processes of one launch.
+"""Sockets between the processes of one server, or between the ranks of an `LLM`.
 
-Every process that receives binds one PULL socket in the launch's directory, and its senders connect PUSH sockets. Messages of
-one sender arrive in order. The directory is made for the launch, is accessible to its user only, and is removed at the end.
+Every process that receives binds one PULL socket in the server's directory, and its senders connect PUSH sockets. Messages of
+one sender arrive in order. The directory is made at the start, is accessible to its user only, and is removed at the end.
 These file permissions are the only access control of Unix sockets. Ranks on other hosts have TCP sockets, see `curve`.
 
-    api_in           <-- tokenizer workers, launcher; each API worker has its own, and its own tokenizer workers
+    api_in           <-- tokenizer workers of the API worker, launcher
     tokenizer_in[i]  <-- API server, scheduler of rank 0, launcher, router
     scheduler_in     <-- tokenizer workers or, with several replicas, the router
     RankPlacement.address  <-- scheduler of rank 0; for rank 0, the last pipeline stage
+
+Each API worker has an `api_in` and tokenizer workers of its own.
 
 With several replicas, tokenizer workers, launcher and schedulers send to `router_in`. The `IpcAddresses` of each engine have the
 `scheduler_in` of that engine.
@@ -49,7 +51,7 @@ MAX_PATH_BYTES = 100
 
 @dataclass(frozen=True, slots=True)
 class IpcAddresses:
-    """Addresses of one launch's sockets. Plain data, passed to each process.
+    """Addresses of one server's sockets. Plain data, passed to each process.
 
     Attributes:
         directory: directory of the sockets.
@@ -87,11 +89,11 @@ class IpcAddresses:
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def of_engine(self, engine_id: int) -> IpcAddresses:
-        """Return the addresses for another engine of the launch."""
+        """Return the addresses for another engine of the server."""
         return replace(self, engine_id=engine_id)
 
     def of_api_worker(self, api_worker_id: int) -> IpcAddresses:
-        """Return the addresses for another API worker of the launch."""
+        """Return the addresses for another API worker of the server."""
         return replace(self, api_worker_id=api_worker_id)
 
     @property

@@ -16,7 +16,7 @@ class LocalExecutor(Executor):
         return [] if spec.placement == "pack" else [f"it cannot {spec.placement} ranks, as it has one host; {remedy}"]
 
     def place(self, directory: str) -> Sequence[RankPlacement]:
-        """Return placements with Unix sockets and a rendezvous file in the launch's directory."""
+        """Return placements with Unix sockets and a rendezvous file in `directory`."""
         size, rendezvous = self.spec.size, f"file://{directory}/rendezvous"
         return [RankPlacement(rank, size, rank, f"ipc://{directory}/rank-{rank}", rendezvous) for rank in range(size)]
 

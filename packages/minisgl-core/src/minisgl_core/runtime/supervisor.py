@@ -222,7 +222,7 @@ def _ask_to_end(process: Any) -> None:
 
 
 def _describe_failure(name: str, failed: _Failed) -> str:
-    """Return a message about a failed child. Errors for users begin with their text, others with the exception's type."""
+    """Return a message about a failed child. It begins with the text of an error for users, else with the child's name."""
     if failed.is_minisgl_error:
         # The message of a rank on another host names the process already.
         text = failed.text if f"'{name}'" in failed.text else f"{failed.text} (in the process '{name}')"

@@ -2,8 +2,8 @@
 
 A grammar takes milliseconds to compile, and the grammar backend reads the tokenizer before it compiles the first one. Threads do
 this work. A request waits in the queue until its grammar is compiled, and other requests run meanwhile. Before a thread
-compiles a grammar, `GrammarChecker` compiles it on trial, and refuses it if that takes too much time or memory. Grammars that
-fail a quick trial are left to a thread of their own, so that expensive grammars delay others by little.
+compiles a grammar, `GrammarChecker` checks it, and refuses it if that takes too much time or memory. Grammars that fail a quick
+trial are left to a thread of their own, so that expensive grammars delay others by little.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ _MIN_BYTES_PER_CHARACTER = 64
 _ACCEPT_LIMIT_S = 0.05
 """CPU time that `accept` may take for one token. Most tokens take microseconds."""
 _NUM_THREADS = 2
-"""Threads for grammars that pass a quick trial. The others have one more thread."""
+"""Threads that compile the grammars that pass a quick trial. One more thread compiles the others."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
-"""Trial compilation of grammars in child processes, before the engine's process compiles them.
+"""Checks of grammars in child processes, before the engine's process compiles them.
 
-Some short texts take minutes or gigabytes to compile. A thread cannot be stopped or limited in memory, but a process can,
-so each text is compiled in a child process first. The child ends when its pipe closes, however the engine's process ends.
+Some short texts take minutes or gigabytes to compile. A thread cannot be stopped or limited in memory, but a process can. So a
+child process first calls `GrammarBackend.check`, which does the expensive work of a compilation: a trial. The child ends when its
+pipe closes, however the engine's process ends.
 
 A quick trial has a tenth of the CPU time, and a process of its own. Nearly all grammars pass it, so that they do not wait for
 the trials of those that need more.
@@ -46,7 +47,9 @@ class Trial(msgspec.Struct, tag=True):
 
 
 class Verdict(msgspec.Struct, tag=True):
-    """Result of a trial, or of the start of the child process, which sets `plugin_error` if it failed and otherwise nothing.
+    """Result of a trial. The child process also sends one when it has started.
+
+    If the start failed, that one has only `plugin_error`; otherwise, it is empty.
 
     Attributes:
         number: number of the trial; 0 if `exit_status` is set.
@@ -68,7 +71,7 @@ class Verdict(msgspec.Struct, tag=True):
 
 
 class GrammarChecker:
-    """Checker of grammars, which compiles them on trial in child processes. Several threads may use it.
+    """Checker of grammars, which runs trials in child processes. Several threads may use it.
 
     Args:
         provider: name of the grammar backend.
@@ -78,10 +81,10 @@ class GrammarChecker:
         self._quick, self._thorough = TrialProcess(provider, QUICK_LIMIT_S), TrialProcess(provider, CPU_LIMIT_S)
 
     def check(self, source: GrammarSource, is_quick: bool = False) -> int:
-        """Compile the parts of a grammar and its text in a child process.
+        """Check the parts of a grammar and its text in a child process.
 
         Returns:
-            Memory that the compilation took, in bytes.
+            Memory that the check took, in bytes.
 
         Raises:
             QuickLimitError: a quick trial has too little CPU time.

@@ -1,4 +1,4 @@
-"""Main function of a process that compiles grammars on trial; see `minisgl_core.scheduler.grammar_checker`.
+"""Main function of a process that checks grammars; see `minisgl_core.scheduler.grammar_checker`.
 
 It imports the provider and nothing of the engine, so that it starts fast and needs little memory.
 """

@@ -16,7 +16,7 @@ from minisgl_core.scheduler.token_rules import TokenRules
 class Request:
     """State of a request from arrival to release.
 
-    A prefix of the request's tokens has been computed. With overlap, the last token may be in flight: a launched step samples
+    A prefix of the request's tokens has been computed. With overlap, the last token may be in flight: a planned step samples
     it, and the host does not know it yet.
 
         tokens   |<-------------- num_tokens -------------->|<----- num_pending ----->|
@@ -133,7 +133,7 @@ class Request:
 
     @property
     def num_inflight(self) -> int:
-        """Launched steps that include the request and are not processed yet."""
+        """Planned steps that include the request and are not processed yet."""
         return int(self._running.num_inflight[self.row])
 
     @property
@@ -169,7 +169,7 @@ class Request:
 
     @property
     def known_computed(self) -> Int32Array:
-        """Tokens known to the host whose KV is in the pool, or will be once the launched steps are done."""
+        """Tokens known to the host whose KV is in the pool, or will be once all planned steps are done."""
         return self.tokens[: self.num_computed]
 
     def record(self, finish_reason: str) -> RequestRecord:

@@ -118,14 +118,14 @@ class RunningRequests:
         prefills = wants_step & (num_left > 0) & ~decodes
         return rows[decodes[rows]], rows[prefills[rows]]
 
-    def launch(self, rows: Int32Array, sampled: Int32Array, decodes: Int32Array) -> None:
-        """Update the counts for a launched step: all of its rows, those that sample a token, and those that decode."""
+    def count_planned(self, rows: Int32Array, sampled: Int32Array, decodes: Int32Array) -> None:
+        """Update the counts for a planned step: all of its rows, those that sample a token, and those that decode."""
         self.num_inflight[rows] += 1
         self.num_pending[sampled] += 1
         self.num_computed[decodes] += 1
 
-    def complete(self, rows: Int32Array, sampled: Int32Array) -> None:
-        """Update the counts for a step that is processed."""
+    def count_processed(self, rows: Int32Array, sampled: Int32Array) -> None:
+        """Update the counts for a processed step: all of its rows, and those that sampled a token."""
         self.num_inflight[rows] -= 1
         self.num_pending[sampled] -= 1
 

@@ -44,8 +44,7 @@ _NO_ROWS = np.empty(0, np.int32)
 _COMPILE_WAIT_S = 0.02
 """Longest wait for a grammar to be compiled while no other request can run."""
 _FEW_WAITING = 3
-"""If at most this many requests wait, `min_left` must be left after the whole prompt of an added request; see
-`_schedule_prefills`."""
+"""Number of waiting requests that count as few in `_schedule_prefills`."""
 
 
 class Scheduler:
@@ -187,7 +186,10 @@ class Scheduler:
     # Called by the engine loop.
 
     def schedule(self) -> BatchPlan | None:
-        """Plan the next step. Return None if nothing can run before `process` has handled the steps in flight."""
+        """Plan the next step. Return None if nothing can run yet.
+
+        Then `process` must handle a step in flight first, or requests wait only for their grammars to be compiled.
+        """
         self._end_compiling()
         scheduled = self._schedule_decodes()
         if scheduled is None:
@@ -200,7 +202,7 @@ class Scheduler:
                 return None
             return self._unblock()
         plan = self.planner.plan(decodes, prefills, self.pages.drain_table_writes())
-        self._running.launch(plan.rows, plan.rows[plan.sample.index], decodes)
+        self._running.count_planned(plan.rows, plan.rows[plan.sample.index], decodes)
         self.stats.num_steps += 1
         self.stats.num_prefilled_tokens += sum(chunk.num_new for chunk in prefills)
         if self.step_planned is not None:
@@ -228,7 +230,7 @@ class Scheduler:
             if request.prompt_logprobs is not None:
                 request.prompt_logprobs.extend(entries)
         sampled = plan.rows[plan.sample.index]
-        running.complete(plan.rows, sampled)
+        running.count_processed(plan.rows, sampled)
         live = np.flatnonzero(running.is_live(sampled))
         rows, tokens = sampled[live], result.tokens[live]
         is_token_only = running.add_tokens(rows, tokens)
@@ -333,10 +335,10 @@ class Scheduler:
     def _schedule_prefills(self, num_decodes: int, rows: Int32Array) -> list[Chunk]:
         limit = self.limits.max_prefill_tokens
         budget = self.step_times.prompt_tokens(num_decodes, limit)
-        # A shorter step returns the first tokens of its prompts earlier. So if `max_step_s` limits the prompt tokens, the first
-        # chunk may use the whole budget, but `_admit` adds further requests only while more than half of it, `min_left`, is left.
-        # While few requests wait, `min_left` must even be left after the whole prompt of the added request. With many, that would
-        # delay the last ones.
+        # With fewer prompts, a step is shorter and returns their first tokens earlier. So if `max_step_s` limits the budget, the
+        # first chunk may use all of it, but `_admit` adds a further request only while more than half of it, `min_left`, is left.
+        # While few requests wait, `min_left` must be left even after the request's whole prompt. With many, that would delay the
+        # last ones.
         min_left = 0 if budget == limit else budget // 2
         chunks: list[Chunk] = []
         for row in rows.tolist():

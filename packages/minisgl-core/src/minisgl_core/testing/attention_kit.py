@@ -124,7 +124,7 @@ class AttentionBackendTests:
     @pytest.mark.parametrize("has_norms", [False, True])
     @pytest.mark.parametrize("rotary_fraction", [1.0, 0.5])
     def test_fused_rope_of_decodes(self, has_norms: bool, rotary_fraction: float) -> None:
-        """A fused decode kernel applies QK norms, then RoPE by position and layer to a fraction of each head's dimensions."""
+        """A fused decode kernel applies QK norms, then RoPE to a fraction of each head's dimensions; angles differ per layer."""
         if not self.provider.capabilities.fused_rope_decode:
             pytest.skip("the backend does not apply RoPE")
         for spec in self.specs(every_shape=True):

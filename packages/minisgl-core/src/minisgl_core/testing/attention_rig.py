@@ -260,7 +260,7 @@ class AttentionRig:
         rope = quarter_turns(len(q), q)
         if not self.backend.supports_fused_rope(plan, rope):
             return self.backend.forward(q, k, v, layer, plan)
-        # RoPE with negative angles is the inverse, so the backend must compute the outputs of q and k.
+        # Inputs are rotated by the negative angles. The backend's RoPE restores q and k, so its outputs must be those of q and k.
         given = *RotaryOps(q.device, q.dtype).apply_rope(q, k, rope.cos, -rope.sin), v
         before = [each.clone() for each in given]
         out = self.backend.attend_fused_rope(*given, layer, rope, plan)

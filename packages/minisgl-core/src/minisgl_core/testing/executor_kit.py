@@ -62,7 +62,7 @@ class ExecutorTests:
                 assert local == list(range(len(local))), f"the local ranks of {node} do not count from 0"
 
     def test_ranks_start_and_communicate(self) -> None:
-        """Each rank joins the rendezvous of its placement, reports `Ready`, receives at its address, and ends with the launch."""
+        """Each rank joins the rendezvous of its placement, reports `Ready`, receives at its address, and ends at the shutdown."""
         supervisor = Supervisor()
         with self.placed(supervisor) as (executor, placements, directory):
             names = [f"rank {each.rank}" for each in placements]
@@ -81,7 +81,7 @@ class ExecutorTests:
                 supervisor.wait(timeout_s=0.1)
             assert all(each.exists() for each in done), "a rank received no message at its address"
             ranks = [psutil.Process(int(each.read_text())) for each in done]
-        assert not psutil.wait_procs(ranks, self.limit_s)[1], "a rank still runs after the launch"
+        assert not psutil.wait_procs(ranks, self.limit_s)[1], "a rank still runs after the shutdown"
 
     @pytest.mark.parametrize("rank", [0, -1])
     def test_a_rank_that_exits_is_an_error(self, rank: int) -> None:

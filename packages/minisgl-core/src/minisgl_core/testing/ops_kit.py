@@ -21,7 +21,8 @@ class OpsTests(LinearChecks, NormChecks, RotaryChecks, SamplingChecks, StepCheck
         device: device of the tests.
         dtypes: dtypes of the model.
         fp8_dtypes: dtypes of models with FP8 GEMMs; empty if the provider has none.
-        shapes: (output features, input features) of weights. FP8 GEMMs use the shapes that are multiples of 32 and 16.
+        shapes: (output features, input features) of weights. FP8 GEMMs use those with output features divisible by
+            32 and input features divisible by 16.
         num_rows: numbers of tokens of a GEMM.
         sizes: sizes of the last dimension of norms and activations.
         tolerances: largest relative error (root mean square) of a result, by dtype.

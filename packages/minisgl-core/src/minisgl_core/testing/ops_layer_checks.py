@@ -67,7 +67,7 @@ class LinearChecks(OpsChecks):
                 assert (quantized.float().abs().amax(-1) == FP8_MAX).tolist() == [row != 4 for row in range(9)]
 
     def weights(self, in_fp8: bool) -> Iterator[tuple[LinearOps, Shape]]:
-        """Yield an instance per dtype with each shape of a weight; for FP8, multiples of 32 and 16."""
+        """Yield an instance per dtype with each shape of a weight; for FP8, see `OpsTests.shapes`."""
         for ops in self.providers(LinearOps, self.fp8_dtypes if in_fp8 else None):
             for shape in self.shapes:
                 if not in_fp8 or (shape[0] % 32 == 0 and shape[1] % 16 == 0):

@@ -15,7 +15,7 @@ Prefix = tuple[int, ...]
 """A prefix with one symbol per page."""
 
 NUM_PAGES = 48
-"""Pages of the pool in a history."""
+"""Pages of the pool, including the padding page 0, which no cache gets."""
 
 SYMBOLS = st.sampled_from([0, 0, 0, 1, 2])
 """Symbols with uneven frequencies, so that prompts often share a prefix."""

@@ -60,8 +60,8 @@ class _Exchange:
 class ThreadCommunicator(Communicator):
     """Communicator between threads. It sums in rank order, so that all ranks have bitwise equal results.
 
-    If each rank gets as many rows, `all_reduce_add_norm` returns NaN in the residual's rows of other ranks. The contract leaves
-    their values open.
+    If the rows divide evenly by the ranks, `all_reduce_add_norm` returns NaN in the residual's rows of the other ranks, whose
+    values the contract leaves open.
     """
 
     def __init__(self, rank: int, size: int, exchange: _Exchange) -> None:

@@ -71,7 +71,7 @@ class _ByteDecoder:
 
 
 class _WindowDecoder:
-    """Decoder that calls the tokenizer with the new tokens after those of the last text that it returned.
+    """Decoder for other tokenizers. It decodes the tokens of the last text that it returned, as context, with the new tokens.
 
     A decoder may treat the first token of a text differently: that of sentencepiece drops its leading space. A decoder with
     byte fallback decodes a run of byte tokens as a whole. With an incomplete character at its end, the complete characters

@@ -57,7 +57,7 @@ class _Automaton(NamedTuple):
 
     Attributes:
         chars: last character of each node. Children of a node follow each other, in order of these characters.
-        first_children: first child of each node; those of the next node follow its last one.
+        first_children: first child of each node. Its children end before the first child of the next node.
         failures: node of the longest proper suffix of each node.
         depths: length of each node.
         found: number, from 1, of the longest stop string that is a suffix of each node; 0 for none.

@@ -58,11 +58,12 @@ class TokenBytes(dict[int, bytes]):
 def max_token_bytes(tokenizer: Any) -> int:
     """Return an upper bound on the bytes of text that one token stands for; 0 if none is known.
 
-    There is one if the tokenizer is byte-level, its normalizer is NFC or none, and no token also matches the spaces around it. It
-    may be twice the maximum, since the byte alphabet writes some bytes as characters of two bytes, or, with NFC, six times.
+    There is one if the tokenizer is byte-level, its normalizer is NFC or none, and no token also matches the spaces around it.
+    The bound may be twice the maximum, because the byte alphabet writes some bytes as characters of two bytes. With NFC, which
+    may shrink the text to a third before it is split into tokens, the bound is three times as large.
     """
     normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
-    # NFC turns three Hangul letters into one syllable.
+    # NFC turns three Hangul letters of 3 bytes into one syllable of 3 bytes.
     shrinks = {"NoneType": 1, "NFC": 3}.get(type(normalizer).__name__)
     strips = any(token.lstrip or token.rstrip for token in tokenizer.added_tokens_decoder.values())
     if not TokenBytes(tokenizer).is_byte_level or shrinks is None or strips:

@@ -3,7 +3,7 @@
 Each role is a class, whose methods are the reference in plain torch and run on any device. A provider subclasses one or more
 roles and overrides methods with faster kernels. `Ops` composes an engine's roles: the first provider that has a role serves it.
 Shape legend of all roles: T tokens, N requests that sample a token, H hidden size, I intermediate size, V vocabulary size, E
-experts, K experts per token (in the step role, numbers per token). Hq query heads, Hkv KV heads, D head dimension, P pages, S
+experts, K experts per token (in the step role, step inputs per token). Hq query heads, Hkv KV heads, D head dimension, P pages, S
 tokens per page, R rows and M columns of the page table.
 
 Unless a docstring says otherwise, input tensors may have any strides and are not modified. Results have the dtype of the

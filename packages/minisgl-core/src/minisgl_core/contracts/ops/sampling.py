@@ -32,7 +32,7 @@ class SamplingOps(OpsProvider):
     """Greedy and random sampling, and the masks of constrained decoding."""
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the first of the largest logits of each request; [N, V] to int64 [N]."""
+        """Return the token with the largest logit of each request, the first if several are equal; [N, V] to int64 [N]."""
         return logits.argmax(-1)
 
     def sample(self, logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
@@ -42,7 +42,7 @@ class SamplingOps(OpsProvider):
 
         Args:
             logits: [N, V], any float dtype; a token with -inf is never sampled.
-            temperature: float32 [N], 0 or at least 1e-5. At 0, the first of the largest logits is taken.
+            temperature: float32 [N], 0 or at least 1e-5. At 0, the result is that of `argmax`.
             uniform: in [0, 1), float32 [N].
 
         Returns:
