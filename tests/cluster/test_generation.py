@@ -114,6 +114,7 @@ def zeromq_mechanisms(node: RayNode) -> set[bytes]:
 def test_too_few_or_small_nodes_are_an_error(options: dict[str, Any], message: str) -> None:
     with pytest.raises(MinisglError, match=message):
         load(tiny_folder.llama(), executor="ray", **options)
+    assert {each["state"] for each in ray.util.placement_group_table().values()} == {"REMOVED"}
 
 
 def test_spread_splits_a_stage_and_ranks_have_the_environment_of_the_launch(

@@ -142,7 +142,7 @@ class RayExecutor(Executor):
 
     def close(self) -> None:
         """Kill the actors, free the resources, and leave the cluster if `place` has connected to it."""
-        if not self._owns_connection and not self._actors:
+        if not self._owns_connection and self._group is None and not self._actors:
             return
         import ray
 
