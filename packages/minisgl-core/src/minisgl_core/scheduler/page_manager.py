@@ -107,7 +107,7 @@ class PageManager:
         self._table_writes = [write for write in self._table_writes if write[0][0] != request.row]
         if request.handle is not None:
             self.cache.unlock(request.handle)
-        request.reset()
+        self._running.remove(request)
 
     def missing_pages(self, request: Request, num_tokens: int) -> int:
         """Return how many more pages the request needs to hold `num_tokens` tokens."""
@@ -179,7 +179,7 @@ class PageManager:
             self.cache.unlock(request.handle)
         self.allocator.free(pages[own_start:])
         request.matched_at = -1
-        request.reset()
+        self._running.remove(request)
 
     def _insert(self, request: Request, tokens: Int32Array, pages: Int32Array) -> PrefixInsert:
         """Insert pages into the cache, and call the hook for the pages that the cache took."""

@@ -1,52 +1,19 @@
-"""State of the running requests in arrays, which are indexed by the row of the page table.
-
-A step of decodes changes the same few numbers of every request. In arrays, this takes a few operations per step instead of a
-loop over the requests. Rows of `tokens` and `pages` have space for the longest sequence, but occupy memory only once they are
-written to.
-"""
-
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+"""The running requests, and the rows of the page table that they occupy."""
 
 import numpy as np
-import numpy.typing as npt
 
 from minisgl_core.kv.allocator import Int32Array
-
-if TYPE_CHECKING:
-    from minisgl_core.scheduler.limits import SchedulerLimits
-    from minisgl_core.scheduler.request import Request
-
-Bools = npt.NDArray[np.bool_]
+from minisgl_core.scheduler.limits import SchedulerLimits
+from minisgl_core.scheduler.request import Request
+from minisgl_core.scheduler.request_arrays import Bools, RequestArrays
 
 
-class RunningRequests:
-    """Requests with a row, and the arrays of their state, each [R] unless stated otherwise. Row 0 is for padding.
-
-    The counts and flags of row 0 and of free rows are 0. So a waiting request, whose row is 0, has no pages and no computed
-    tokens. The other arrays keep the values of the last request.
-
-    Attributes:
-        tokens: token ids of each row, of which the first `num_tokens` are known to the host, int32 [R, max_seq_len].
-        pages: page ids of each row, of which the first `num_pages` are valid, int32 [R, pages of max_seq_len].
-        num_prompt_tokens, num_computed, num_pending, num_inflight: as in `Request`.
-        max_length: as in `Request`; 0 once the request has ended.
-        last_token: last token known to the host.
-        is_plain: True for a request without a grammar and without log-probabilities, so that its new tokens need no further work.
-        worker, request_id: as in `Request`.
-    """
+class RunningRequests(RequestArrays):
+    """Requests with a row, in order of admission, and the arrays of their state."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
-        """Allocate the arrays, with a row for each of `limits.max_running` requests."""
-        rows, max_pages = limits.max_running + 1, -(-limits.max_seq_len // limits.page_size)
-        self.tokens, self.pages = (np.empty((rows, width), np.int32) for width in (limits.max_seq_len, max_pages))
-        self._counts = np.zeros((7, rows), np.int32)
-        self.num_tokens, self.num_pages, self.num_prompt_tokens, self.num_computed = self._counts[:4]
-        self.num_pending, self.num_inflight, self.max_length = self._counts[4:]
-        self.last_token, self.worker = np.zeros((2, rows), np.int32)
-        self.is_plain = np.zeros(rows, np.bool_)
-        self.request_id = np.full(rows, "", object)
+        """Allocate a row for each of `limits.max_running` requests."""
+        super().__init__(limits)
         self._num_stopping = np.zeros(limits.vocab_size, np.int32)
         """Number of admitted requests that each token stops."""
         self._requests: dict[int, Request] = {}
@@ -76,15 +43,17 @@ class RunningRequests:
         self._num_stopping[list(request.stop_ids)] += 1
 
     def remove(self, request: Request) -> None:
-        """Free the row of a request."""
+        """Discard the computed state of a request, and free its row if it has one."""
         row = request.row
+        request.reset()  # which reads its tokens from the arrays
+        if not row:
+            return
         if self._requests.pop(row, None) is not None:
             self._rows = None
             self._num_stopping[list(request.stop_ids)] -= 1
         self._counts[:, row] = 0
         self.is_plain[row] = False
         self._free_rows.append(row)
-        request.row = 0
 
     @property
     def rows(self) -> Int32Array:
@@ -103,12 +72,6 @@ class RunningRequests:
         """Return the running requests in order of admission."""
         return list(self._requests.values())
 
-    @property
-    def lengths(self) -> Int32Array:
-        """`Request.length` of every row."""
-        lengths: Int32Array = self.num_tokens + self.num_pending
-        return lengths
-
     def schedulable(self) -> tuple[Int32Array, Int32Array]:
         """Return the rows that can decode, and those that have more tokens to prefill."""
         lengths, rows = self.lengths, self.rows
@@ -117,17 +80,6 @@ class RunningRequests:
         decodes = wants_step & (num_left == 1) & (lengths > self.num_prompt_tokens)
         prefills = wants_step & (num_left > 0) & ~decodes
         return rows[decodes[rows]], rows[prefills[rows]]
-
-    def count_planned(self, rows: Int32Array, sampled: Int32Array, decodes: Int32Array) -> None:
-        """Update the counts for a planned step: all of its rows, those that sample a token, and those that decode."""
-        self.num_inflight[rows] += 1
-        self.num_pending[sampled] += 1
-        self.num_computed[decodes] += 1
-
-    def count_processed(self, rows: Int32Array, sampled: Int32Array) -> None:
-        """Update the counts for a processed step: all of its rows, and those that sampled a token."""
-        self.num_inflight[rows] -= 1
-        self.num_pending[sampled] -= 1
 
     def add_tokens(self, rows: Int32Array, token_ids: Int32Array) -> Bools:
         """Append a sampled token to each row. Return True for each row whose output of the step is only the token.
@@ -142,21 +94,9 @@ class RunningRequests:
         is_token_only: Bools = continues & self.is_plain[rows] & (lengths > self.num_prompt_tokens[rows] + 1)
         return is_token_only
 
-    def add_pages(self, rows: Int32Array, pages: Int32Array) -> Int32Array:
-        """Append a page to each row. Return the index of each page in its row."""
-        columns: Int32Array = self.num_pages[rows]
-        self.pages[rows, columns] = pages
-        self.num_pages[rows] += 1
-        return columns
-
     def end(self, request: Request) -> None:
         """Exclude a request from further steps. `remove` clears its row."""
         self.max_length[request.row] = 0
-
-    def is_live(self, rows: Int32Array) -> Bools:
-        """Return True for each row whose request has not ended."""
-        is_live: Bools = self.max_length[rows] > 0
-        return is_live
 
     def removable(self, rows: Int32Array) -> list[Request]:
         """Return the requests among the rows that have ended and are in no step in flight."""

@@ -5,8 +5,8 @@ chunked prefill of Sarathi-Serve, arXiv 2403.02310). If `max_step_s` limits its 
 scheduler only plans steps. The engine loop runs the plans and returns their results in order, possibly one step late
 (overlap), or several steps late (pipeline parallelism).
 
-Decoding requests are handled together, as rows of the arrays in `RunningRequests`. Only prefills, requests that end, and those
-with a grammar or log-probabilities are handled one by one.
+Decoding requests are handled together, as rows of `RequestArrays`. Only prefills, requests that end, and those with a grammar or
+log-probabilities are handled one by one.
 
 The file is long because admission, preemption and the end of requests change one shared state.
 """
