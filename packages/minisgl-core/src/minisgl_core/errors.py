@@ -23,7 +23,7 @@ _SHORT = _ShortRepr()
 _SHORT.maxlevel = 3
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 200
 _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = _SHORT.maxset = _SHORT.maxfrozenset = 40
-"""Shortens values for messages, at a cost that does not grow with the value."""
+"""Shortens values for messages."""
 
 
 class MinisglError(Exception):

@@ -69,7 +69,7 @@ class SamplingParams:
         logit_bias: token id to a number added to its logit, in [-100, 100].
         allowed_token_ids: the only tokens that may be generated; this bans EOS tokens unless they are listed. None allows all.
         bad_words: texts that are not generated. The token that would complete a bad word's token sequence is banned, as in
-            vLLM. The token sequence of the text after a space is also banned, if it is equally long.
+            vLLM. The sequence of the word with a space before it is banned, too, if it begins with another token and is as long.
         seed: the same seed gives the same tokens if the logits are equal; None draws a random seed. Other requests in the
             batch change no random number. They change logits slightly in bfloat16 and float16, which may change a token.
         stop: texts that end the output; the match itself is not returned.

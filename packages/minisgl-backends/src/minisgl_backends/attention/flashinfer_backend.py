@@ -64,7 +64,7 @@ class FlashInferAttention(FusedStoreAttention):
     def uncompiled(cls, spec: AttentionSpec) -> str:
         """Name the prefill's modules until `compile` has run.
 
-        The decode's modules are not checked, because ``auto`` takes only the prefill from FlashInfer.
+        The decode's modules are not checked, because ``auto`` uses FlashInfer for prefills only (``--attn fi,triton``).
         """
         return "" if is_compiled(spec) else "FlashInfer's prefill"
 

@@ -69,7 +69,7 @@ class LlguidanceState(GrammarState):
 
     @property
     def error(self) -> str:
-        return _first_line(self._matcher.get_error()) if self._matcher.is_error() else ""
+        return _summary(self._matcher.get_error()) if self._matcher.is_error() else ""
 
 
 class LlguidanceGrammar(GrammarBackend):
@@ -85,9 +85,7 @@ class LlguidanceGrammar(GrammarBackend):
         try:
             self._tokenizer = from_tokenizer(tokenizer, n_vocab=num_matcher_tokens, eos_token=list(eos_token_ids))
         except Exception as error:  # its exceptions have no common base class
-            raise ModelFormatError(
-                f"llguidance cannot read the model's tokenizer: {_first_line(str(error))}"
-            ) from error
+            raise ModelFormatError(f"llguidance cannot read the model's tokenizer: {_summary(str(error))}") from error
         added = tokenizer.added_tokens_decoder.items()
         self._special = {
             token.content: token_id for token_id, token in added if self._tokenizer.is_special_token(token_id)
@@ -179,11 +177,11 @@ def _refusal(kind: str, text: str, name: str, reason: str) -> InvalidValueError:
         "structural_tag": "a structural tag",
     }
     return InvalidValueError(
-        name, text, f"{wanted.get(kind, kind)} that llguidance supports", f"Reason: {_first_line(reason)}"
+        name, text, f"{wanted.get(kind, kind)} that llguidance supports", f"Reason: {_summary(reason)}"
     )
 
 
-def _first_line(text: str) -> str:
+def _summary(text: str) -> str:
     if text.startswith("NoExtension"):  # llguidance's name of the error
         return "no text fits it"
     lines = [line.strip() for line in text.splitlines() if line.strip()]

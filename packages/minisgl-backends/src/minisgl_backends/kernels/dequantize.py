@@ -14,8 +14,9 @@ _SHIFTS = tl.constexpr(("0", "4", "8", "12"))
 
 @triton.jit
 def dequantize_int4(codes, words, PART: tl.constexpr, dtype: tl.constexpr):
-    """Return ``(code - zero) * scale`` of the codes in bits 4 * PART to 4 * PART + 3, in `dtype`; see `scale_words`.
+    """Return ``(code - zero) * scale`` of the codes in bits 4 * PART to 4 * PART + 3, in `dtype`.
 
+    A word has the scale and the zero as `minisgl_backends.kernels.int4_gemm.scale_words` packs them.
     Two codes are converted by four instructions. In bfloat16, addition and multiplication are fused multiply-adds with 1 and -0,
     since GPUs before Hopper have no other instruction for pairs.
     """

@@ -57,7 +57,7 @@ def packed_dot(
         rows: pointers to the rows of x, [ROWS].
         row_mask: True for rows that exist, [ROWS].
         stored_row: stored row of each output, see `TiledWeight.rows_of`, [COLS].
-        half: distance from a gate row to its up row, in stored rows.
+        half: number of stored rows of the gate, and so the distance from a gate row to its up row; without GATED, of all rows.
 
     Returns:
         The sums of the outputs, or of the gate if GATED, and those of up: float32 [COLS, ROWS].
@@ -248,7 +248,7 @@ class PackedGemm:
                 workspace.reserve(each.splits * self._halves * rows * self.num_outputs, num_blocks)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [..., N] from x [..., in]."""
+        """Return [..., N] from x [..., K]."""
         if x.dim() != 2 or x.stride(1) != 1:
             out = self(x.reshape(-1, x.shape[-1]).contiguous())
             return out.view(*x.shape[:-1], out.shape[-1])

@@ -68,7 +68,7 @@ class Packing:
 
     @property
     def is_aligned(self) -> bool:
-        """Return True if a word's inputs divide a chunk, or are whole chunks: then no word begins in one and ends in another."""
+        """Return True if a chunk consists of whole words, or a word of whole chunks."""
         return self.chunk % self.word == 0 or self.word % self.chunk == 0
 
     @property

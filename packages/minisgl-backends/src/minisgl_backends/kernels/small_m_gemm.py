@@ -20,7 +20,7 @@ MAX_ROWS = 16
 _COLS = 64
 """Output columns per program."""
 _DEPTH_BYTES = 512
-"""Bytes of a weight row that an iteration over K loads; half of it is gate and half up in a gated MLP."""
+"""Bytes of a weight row that an iteration over K loads; in a gated MLP, half as many of a gate row and of an up row."""
 _SPLITS = 4
 """Programs per block of columns if K is split."""
 _FEW_BLOCKS = 64

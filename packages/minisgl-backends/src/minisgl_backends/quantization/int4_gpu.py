@@ -34,7 +34,7 @@ class HopperInt4Linear:
         weight.codes, weight.scales, weight.zeros = weight.codes.new_empty(0), weight.scales.new_empty(0), None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [..., N] from x [..., in]; a row of x is a token."""
+        """Return [..., N] from x [..., K]; a row of x is a token."""
         if x.dim() != 2:
             out = self(x.reshape(-1, x.shape[-1]))
             return out.view(*x.shape[:-1], out.shape[-1])

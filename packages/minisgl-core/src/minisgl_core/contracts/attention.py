@@ -172,9 +172,9 @@ def _features(windows: Iterable[int | None], caps: Iterable[float | None], has_s
 class AttentionBatch:
     """Attention metadata of one step's requests, decodes first; the same for all layers.
 
-    A request's queries are its last ``q_lens[i]`` tokens. Its keys are all ``seq_lens[i]`` tokens, and those before the queries
-    are in the pool already. Attention is causal. A prefill may read pages that other prefills write in this step. A decode
-    reads only its own new token and tokens of earlier steps.
+    A request's queries are its last ``q_lens[i]`` tokens. Its keys are all ``seq_lens[i]`` tokens. Attention is causal. Keys
+    before the queries are in the pool already, except that a prefill may read pages that other prefills write in this step. A
+    decode reads only its own new token and tokens of earlier steps.
 
     Attributes:
         num_decodes: requests ``[0, num_decodes)`` have exactly `decode_query_len` queries.

@@ -96,7 +96,8 @@ class BatchPlan(msgspec.Struct, tag=True, kw_only=True):
     Attributes:
         num_decodes: requests ``[0, num_decodes)`` have `decode_query_len` tokens.
         rows: page-table row of each request, int32 [B].
-        starts: position of each request's first new token, int32 [B]. The KV of all earlier tokens is in the pool already.
+        starts: position of each request's first new token, int32 [B]. The KV of all earlier tokens is in the pool already,
+            or written by another request's prefill in this step.
         num_new: tokens of each request computed in this step, int32 [B].
         token_ids: int32 [T]; `FROM_DEVICE` stands for the row's last sampled token.
         page_table_writes: page-table entries to write before the step, int32 [3 * N]: N rows, N columns, N page ids.

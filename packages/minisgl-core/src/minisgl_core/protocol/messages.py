@@ -7,13 +7,13 @@
     scheduler (rank 0)  --BatchPlan/TokenMasks/Stop-->  the other ranks
     scheduler (rank 0)  <--StepResult--  first rank of the last pipeline stage, if there are several
     launcher  --EngineInfo-->  API server and tokenizer workers
+    launcher  --ApiRestarted-->  tokenizer workers of a restarted API worker
     launcher  <--Ready--  its child processes, each through a pipe
 
 With ``--replicas``, a router receives what tokenizer workers send, and passes it on to the scheduler of one replica:
 
     tokenizer worker  --Submit/Abort/Ended-->  router  --Submit/Abort-->  scheduler (rank 0) of a replica
     tokenizer worker  <--ReplicaLost--  router  <--CacheEvents--  scheduler (rank 0) of a replica
-    launcher  --ApiRestarted-->  tokenizer workers of an API worker
     launcher  --EngineInfo/ReplicaReady/ReplicaDied/NoReplica-->  router,  launcher  --NoReplica-->  API server
 
 One tokenizer worker serves a request in both directions, so that one process has its detokenizer state. The file is long because

@@ -17,9 +17,9 @@ With several replicas, tokenizer workers, launcher and schedulers send to `route
     router_in        <-- tokenizer workers, launcher, scheduler of rank 0 of each replica
     router_events    <-- scheduler of rank 0 of each replica
 
-Queues are unbounded (high-water mark 0): a bounded queue would let one slow reader block the scheduler and all streams. The
-number of requests that the scheduler accepts limits their length. A closed socket delivers its queue for up to `LINGER_MS`,
-so that a last message arrives and a dead peer does not delay the close.
+Queues are unbounded (high-water mark 0), except with `max_messages`: a bounded queue would let one slow reader block the
+scheduler and all streams. The number of requests that the scheduler accepts limits their length. A closed socket delivers its
+queue for up to `LINGER_MS`, so that a last message arrives and a dead peer does not delay the close.
 """
 
 from __future__ import annotations

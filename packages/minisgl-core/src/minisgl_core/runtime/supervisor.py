@@ -143,7 +143,7 @@ class Supervisor:
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            # List the running children before calling `until`. A child that ends later wakes the wait; `until` sees earlier ends.
+            # List the running children before calling `until`, so that a child that ends during the call ends the wait at once.
             exits = [process.sentinel for process in self._processes.values() if process.exitcode is None]
             if until():
                 return True

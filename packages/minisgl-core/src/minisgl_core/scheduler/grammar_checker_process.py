@@ -61,7 +61,7 @@ def _run_trials(pipe: Connection, backend: type[GrammarBackend], cpu_limit_s: fl
     child = os.fork()
     if child == 0:
         try:
-            with suppress(AttributeError):  # only Linux has prctl; elsewhere, the fork ends after its trial
+            with suppress(AttributeError):  # without prctl, a fork whose parent was killed ends only after its trial
                 ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             threading.stack_size(_STACK_BYTES)
             worker = threading.Thread(target=_serve, args=(pipe, backend, cpu_limit_s))

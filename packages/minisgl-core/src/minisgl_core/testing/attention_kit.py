@@ -98,7 +98,7 @@ class AttentionBackendTests:
                 reasons_of(self.provider, replace(known, **change))
 
     def test_accepted_specs_are_computed_correctly(self) -> None:
-        """The backend refuses undeclared specs, or computes them correctly."""
+        """The backend refuses unusual page sizes, heads and KV dtypes, or computes them correctly."""
         changes: list[dict[str, Any]] = [
             {"page_size": 3},
             {"head_dim": 40},

@@ -104,8 +104,8 @@ class AttentionRig:
     With `fused_kv_store`, each step runs again with other values, which the rig stores before `attend_stored`. With
     `fused_rope_decode`, it runs again with values to which the backend must apply RoPE.
 
-    In an FP8 pool, stored values may differ from the nearest FP8 number by one rounding step. Outputs are compared with
-    attention over the stored values.
+    In an FP8 pool, stored values may differ from the given ones by 1/16 of these, the largest error of rounding to nearest. Near
+    0, they may differ by 2**-9, the smallest positive FP8 number. Outputs are compared with attention over the stored values.
 
     Pages are allocated at random and never freed. Unused slots, and page-table entries past a request's pages, contain values
     that an earlier request may have left.
@@ -349,6 +349,7 @@ class AttentionRig:
             pages = self.pool.kv(layer.index).cpu().float()
             pages = pages.transpose(2, 3) if self.layout == "HND" else pages
             given = pages.flatten(1, 2)[:, slots]
+            # 15.9 instead of 16, as the quotient by the scale was rounded, too.
             is_near = (given - wanted).abs() <= torch.clamp(wanted.abs() / 15.9, min=2**-9)
             assert is_near.all(), f"{self}: stored {given[~is_near][:4]} instead of {wanted[~is_near][:4]}"
         self.expected_pool[layer.index][:, slots] = given.to(self.spec.kv_dtype).float()

@@ -57,8 +57,9 @@ def has_other_lm_head(source: WeightSource, config: ModelConfig) -> bool:
 def load_weights(model: Model, source: WeightSource, progress: bool = True) -> None:
     """Fill `model` from `source` and prepare its layers.
 
-    Only this rank's slices are read, and only one slice is in memory besides the model. The layers' methods allocate the
-    weights, with dtypes and shapes from the checkpoint. With `progress`, a bar is shown on stderr if that is a terminal.
+    Only this rank's slices are read, and only one slice is in memory besides the model. Before that, the layers' methods
+    allocate the weights: quantized ones as the checkpoint stores them, others in the model's dtype. With `progress`, a bar is
+    shown on stderr if that is a terminal.
 
     Raises:
         ModelFormatError: tensors are missing or unknown, or their shapes or dtypes do not fit the config.

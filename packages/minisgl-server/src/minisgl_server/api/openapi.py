@@ -23,7 +23,7 @@ ERRORS = {
     415: "The Content-Type is not JSON, or the body is compressed.",
     429: "Too many requests run or wait; try again later.",
     500: "The server failed on this request.",
-    503: "The engine is starting, or the server is shutting down.",
+    503: "The engine is starting or has failed, or the server is shutting down.",
 }
 _OTHER_NAMES = {
     **dict.fromkeys(("max_completion_tokens", "max_output_tokens", "max_new_tokens"), "max_tokens"),
@@ -52,7 +52,7 @@ def route_docs(
         response: model of the response of status 200.
         streams: the route can stream server-sent events, which OpenAPI 3.1 cannot describe.
         errors: further statuses, keys of `ERRORS`. Those of any route and of the middleware are added.
-        needs_engine: the route answers 503 while the engine is not ready.
+        needs_engine: the route answers 503 if the engine's state is the reason not to succeed.
     """
     _models.update(each for each in (body, response) if each is not None)
     responses: dict[int | str, Any] = {}

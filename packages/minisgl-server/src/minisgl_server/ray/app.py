@@ -23,7 +23,7 @@ from minisgl_server.ray.api import API, requests_per_replica
 from minisgl_server.ray.engine import HEALTH_CHECK_S, Engine
 
 HEALTH_TIMEOUT_S = 2 * HEALTH_CHECK_S
-"""Longest time that a replica may take to return from `Engine.check_health`; three misses in a row end it."""
+"""Longest time that Serve waits for `Engine.check_health`, which raises an error after `HEALTH_CHECK_S` itself."""
 
 
 def parse(config: dict[str, Any]) -> tuple[EngineConfig, ServerOptions, dict[str, Any]]:

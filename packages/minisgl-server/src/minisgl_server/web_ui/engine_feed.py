@@ -35,7 +35,7 @@ class EngineFeed:
         self._steps: deque[dict[str, Any]] = deque(maxlen=MAX_STEPS)
 
     async def state(self, since: int) -> dict[str, Any]:
-        """Return the state as plain data, with the fields of `EngineSnapshot` and the cached steps after step `since`.
+        """Return the state as plain data, with the data of an `EngineSnapshot` and the cached steps after step `since`.
 
         Raises:
             ApiError: 503, the engine is not ready or does not answer.

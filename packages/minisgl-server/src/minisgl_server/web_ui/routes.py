@@ -25,7 +25,7 @@ HEADERS = {
 
 
 class EngineState(BaseModel):
-    """Response of ``GET /engine/state``; its fields are those of `minisgl_core.protocol.engine_snapshot.EngineSnapshot`."""
+    """Response of ``GET /engine/state``: the data of an `EngineSnapshot`, and a description of the engine."""
 
     engine: dict[str, Any]
     time_s: float
