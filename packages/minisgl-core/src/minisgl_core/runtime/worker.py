@@ -33,7 +33,7 @@ from minisgl_core.scheduler.scheduler import Scheduler
 logger = logging.getLogger(__name__)
 
 Incoming = Submit | Abort | RequestCounts | SnapshotRequest | Stop
-"""Messages to the scheduler."""
+"""Messages to the scheduler. Only tests send `Stop`; the launcher ends rank 0 with a signal."""
 FromRank0 = BatchPlan | TokenMasks | Stop
 """Plans in the order of the steps, each followed by its token masks if it has any."""
 FromLastStage = StepResult | Stop
@@ -252,7 +252,7 @@ def _launch_next(model_runner: ModelRunner, from_rank0: Receiver[FromRank0]) -> 
 def _serve(
     loop: EngineLoop, requests: Receiver[Incoming], tokenizers: list[Sender], engine_id: int = 0, replica: int = 0
 ) -> None:
-    """Handle messages and run steps until a `Stop` arrives.
+    """Handle messages and run steps until the process ends, or a `Stop` arrives.
 
     Args:
         loop: loop of rank 0.

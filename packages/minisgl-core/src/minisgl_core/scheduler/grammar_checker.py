@@ -200,6 +200,6 @@ def _limit(exit_status: int) -> str:
     """Return the limit that a trial exceeded, or how it ended, as the ``allowed`` of an error."""
     if exit_status == -signal.SIGPROF:
         return f"compiled within {CPU_LIMIT_S:g} s of CPU time"
-    if exit_status in (-signal.SIGABRT, -signal.SIGSEGV):
+    if exit_status in (-signal.SIGABRT, -signal.SIGSEGV):  # SIGSEGV at the end of the stack
         return f"compiled within {MEMORY_LIMIT_BYTES // 1024**2} MiB of memory"
     return f"compiled without an error of the provider, whose process {describe_exit(exit_status)}"

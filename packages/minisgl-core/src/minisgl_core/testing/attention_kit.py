@@ -43,7 +43,7 @@ _STEPS: dict[str, Callable[[int], _Step]] = {
         [(size, size), (7, 9), (size - 1, 2), (129, 17), (1, 128), (100, 1), (0, 33)],
     ),
     "the longest and the shortest sequences": lambda size: ([1, 700, 2, 1], [(0, 1), (500, 3), (0, 150), (1, 1)]),
-    "more requests than one kernel tile has, most of them equally long": lambda size: (
+    "more requests than one kernel tile has, of few lengths": lambda size: (
         [1 + i % 5 for i in range(70)],
         [(i % 3, 1 + i % 2) for i in range(40)],
     ),
