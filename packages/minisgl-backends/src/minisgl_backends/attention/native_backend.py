@@ -16,9 +16,10 @@ from minisgl_core.contracts.attention import AttentionBatch, AttentionCapabiliti
 from minisgl_core.contracts.kv_cache import KVPages
 
 _ROWS = 16
-"""Queries per prefill tile; the number of keys is padded to a multiple of it. ROWS and COLUMNS in tiles.h."""
+"""Rows and columns of a tile in prefills, ROWS and COLUMNS in tiles.h. Numbers of keys are padded to a multiple of it, and head
+dimensions must be multiples."""
 _BLOCK = 128
-"""Queries per GEMM on processors without AVX512-BF16."""
+"""Queries per GEMM without tiles."""
 
 Int64s = npt.NDArray[np.int64]
 
@@ -54,7 +55,7 @@ class _Plan:
 
     Attributes:
         batch: all requests.
-        prefills: the prefills as tiles, or as groups on processors without AVX512-BF16; None without prefills.
+        prefills: the prefills as tiles, or as groups if tiles are not supported; None without prefills.
     """
 
     batch: AttentionBatch
@@ -62,7 +63,10 @@ class _Plan:
 
 
 class NativeAttention(TorchAttention):
-    """Attention on CPUs in C. Scores stay in float32, except in bfloat16 prefills on processors without AVX512-BF16."""
+    """Attention on CPUs in C. Scores stay in float32, except in bfloat16 prefills without tiles.
+
+    Tiles need AVX512-BF16 and a head dimension that is a multiple of 16.
+    """
 
     capabilities = AttentionCapabilities(
         layouts=("HND",),

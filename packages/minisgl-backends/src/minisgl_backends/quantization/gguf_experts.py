@@ -28,7 +28,7 @@ class GgufExperts(ExpertsMethod):
 
     @classmethod
     def supports(cls, spec: ExpertsSpec, kernel: type[MoeKernel]) -> bool:
-        """Return True if `kernel` is replaced, and the file has a matrix per expert without biases, activated by SiLU."""
+        """Return True if `kernel` is replaced, and experts have separate gate and up projections, no biases, and SiLU."""
         moe = spec.moe
         has_activation = moe.activation == "silu" and moe.swiglu_limit is None
         return kernel is cls.replaced_kernel and has_activation and not moe.has_bias and not spec.is_stacked

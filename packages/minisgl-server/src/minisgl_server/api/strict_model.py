@@ -79,7 +79,7 @@ class StrictModel(BaseModel):
 
 
 class Caller(StrictModel):
-    """Caller of a tool, as in the tool calls of responses: the model itself."""
+    """Caller of a tool, which clients copy from responses of OpenAI or Anthropic: the model itself."""
 
     type: Literal["direct"]
 

@@ -132,7 +132,7 @@ def serve_logs(options: ServerOptions) -> LoggingConfig:
 
 
 def _deployed_options(options: ServerOptions) -> ServerOptions:
-    """Return the options for a deployment: with the maximum of ``--replicas``, and without API keys, as Serve stores them."""
+    """Return the options for a deployment: the maximum of ``--replicas``, and no API keys, as Serve would store them."""
     return replace(options, api_key=(), replicas=options.replica_range[1])
 
 

@@ -1,7 +1,7 @@
 """Serve's request router of the deployment Engine, which asks the router of ``--router``.
 
-Serve makes an `EngineRequestRouter` in the process of each caller, and runs it in a thread of its own. It shares a `RoutingTable`
-with the API's code in that process.
+Serve makes an `EngineRequestRouter` in the process of each caller. It shares a `RoutingTable` with the API's code in that
+process. The table has a lock, since Serve runs the router in a thread of its own unless `SERVE_ENVIRONMENT` is set.
 """
 
 import hashlib

@@ -26,7 +26,7 @@ class TextBlock(CacheControlled):
 
     type: Literal["text"]
     text: str
-    citations: list[Any] | None = Field(None, max_length=0, description="Must be empty, as in responses.")
+    citations: list[Any] | None = Field(None, max_length=0, description="Must be empty.")
 
 
 class ToolUseBlock(CacheControlled):

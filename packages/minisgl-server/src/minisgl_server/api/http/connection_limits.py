@@ -18,7 +18,7 @@ _GUARANTEED_BYTES = 2**20
 
 @dataclass(slots=True)
 class ConnectionLimits:
-    """Counts the connections of one server and refuses those beyond the limits.
+    """Counts the connections of one API worker and refuses those beyond the limits.
 
     Attributes:
         max_total: maximum number of open connections.
@@ -53,7 +53,7 @@ class ConnectionLimits:
         if (counted := _counted_address(host)) is not None:
             self._per_address[counted] += 1
         if total > self.max_total:
-            message = f"{self.max_total} connections are open, the maximum of this server."
+            message = f"{self.max_total} connections are open, the maximum of this API worker."
             return ApiError(503, message, code="too_many_connections")
         if counted is not None and self._per_address[counted] > self.max_per_address:
             message = (

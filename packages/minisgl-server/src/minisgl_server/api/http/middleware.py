@@ -1,4 +1,7 @@
-"""ASGI middleware before the application: API keys, body size and timeout, and concurrency. It adds no coroutine per chunk."""
+"""ASGI middleware before the application: API keys, body size and timeout, and concurrency.
+
+It adds no coroutine per chunk of a response.
+"""
 
 import asyncio
 import hashlib
