@@ -41,7 +41,9 @@ class BodyMemory:
             own += num_bytes
             self._num_bytes += num_bytes
             if own > _GUARANTEED_BYTES and self._num_bytes > max_bytes:
-                message = f"Bodies of {max_bytes} bytes are being read, the maximum of this API worker. Try again later."
+                message = (
+                    f"Bodies of {max_bytes} bytes are being read, the maximum of this API worker. Try again later."
+                )
                 raise ApiError(429, message, code="too_many_requests")
 
         try:
