@@ -133,7 +133,8 @@ def test_fused_parts_may_have_different_orders(gated: bool) -> None:
     x, parts = torch.randn(5, 96), [Shard.whole(24)] * 2
     found = operation(tensors, stored, parts, Shard.whole(96), ("gate", "up"), gated)(x)
     gate, up = (x @ each.T for each in known)
-    torch.testing.assert_close(found, F.silu(gate) * up if gated else torch.cat((gate, up), -1), rtol=1e-4, atol=1e-5)
+    # Sums of 96 products in another order differ by up to 1e-5, and the gated product multiplies them by up to 30.
+    torch.testing.assert_close(found, F.silu(gate) * up if gated else torch.cat((gate, up), -1), rtol=1e-4, atol=1e-3)
 
 
 def repacked(words: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
