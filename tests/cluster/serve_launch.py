@@ -44,6 +44,17 @@ class Service:
             pieces.append(str(error.code or type(error).__name__))
         return pieces
 
+    def texts(self, prompts: Sequence[str], num_tokens: int) -> list[str]:
+        """Texts of streams that run at once and do not fail."""
+
+        def text(prompt: str) -> str:
+            *pieces, finish_reason = self.stream(threading.Semaphore(0), num_tokens, prompt)
+            assert finish_reason == "length"
+            return "".join(pieces)
+
+        with ThreadPoolExecutor(8) as pool:
+            return list(pool.map(text, prompts))
+
     def generated_tokens(self) -> dict[str, float]:
         """Number of generated tokens by replica."""
         return self.metric("minisgl_generation_tokens_total")

@@ -43,13 +43,7 @@ def test_streams_of_two_replicas_are_the_text_of_one_engine(launch: Launch, node
     expected = [output.text for output in outputs]
     assert [len(engines(node)) for node in nodes] == [1, 1]
 
-    def stream(prompt: str) -> str:
-        *pieces, finish_reason = launch.stream(threading.Semaphore(0), 24, prompt)
-        assert finish_reason == "length"
-        return "".join(pieces)
-
-    with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(stream, 2 * PROMPTS)) == 2 * expected
+    assert launch.texts(2 * PROMPTS, 24) == 2 * expected
 
 
 def test_metrics_have_the_replicas_of_the_cluster(launch: Launch) -> None:

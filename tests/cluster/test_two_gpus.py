@@ -101,24 +101,12 @@ def test_two_ranks_generate_what_one_does(
     assert texts(model_type, executor="ray", **ranks) == expected
 
 
-def stream_all(launch: Launch) -> list[str]:
-    """Stream each prompt twice, all at once, and return the texts."""
-
-    def stream(prompt: str) -> str:
-        *pieces, finish_reason = launch.stream(threading.Semaphore(0), NUM_TOKENS, prompt)
-        assert finish_reason == "length"
-        return "".join(pieces)
-
-    with ThreadPoolExecutor(8) as pool:
-        return list(pool.map(stream, 2 * PROMPTS))
-
-
 def test_replicas_have_a_gpu_each_and_return_after_a_failure(node: RayNode) -> None:
     expected, before = texts_of_one_gpu("llama"), used_mib()
     flags = ["--replicas", "2", "--platform", "cuda", "--attn", "triton"]
     launch = Launch(node, "--model", checkpoint("llama"), *flags).wait_started()
     try:
-        assert stream_all(launch) == 2 * expected
+        assert launch.texts(2 * PROMPTS, NUM_TOKENS) == 2 * expected
         wait_for_two_replicas(launch, [node])
         assert all(now - then > ENGINE_MIB for now, then in zip(used_mib(), before, strict=True))
         assert all(launch.generated_tokens().values())
@@ -131,7 +119,7 @@ def test_replicas_have_a_gpu_each_and_return_after_a_failure(node: RayNode) -> N
             engines(node)[0].kill()
             assert {stream.result(DEADLINE_S)[-1] for stream in streams} == {"length", "replica_lost"}
         wait_for_two_replicas(launch, [node])
-        assert stream_all(launch) == 2 * expected
+        assert launch.texts(2 * PROMPTS, NUM_TOKENS) == 2 * expected
     finally:
         launch.close()
     assert not engines(node)

@@ -111,8 +111,8 @@ def api(
     """Return the deployment API. `engines` is the deployment Engine, or the name of the application that has it."""
     digests = api_key_digests(options)
     num_tokenizers = -(-(options.num_tokenizers or 1) // options.api_workers)  # of each replica
-    options = replace(_deployed_options(options), num_tokenizers=num_tokenizers)
-    options = replace(options, web_ui=False)  # it describes processes of one host
+    # The web UI describes processes of one host.
+    options = replace(_deployed_options(options), num_tokenizers=num_tokenizers, web_ui=False)
     deployment = serve.deployment(
         API,
         name="API",
