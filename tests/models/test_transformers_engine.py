@@ -82,6 +82,20 @@ def test_greedy_tokens_equal_transformers(model_type: str, tmp_path: Path) -> No
             assert next(choice for choice in llm.info.choices if choice[0] == "model_impl")[1] == "transformers"
 
 
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("hunyuan_v1_moe", {"num_experts": 4, "head_dim": 8}),  # reads the dtype of a linear layer's weight
+        ("modernbert-decoder", {"local_attention": 8}),  # its config cannot be without a padding token
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 5}),  # false by default
+    ],
+)
+def test_unusual_modules_and_configs(model_type: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    reference = random_reference(config_of(model_type, **changes))
+    with new_llm(saved(reference, tmp_path), model_impl="transformers") as llm:
+        assert_greedy(reference, PROMPTS[1], llm.generate(PROMPTS[1], GREEDY)[0].token_ids)
+
+
 def test_llama_equals_the_provider_of_its_own(tmp_path: Path) -> None:
     reference = random_reference(config_of("llama"))
     model, tokens = saved(reference, tmp_path), {}
@@ -135,6 +149,12 @@ def test_a_tied_matrix_that_differs_is_used(gpt2: str, tmp_path: Path) -> None:
         ("t5", {}, "no causal LM T5ForConditionalGeneration"),
         ("bert", {"is_decoder": True}, "no causal LM BertForMaskedLM"),
         ("stablelm", {"is_causal": False}, "is_causal"),
+        ("mpt", {}, "one flat config; that of mpt has attn_config"),
+        (
+            "pegasus",
+            {"decoder_layers": 3},
+            "its index among them",
+        ),  # counts positions itself; its config has no bos_token_id
     ],
 )
 def test_what_it_cannot_run_is_refused(model_type: str, changes: dict[str, Any], reason: str, tmp_path: Path) -> None:

@@ -110,8 +110,8 @@ class ProviderPicker:
         if uncompiled_pick is not None:  # nothing else works here
             self.to_compile.clear()
             return uncompiled_pick
-        detail = "; ".join(passed_over) or f"none of {', '.join(ordered)} is installed"
-        raise ProviderUnsupportedError(kind, AUTO, [detail, "install minisgl-backends or name a provider"])
+        missing = [f"none of {', '.join(ordered)} is installed", "install minisgl-backends or name a provider"]
+        raise ProviderUnsupportedError(kind, AUTO, passed_over or missing)
 
     def automatic(self, kind: str) -> list[str]:
         """Return the providers that ``auto`` tries, best first: those that a plugin prefers, then the platform's list."""

@@ -66,12 +66,13 @@ class TransformersModel(Model):
             "partial_rotary_factor": 2 / call.head_dim if call.head_dim % 2 else 1.0,
             "max_position_embeddings": config.max_position_embeddings,
             "tie_word_embeddings": bool(config.tie_word_embeddings),
+            "use_sliding_window": True,
             "sliding_window": max(each.sliding_window or 0 for each in calls) or None,
             "layer_types": [f"{'sliding' if each.sliding_window else 'full'}_attention" for each in calls],
             "attn_logit_softcapping": call.soft_cap,
             "attention_sinks": any(each.sinks for each in calls),
-            "bos_token_id": config.bos_token_id,
-            "eos_token_id": config.eos_token_id,
+            "bos_token_id": getattr(config, "bos_token_id", None),
+            "eos_token_id": getattr(config, "eos_token_id", None),
             _RAW: raw,
         }
 

@@ -47,11 +47,12 @@ class LinearModule(nn.Module):
 
     Attributes:
         layer: the layer, which holds and multiplies the weight.
+        weight: a tensor on the meta device, because some models read its dtype.
     """
 
-    def __init__(self, layer: ReplicatedLinear) -> None:
+    def __init__(self, layer: ReplicatedLinear, weight: torch.Tensor) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer, self.weight = layer, weight.detach()  # not a parameter, which would be allocated
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map x [..., in] to [..., out]."""
@@ -80,7 +81,7 @@ def replace_linears(model: Any, kept: Set[str], build: BuildContext) -> dict[str
         if linear.weight.dtype == build.dtype:  # not those that the architecture keeps in float32
             layers[name] = _layer(name, linear, plan, build)
             parent, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(parent), attribute, LinearModule(layers[name]))
+            setattr(model.get_submodule(parent), attribute, LinearModule(layers[name], linear.weight))
     applied = {_generic(name) for name in (*layers, *kept)}
     unused = {key: style for key, style in plan.items() if style not in _REPLICATED and key not in applied}
     if unused:

@@ -118,7 +118,7 @@ def _check_values(raw: Mapping[str, Any], kind: Any) -> None:
     """
     if nested := sorted(kind.sub_configs):
         raise ModelFormatError(
-            f"--model-impl transformers runs text models only; the config of {raw['model_type']} has {', '.join(nested)}"
+            f"--model-impl transformers runs models with one flat config; that of {raw['model_type']} has {', '.join(nested)}"
         )
     check_layer_counts(raw)
     keys = Keys(raw)
@@ -149,7 +149,7 @@ def build_on_meta(config: PreTrainedConfig, dtype: torch.dtype, attention: str) 
         cause = " ".join(f"{type(error).__name__}: {error}".split())
         raise ModelFormatError(f"transformers cannot build it with another attention function: {cause:.300}") from error
     # With a padding token, a forward without a mask looks for padding among the tokens, on the host.
-    model.config.pad_token_id = None
+    vars(model.config)["pad_token_id"] = None  # some configs refuse to set it to None
     return model
 
 
