@@ -5,6 +5,7 @@ A plan names modules and styles (``"layers.*.mlp.up_proj": "colwise"``). Everyth
 
 import re
 from collections.abc import Mapping, Set
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -47,12 +48,12 @@ class LinearModule(nn.Module):
 
     Attributes:
         layer: the layer, which holds and multiplies the weight.
-        weight: a tensor on the meta device, because some models read its dtype.
+        weight: the dtype of the weight, which some models read. It is no tensor, so that a model that computes with it fails.
     """
 
     def __init__(self, layer: ReplicatedLinear, weight: torch.Tensor) -> None:
         super().__init__()
-        self.layer, self.weight = layer, weight.detach()  # not a parameter, which would be allocated
+        self.layer, self.weight = layer, SimpleNamespace(dtype=weight.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map x [..., in] to [..., out]."""
