@@ -145,6 +145,11 @@ def test_a_tied_matrix_that_differs_is_used(gpt2: str, tmp_path: Path) -> None:
         ("falcon", {"alibi": True}, "ALiBi"),
         ("mamba", {}, "state per request"),
         ("jamba", {}, "state per request"),
+        (
+            "bamba",
+            {"mamba_n_heads": 8, "mamba_d_head": 8},
+            "state per request",
+        ),  # its config.json has {"__float__": "Infinity"}
         ("llama4_text", {"head_dim": 8}, "chunked attention"),
         ("t5", {}, "no causal LM T5ForConditionalGeneration"),
         ("bert", {"is_decoder": True}, "no causal LM BertForMaskedLM"),

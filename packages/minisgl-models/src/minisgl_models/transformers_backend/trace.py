@@ -6,6 +6,7 @@ values of tensors on the host, as CUDA graphs forbid, fails here.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -34,6 +35,8 @@ _SIZES = {
     "max_position_embeddings": MAX_CONTEXT,
 }
 """Largest sizes, by the names that transformers' config classes share; ``attribute_map`` has a class's own names."""
+_FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+"""Floats that transformers 5 writes as ``{"__float__": "Infinity"}``."""
 BUILD_LOCK = Lock()
 """Held while transformers builds or initializes a model, because that changes torch's default dtype for all threads."""
 _MAX_POSITIONS = 1 << 20
@@ -164,7 +167,9 @@ def trace(raw: Mapping[str, Any]) -> Traced:
 
 @lru_cache(maxsize=8)
 def _trace(raw: str) -> Traced:
-    config = transformers_config(json.loads(raw))
+    config = transformers_config(
+        json.loads(raw, object_hook=lambda each: _FLOATS.get(str(each.get("__float__")), each))
+    )
     model = build_on_meta(config, torch.bfloat16, TRACE)  # kernels of experts take no float32
     name = type(model).__name__
     try:
