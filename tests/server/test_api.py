@@ -287,6 +287,7 @@ BAD_COMPLETIONS = {
     "suffix": ({"suffix": "x"}, "suffix"),
     "metadata of another type": ({"metadata": {"a": 1}}, "metadata.a"),
     "prompt_logprobs -1": ({"prompt_logprobs": -1}, "prompt_logprobs"),
+    "bad words of many prompts": ({"prompt": ["a"] * 5, "bad_words": list(map(str, range(1024)))}, "bad_words"),
 }
 
 

@@ -26,7 +26,7 @@ MAX_BAD_WORDS = 1024
 MAX_BAD_WORDS_CHARS = 16_384
 """Maximum number of characters of all ``bad_words`` together. The tokenizer encodes each word twice."""
 MAX_BAD_WORDS_TIMES_N = 4096
-"""Maximum number of ``bad_words`` times ``n``. A step may compare the bad words of each output with its last tokens."""
+"""Maximum number of ``bad_words`` times outputs of a request. A step may compare the bad words of each with its last tokens."""
 INTEGER_BOUNDS: dict[str, tuple[int, int | None]] = {
     "max_tokens": (1, None),
     "min_tokens": (0, None),

@@ -8,8 +8,9 @@ from typing import Any, Self
 import msgspec
 from fastapi import Request
 
+from minisgl_core.errors import InvalidValueError
 from minisgl_core.protocol.messages import EngineInfo, Text, Tokenize
-from minisgl_core.sampling_params import MAX_LOGPROBS
+from minisgl_core.sampling_params import MAX_BAD_WORDS_TIMES_N, MAX_LOGPROBS
 from minisgl_server.api.engine_client import EngineClient, Generation
 from minisgl_server.api.errors import ApiError
 from minisgl_server.api.http.request_log import access_record
@@ -46,6 +47,7 @@ class Choices:
 
     Raises:
         ApiError: 400, there are more outputs than the engine holds at a time, or too many copies of large parameters.
+        InvalidValueError: there are too many bad words in all outputs.
     """
 
     generation: Generation
@@ -186,9 +188,15 @@ class Choices:
 
 
 def _check_copies(prompt: Tokenize, num_outputs: int) -> None:
-    """Refuse many outputs with large sampling parameters or user, as each output is sent to the engine with its own copy."""
+    """Refuse many outputs with large sampling parameters or user, as each output is sent to the engine with its own copy.
+
+    Bad words are counted, too, because a tokenizer worker tokenizes them for each prompt.
+    """
     if num_outputs == 1:
         return
+    if num_outputs * (num_words := len(prompt.sampling.bad_words)) > MAX_BAD_WORDS_TIMES_N:
+        allowed = f"at most {MAX_BAD_WORDS_TIMES_N // num_outputs} texts with {num_outputs} outputs"
+        raise InvalidValueError(prompt.field_names.get("bad_words", "bad_words"), f"{num_words} texts", allowed)
     num_bytes = len(msgspec.msgpack.encode(prompt.sampling)) + len(prompt.user)
     if num_outputs * num_bytes > _MAX_COPIED_BYTES:
         fields = "sampling parameters and the user" if prompt.user else "sampling parameters"
