@@ -52,6 +52,11 @@ class CountsFromTheFirstPosition(LlamaForCausalLM):
         return super().forward(input_ids, positions[:1] + torch.arange(len(positions)), *rest)
 
 
+class TakesInt64Only(LlamaForCausalLM):
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return super().forward(input_ids, torch.arange(64).take(positions), *rest)
+
+
 class ReadsANumber(LlamaForCausalLM):
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, *rest: Any) -> torch.Tensor:
         assert int(positions.max()) < self.config.max_position
@@ -279,6 +284,7 @@ def test_tied_embeddings_hide_no_missing_layers() -> None:
     [
         (HalvesPositions, "test_logits_equal_the_reference"),
         (CountsFromTheFirstPosition, "test_batched_sequences_are_independent"),
+        (TakesInt64Only, "test_chunked_prefill_and_decode_equal_the_reference"),
         (ReadsANumber, "test_forward_reads_no_tensor_on_the_host"),
         (ReadsATruth, "test_forward_reads_no_tensor_on_the_host"),
         (ReadsAMask, "test_forward_reads_no_tensor_on_the_host"),

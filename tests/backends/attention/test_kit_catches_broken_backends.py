@@ -241,6 +241,11 @@ class SkipsStrides(RightAttention):
         super().store(layer, k.as_strided(k.shape, (k.shape[1] * k.shape[2], k.shape[2], 1)), v, batch)
 
 
+class TakesStridesOfValuesForKeys(RightAttention):
+    def store(self, layer, k, v, batch) -> None:
+        super().store(layer, k.as_strided(k.shape, v.stride()), v, batch)
+
+
 class IsNotCausal(RightAttention):
     def visible(self, first, num_queries, num_keys, layer) -> torch.Tensor:
         return super().visible(first, num_queries, num_keys, layer) | (layer.sliding_window is None)

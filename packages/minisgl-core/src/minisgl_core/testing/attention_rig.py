@@ -306,8 +306,13 @@ class AttentionRig:
                 self._check_request(request, layer, q_rotated[token].cpu(), out[token].cpu(), roundings=3)
 
     def run(self, forward: Forward, inputs: Sequence[torch.Tensor], plan: Any) -> list[torch.Tensor]:
-        """Return the outputs of all layers."""
-        return [forward(*self.split(fused), layer, plan) for fused, layer in zip(inputs, self.layers, strict=True)]
+        """Return the outputs of all layers. In every other layer, q and k are contiguous, as RoPE may leave them."""
+        outputs = []
+        for fused, layer in zip(inputs, self.layers, strict=True):
+            q, k, v = self.split(fused)
+            q, k = (q.contiguous(), k.contiguous()) if layer.index % 2 else (q, k)
+            outputs.append(forward(q, k, v, layer, plan))
+        return outputs
 
     def inputs(self, batch: AttentionBatch) -> torch.Tensor:
         """Return random q, k and v in one tensor [T, Hq + 2 * Hkv, D], like a fused projection."""

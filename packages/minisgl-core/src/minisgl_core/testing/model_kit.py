@@ -301,7 +301,8 @@ def _loaded(model: Model) -> list[str]:
 
 @torch.inference_mode()
 def _logits(model: Model, ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-    return model.gather_logits(model.compute_logits(model.forward(ids, positions, attend)))
+    """Return the logits of all tokens, whose ids and positions are int32, as in the engine. Other tests pass int64."""
+    return model.gather_logits(model.compute_logits(model.forward(ids.int(), positions.int(), attend)))
 
 
 @torch.inference_mode()
