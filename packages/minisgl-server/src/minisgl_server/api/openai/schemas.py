@@ -175,6 +175,7 @@ class CalledFunction(StrictModel):
 
     name: str
     arguments: str = Field(description="JSON object as a string.")
+    parsed_arguments: Any = Field(None, exclude=True, description="As OpenAI's client adds it; ignored.")
 
 
 class ToolCall(StrictModel):
@@ -196,6 +197,7 @@ class ChatMessage(StrictModel):
     tool_call_id: str | None = Field(None, description="For the role tool: the call that the message answers.")
     name: str | None = Field(None, description="Name of the function or the participant; few chat templates use it.")
     annotations: list[Any] | None = Field(None, max_length=0, description="Must be empty, as in OpenAI's responses.")
+    parsed: Any = Field(None, exclude=True, description="As OpenAI's client adds it to structured output; ignored.")
 
 
 class Function(StrictModel):
