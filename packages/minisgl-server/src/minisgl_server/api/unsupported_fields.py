@@ -29,6 +29,7 @@ UNSUPPORTED_REASONS = {
     "store": "Only POST /v1/responses stores responses.",
     "stream_reasoning": "Reasoning content is always streamed; include_reasoning=false leaves it out.",
     "suffix": "Insertion is not supported; put the suffix into the prompt in the model's fill-in-the-middle format.",
+    "thread": "No threads are stored; send the whole conversation (thread=False in Anthropic's tool_runner).",
     "use_beam_search": _NO_BEAM_SEARCH,
     "verbosity": "Chat templates have no such variable; ask for the length in a message.",
     "web_search_options": "This server does not search the web; give the model a tool for that.",
