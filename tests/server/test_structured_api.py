@@ -67,9 +67,19 @@ def test_a_json_schema_streamed_and_not(client: openai.OpenAI) -> None:
     assert len(chunks) > 5
 
 
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # of the client, about the parsed message
 def test_the_clients_parse(client: openai.OpenAI) -> None:
     answer = client.chat.completions.parse(model=MODEL, messages=QUESTION, response_format=Weather, max_tokens=60)
     assert isinstance(answer.choices[0].message.parsed, Weather)
+    tool = openai.pydantic_function_tool(Weather)
+    called = client.chat.completions.parse(
+        model=MODEL, messages=QUESTION, tools=[tool], tool_choice="required", parallel_tool_calls=False, max_tokens=60
+    )
+    [call] = called.choices[0].message.tool_calls
+    assert isinstance(call.function.parsed_arguments, Weather)
+    result = {"role": "tool", "tool_call_id": call.id, "content": "Yes."}
+    messages = [*QUESTION, answer.choices[0].message, *QUESTION, called.choices[0].message, result]
+    assert chat(client, messages=messages, tools=[tool], max_tokens=4).choices[0].message.content
     with client.chat.completions.stream(
         model=MODEL, messages=QUESTION, response_format=Weather, max_tokens=60
     ) as stream:
@@ -156,7 +166,8 @@ def streamed(client: openai.OpenAI, **options: Any) -> tuple[list[list[str]], st
 
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
 def test_a_required_tool_is_called(client: openai.OpenAI, choice: Any) -> None:
-    options = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False}
+    """The response format has no effect, as there is no content."""
+    options = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False, "response_format": FORMAT}
     answer = chat(client, **options).choices[0]
     assert answer.finish_reason == "tool_calls"
     assert answer.message.content is None
@@ -285,10 +296,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "parameters": (
         {"tools": tool(parameters={"type": "alien"}), "tool_choice": "required"},
         "tools[0].function.parameters",
-    ),
-    "form beside a call": (
-        {"tools": tool(), "tool_choice": "required", "guided_json": {}},
-        "guided_json",
     ),
     "regex beside tools": ({"tools": tool(), "guided_regex": "a"}, "guided_regex"),
     "calls of a user": (

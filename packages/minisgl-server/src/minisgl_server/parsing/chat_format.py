@@ -144,7 +144,7 @@ class ChatFormat:
         has_no_effect = only_disables_reasoning and THINK_START not in self._template
         if chat.hints_name and not hints and not has_no_effect:
             allowed = f"left out, as the model's chat template has no variable {' or '.join(chat.template_hints)}"
-            raise InvalidValueError(chat.hints_name, "given", allowed)
+            raise InvalidValueError(chat.hints_name, chat.template_hints["reasoning_effort"], allowed)
         return hints
 
     def _check_reasoning(self, chat: Tokenize) -> None:
@@ -203,7 +203,8 @@ class ChatFormat:
         if chat.tools is not None and _needs_structural_tag(chat):
             return self._strict_grammar(chat.tools)  # it leaves reasoning content free by itself
         if chat.tools is not None and (chat.tools.is_required or source is not None):
-            source = self._tool_grammar(chat.tools, source)
+            # As with OpenAI and in vLLM, structured output has no effect on an output that must be calls.
+            source = self._tool_grammar(chat.tools, None if chat.tools.is_required else source)
         if source is None or self._reasoning_parser in (None, HARMONY):
             return source
         has_begun, end = self._begins_with_reasoning(chat, prompt), self._token(THINK_END)
@@ -256,8 +257,6 @@ class ChatFormat:
         """Return the grammar of an output that is tool calls or, if `structured` is given, either these or that JSON."""
         otherwise = None
         if structured is not None:
-            if tools.is_required:
-                raise InvalidValueError(structured.name, structured.text, "left out if tool_choice requires a call")
             if structured.kind not in _JSON_KINDS:
                 raise InvalidValueError(structured.name, structured.text, "a JSON schema if there are tools")
             otherwise = {"type": "object"} if structured.kind == "json_object" else _schema(structured)
