@@ -102,6 +102,16 @@ def test_a_lone_surrogate_is_refused(bos_tokenizer: Any) -> None:
         encode_chat(bos_tokenizer, [{"role": "user", "content": "\ud800"}])
 
 
+def test_a_panic_of_the_tokenizer_is_an_error(bos_tokenizer: Any) -> None:
+    """Its regex exceeds the limit on backtracking, as Qwen's does for ten million spaces."""
+    from tokenizers import Regex
+    from tokenizers.pre_tokenizers import Split
+
+    bos_tokenizer.backend_tokenizer.pre_tokenizer = Split(Regex("(a+)+b"), "isolated")
+    with pytest.raises(InvalidValueError, match="retry-limit-in-match"):
+        encode_prompt(bos_tokenizer, "a" * 30)
+
+
 def test_bad_words_after_a_space_are_vllms(smollm2_tokenizer: Any) -> None:
     """Each word as vLLM's `SamplingParams.update_from_tokenizer` tells its tokens."""
     words = ("Paris", " London", "unbelievable", "!", "a b")

@@ -68,7 +68,7 @@ def encode_prompt(
         truncation_side: ``left`` for the end of `text` instead of its beginning.
 
     Raises:
-        InvalidValueError: the text contains a lone surrogate, which cannot be encoded.
+        InvalidValueError: the text contains a lone surrogate, which cannot be encoded, or the tokenizer panics.
     """
     try:
         text.encode()
@@ -78,7 +78,16 @@ def encode_prompt(
     length = len(text) if max_tokens is None else max(_FIRST_CHARS, max_tokens)
     while True:
         part = text[:length] if truncation_side == "right" else text[-length:]
-        ids: list[int] = tokenizer(part, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+        try:
+            ids: list[int] = tokenizer(part, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":
+                raise
+            # A Rust panic, which is no `Exception`: the tokenizers package panics if a regex backtracks more than 10^7 times, as
+            # that of Qwen does for so many spaces.
+            raise InvalidValueError(
+                name, part[:20], "text that the tokenizer can split", f"It says: {error}."
+            ) from None
         # The cut may change the tokens next to it, so their number has to be clearly too large.
         if length >= len(text) or (max_tokens is not None and len(ids) > max_tokens + max_tokens // 8 + _EXTRA_TOKENS):
             return ids

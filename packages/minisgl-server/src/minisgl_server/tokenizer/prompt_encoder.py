@@ -53,9 +53,10 @@ class PromptEncoder:
         A text beyond the limit is tokenized only as far as it takes to refuse it. Of a text to be truncated, only the end is
         tokenized.
         """
+        name = _prompt_field(message)
         if (num_kept := self._num_kept(message)) is None:
-            return encode_prompt(self._tokenizer, text, add_special_tokens, self._max_tokens)
-        return encode_prompt(self._tokenizer, text, add_special_tokens, num_kept, truncation_side="left")
+            return encode_prompt(self._tokenizer, text, add_special_tokens, self._max_tokens, name)
+        return encode_prompt(self._tokenizer, text, add_special_tokens, num_kept, name, truncation_side="left")
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
         text: str = self._tokenizer.decode(
