@@ -115,7 +115,7 @@ def test_generated_plugins_pass_ruff_and_have_metadata(folder: Path) -> None:
         ("x-", ["letters"]),
         ("9lives", ["can import"]),
         ("minisgl-9", ["can import"]),
-        ("class", ["can import", "do not use a keyword"]),
+        ("class", ["can import", "and no keyword"]),
         ("json", ["json can be imported already"]),
         ("minisgl-core", ["minisgl_core can be imported already"]),
         ("minisgl-torch", ["minisgl-backends", "registers the attention provider torch."]),

@@ -141,7 +141,7 @@ def _check_names(name: str, package: str, short: str, kind: str, entry: str) -> 
         raise InvalidValueError("NAME", name, allowed)
     parts = [package, short.replace("-", "_")]
     if not all(part.isidentifier() and not keyword.iskeyword(part) for part in parts):
-        raise InvalidValueError("NAME", name, "a name that Python can import", "Begin it with a letter; do not use a keyword.")
+        raise InvalidValueError("NAME", name, "a name that Python can import", "Use a letter first, and no keyword.")
     if package in sys.stdlib_module_names or importlib.util.find_spec(package) is not None:
         remedy = f"A module called {package} can be imported already."
         raise InvalidValueError("NAME", name, "a new name", remedy)
