@@ -28,6 +28,17 @@ def test_the_largest_number_of_choices_compiles() -> None:
     assert state.is_complete
 
 
+def test_digits_of_a_pattern_are_ascii() -> None:
+    """Patterns of JSON schemas have the same digits. ``\\w`` still matches letters of all languages."""
+    tokenizer = byte_tokenizer()
+    state = LlguidanceGrammar(tokenizer, VOCAB_SIZE, EOS).compile("regex", r"\d\w", "it")
+    arabic_digit, letter = ([tokenizer.convert_tokens_to_ids(byte) for byte in text] for text in ("Ù£", "Ã¤"))
+    assert not state.accept(arabic_digit[0])
+    assert state.accept(tokenizer.convert_tokens_to_ids("3"))
+    assert all(state.accept(byte) for byte in letter)
+    assert state.is_complete
+
+
 @pytest.mark.parametrize(
     "text",
     [

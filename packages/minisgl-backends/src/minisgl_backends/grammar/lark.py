@@ -104,7 +104,7 @@ def _literal(text: str, special: SpecialTokens) -> str:
 
 def regex(pattern: str) -> str:
     """Translate a ``regex``; see `minisgl_core.contracts.grammar.GrammarKind`."""
-    return f"start: /{regex_to_lark(pattern, use_ascii='')}/" if pattern else 'start: ""'
+    return f"start: /{regex_to_lark(pattern, use_ascii='d')}/" if pattern else 'start: ""'
 
 
 def json_value(schema: Any) -> str:
