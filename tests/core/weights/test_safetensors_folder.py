@@ -175,6 +175,16 @@ def test_a_tokenizer_that_tokenizes_nothing_is_reported(tmp_path: Path, engine_t
         SafetensorsWeights(folder).tokenizer()
 
 
+def test_a_tokenizer_file_on_which_the_tokenizers_package_panics_is_reported(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, a=torch.zeros(1))
+    model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
+    normalizer = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    (folder / "tokenizer.json").write_text(json.dumps({"model": model, "normalizer": normalizer, "added_tokens": []}))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    with pytest.raises(ModelFormatError, match=r"cannot be read: Precompiled"):
+        SafetensorsWeights(folder).tokenizer()
+
+
 @pytest.mark.parametrize(
     ("model_type", "tokenizer_class"),
     [

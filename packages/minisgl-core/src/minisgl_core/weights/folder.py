@@ -58,7 +58,9 @@ class FolderSource(WeightSource):
             # Some invalid values, such as a model_max_length that is no number, fail only here.
             tokenizer.decode(tokenizer("")["input_ids"])
             return tokenizer
-        except Exception as error:
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # a panic in Rust
+                raise
             cause = " ".join(str(error).split())
             raise ModelFormatError(f"the tokenizer in {self._path} cannot be read: {cause}") from error
 
