@@ -3,7 +3,8 @@
 // The design is that of small_m_gemm.cu: a producer warp fills a ring of stages, two consumer warpgroups multiply, and Stream-K
 // splits K. The difference is operand A of wgmma, the weights. A stage has the packed codes of 128 inputs. Each
 // warpgroup loads those of its 64 outputs into registers, dequantizes them there, and multiplies from registers. While the tensor
-// cores multiply one half of a stage, the other half is dequantized, as in Marlin (arXiv 2408.11743).
+// cores multiply one half of a stage, the other half is dequantized, as in Marlin (arXiv 2408.11743). The codes of the half after
+// that are already being loaded.
 //
 // For few rows (up to MMA_ROWS) the instructions that dequantize take longer than the copies. There, weights are multiplied without
 // their scales, which multiply the sums of each group instead. mma.sync then needs fewer instructions than wgmma, which has to be
@@ -70,10 +71,11 @@ __device__ __forceinline__ uint4 load_shared(u32 at) {
 }
 // A scale, and -(128 + zero point), each twice.
 struct Scale { u32 factor, offset; };
-__device__ __forceinline__ Scale load_scale(u32 at) {
+__device__ __forceinline__ Scale scale_of(u32 word) { return Scale{__byte_perm(word, word, 0x1010), __byte_perm(word, word, 0x3232)}; }
+__device__ __forceinline__ u32 load_scale(u32 at) {
     u32 word;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(at) : "memory");
-    return Scale{__byte_perm(word, word, 0x1010), __byte_perm(word, word, 0x3232)};
+    return word;
 }
 // Return code - zero point of the two codes at bits 4 * step of the halves of `word`, in bfloat16. A code in the last mantissa bits of
 // 128 is 128 + code, so the sum with the offset is exact.
@@ -98,33 +100,37 @@ __device__ __forceinline__ void mma(float* sums, const u32 (&a)[4], u32 low, u32
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(low), "r"(high));
 }
-// Add a stage to the sums, which have the order of wgmma's. codes, scales: where the thread's are; x: where x is.
-__device__ __forceinline__ void mma_stage(float (&sums)[SUMS], u32 codes, u32 scales, u32 x) {
-    const int lane = threadIdx.x & 31, row = lane & 7;
-    const u32 own_x = x + row * 128 + ((lane >> 3 ^ row) * 16);  // with 128-byte swizzle
-    const uint4 packed[2] = {load_shared(codes), load_shared(codes + CODE_BYTES / 2)};  // of the halves
+// What a thread needs for half a stage, 16 of each 32 inputs, and its addresses. It is loaded while the other half is multiplied.
+struct Half {
+    u32 codes_at, x_at;
+    uint4 codes;
+    u32 x[ROWS <= MMA_ROWS ? 2 : 1][ROW_OCTETS][4];  // fragments for mma.sync: two of each box
+};
+__device__ __forceinline__ void load_half(Half& half, u32 codes_at, u32 x_at) {
+    half.codes_at = codes_at, half.x_at = x_at;
+    asm volatile("" : "+r"(half.codes_at), "+r"(half.x_at));
+    half.codes = load_shared(half.codes_at);
+    if constexpr (ROWS <= MMA_ROWS)
+        #pragma unroll
+        for (int i = 0; i < 2 * ROW_OCTETS; i++) load_fragments(half.x[i / ROW_OCTETS][i % ROW_OCTETS], half.x_at + i / ROW_OCTETS * BOX_BYTES + i % ROW_OCTETS * 1024);
+}
+// Keep the registers of the addresses until here. Before the compiler reuses them, it waits for the loads.
+__device__ __forceinline__ void keep_addresses(const Half& half) { asm volatile("" ::"r"(half.codes_at), "r"(half.x_at)); }
+// Add half a stage to partial sums, which have no scale yet, by mma.sync. There are as many of them as scales, but at least two: an mma
+// waits for the mma before it with the same sum.
+constexpr int PARTIALS = SCALES > 2 ? SCALES : 2;
+__device__ __forceinline__ void mma_half(float (&partial)[PARTIALS][SUMS], const Half& half, const u32 (&scale_words)[SCALES][2]) {
     #pragma unroll
-    for (int group = 0; group < SCALES; group++) {
-        const Scale of_rows[2] = {load_scale(scales + group * SCALE_BYTES), load_scale(scales + group * SCALE_BYTES + 8 * 4)};
-        float partial[4][SUMS] = {};  // four sums in turn, as each mma waits for the last one of its sum
+    for (int fragment = 0; fragment < 4; fragment++) {
+        const u32* words = scale_words[fragment * SCALES / 4];
+        const Scale scales[2] = {scale_of(words[0]), scale_of(words[1])};
+        const u32 a[4] = {unscaled(half.codes.x, fragment, scales[0]), unscaled(half.codes.y, fragment, scales[1]),
+                          unscaled(half.codes.z, fragment, scales[0]), unscaled(half.codes.w, fragment, scales[1])};
         #pragma unroll
-        for (int fragment = group * 4 / SCALES; fragment < (group + 1) * 4 / SCALES; fragment++) {
-            u32 b[ROW_OCTETS][4];
-            #pragma unroll
-            for (int octet = 0; octet < ROW_OCTETS; octet++)
-                load_fragments(b[octet], (own_x ^ fragment % 2 * 64) + fragment / 2 * BOX_BYTES + octet * 1024);
-            #pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const u32 a[4] = {unscaled(packed[half].x, fragment, of_rows[0]), unscaled(packed[half].y, fragment, of_rows[1]),
-                                  unscaled(packed[half].z, fragment, of_rows[0]), unscaled(packed[half].w, fragment, of_rows[1])};
-                #pragma unroll
-                for (int octet = 0; octet < ROW_OCTETS; octet++)
-                    mma(partial[fragment % 2 * 2 + half] + 4 * octet, a, b[octet][2 * half], b[octet][2 * half + 1]);
-            }
+        for (int octet = 0; octet < ROW_OCTETS; octet++) {
+            const u32* x = half.x[fragment / 2][octet] + fragment % 2 * 2;
+            mma(partial[SCALES == 1 ? fragment % 2 : fragment * SCALES / 4] + 4 * octet, a, x[0], x[1]);
         }
-        #pragma unroll
-        for (int i = 0; i < SUMS; i++)
-            sums[i] += (partial[0][i] + partial[1][i] + partial[2][i] + partial[3][i]) * low_of(of_rows[i / 2 % 2].factor);
     }
 }
 
@@ -207,14 +213,53 @@ int4_gemm(const char* __restrict__ weights, const __grid_constant__ TensorMap x_
         if (SHARING_BLOCKS > 1) cluster_sync();
         const int warpgroup = warp >> 2;
         const u32 own_weights = ring + 2 * BOX_BYTES + warpgroup * PACKED_BYTES;
-        const u32 own_codes = own_weights + (thread & 127) * 16, own_scales = own_weights + CODE_BYTES + ((warp & 3) * 16 + lane / 4) * 4;
-        int s = 0, parity = 0, released = begin;
-        auto release_last = [&] {  // only if the stage is refilled: then the block that it arrives at waits for it, and so has not exited
-            const u32 last = empty + 8 * (s == 0 ? STAGES - 1 : s - 1);
-            if (released++ < end - STAGES && lane < SHARING_BLOCKS) SHARING_BLOCKS == 1 ? barrier_arrive(last) : barrier_arrive(last, lane);
+        u32 own_codes = own_weights + (thread & 127) * 16, own_scales = own_weights + CODE_BYTES + ((warp & 3) * 16 + lane / 4) * 4;
+        // The address of 8 inputs of row lane % 8 of x, with 128-byte swizzle: lanes 0, 8, 16 and 24 address inputs 0, 8, 32 and 40 of the box.
+        u32 own_x = ring + (lane & 7) * 128 + (((lane >> 4) * 4 + (lane >> 3 & 1) ^ lane & 7) * 16), x_at = ring, full_at = full, empty_at = empty;
+        // Else the compiler would compute these anew for each stage, from a special register that takes long to read.
+        asm volatile("" : "+r"(own_codes), "+r"(own_scales), "+r"(own_x), "+r"(x_at), "+r"(full_at), "+r"(empty_at));
+        int s = 0, parity = 0, loaded = begin, oldest = 0, released = begin;
+        u32 at;  // offset of the last loaded stage
+        Half halves[2];
+        u32 scale_words[SCALES][2], next_scale_words[SCALES][2];  // of the thread's rows of A: r and r + 8
+        auto load_next = [&] {  // the first half of the next stage, and its scales
+            if (loaded++ >= end) return;
+            barrier_wait(full_at + 8 * s, parity);
+            at = s * STAGE_BYTES;
+            load_half(halves[0], own_codes + at, own_x + at);
+            #pragma unroll
+            for (int i = 0; i < 2 * SCALES; i++) next_scale_words[i / 2][i % 2] = load_scale(own_scales + at + i / 2 * SCALE_BYTES + i % 2 * 8 * 4);
+            if (++s == STAGES) { s = 0; parity ^= 1; }
+        };
+        auto release_oldest = [&] {  // only if the stage is refilled: then the block that it arrives at waits for it, and so has not exited
+            const u32 barrier = empty_at + 8 * oldest;
+            if (released++ < end - STAGES && lane < SHARING_BLOCKS) SHARING_BLOCKS == 1 ? barrier_arrive(barrier) : barrier_arrive(barrier, lane);
+            if (++oldest == STAGES) oldest = 0;
         };
         float sums[SUMS];
         u32 fragments[2][4][4];  // A of the halves of a stage: wgmma may still read one while the other is written
+        auto multiply_half = [&](int half, u32 stage, bool keep) {
+            u32 (&a)[4][4] = fragments[half];
+            const uint4& codes = halves[half].codes;
+            #pragma unroll
+            for (int fragment = 0; fragment < 4; fragment++) {
+                const u32* words = scale_words[fragment * SCALES / 4];
+                const Scale scales[2] = {scale_of(words[0]), scale_of(words[1])};
+                a[fragment][0] = dequantize(codes.x, fragment, scales[0]);
+                a[fragment][1] = dequantize(codes.y, fragment, scales[1]);
+                a[fragment][2] = dequantize(codes.z, fragment, scales[0]);
+                a[fragment][3] = dequantize(codes.w, fragment, scales[1]);
+            }
+            #pragma unroll
+            for (int i = 0; i < SUMS; i++) asm volatile("" : "+f"(sums[i])::"memory");
+            asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+            #pragma unroll
+            for (int fragment = 0; fragment < 4; fragment++)  // inputs 32 * fragment + 16 * half
+                wgmma(sums, a[fragment], descriptor(stage + fragment / 2 * BOX_BYTES) + 2 * (fragment % 2 * 2 + half), keep || fragment > 0);
+            asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+            wgmma_wait<1>();
+        };
+        load_next();
         for (int step = begin; step < end;) {
             const int tile = step / num_k_blocks, first = step % num_k_blocks, last = min(num_k_blocks, first + end - step);
             step += last - first;
@@ -223,45 +268,41 @@ int4_gemm(const char* __restrict__ weights, const __grid_constant__ TensorMap x_
                 for (int i = 0; i < SUMS; i++) sums[i] = 0.f;
             }
             for (int k = first; k < last; k++) {
-                barrier_wait(full + 8 * s, parity);
-                const u32 x_at = ring + s * STAGE_BYTES;
-                if constexpr (ROWS <= MMA_ROWS) {
-                    mma_stage(sums, own_codes + s * STAGE_BYTES, own_scales + s * STAGE_BYTES, x_at);
-                    __syncwarp();  // all threads have read the stage
-                    if (++s == STAGES) { s = 0; parity ^= 1; }
-                    release_last();
-                    continue;
-                }
-                Scale scales[2];  // of the thread's rows of A: r and r + 8
+                const u32 stage = x_at + at;
+                load_half(halves[1], own_codes + at + CODE_BYTES / 2, own_x + at ^ 32);
                 #pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    const uint4 packed = load_shared(own_codes + s * STAGE_BYTES + half * CODE_BYTES / 2);
-                    u32 (&a)[4][4] = fragments[half];
-                    #pragma unroll
-                    for (int fragment = 0; fragment < 4; fragment++) {
-                        const int scale_index = fragment * SCALES / 4;
-                        if (half == 0 && fragment == 0 || scale_index != (fragment + 3) % 4 * SCALES / 4)
-                            for (int row = 0; row < 2; row++) scales[row] = load_scale(own_scales + s * STAGE_BYTES + scale_index * SCALE_BYTES + row * 8 * 4);
-                        a[fragment][0] = dequantize(packed.x, fragment, scales[0]);
-                        a[fragment][1] = dequantize(packed.y, fragment, scales[1]);
-                        a[fragment][2] = dequantize(packed.z, fragment, scales[0]);
-                        a[fragment][3] = dequantize(packed.w, fragment, scales[1]);
-                    }
-                    #pragma unroll
-                    for (int i = 0; i < SUMS; i++) asm volatile("" : "+f"(sums[i])::"memory");
-                    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-                    #pragma unroll
-                    for (int fragment = 0; fragment < 4; fragment++)  // inputs 32 * fragment + 16 * half
-                        wgmma(sums, a[fragment], descriptor(x_at + fragment / 2 * BOX_BYTES) + 2 * (fragment % 2 * 2 + half), k > first || half > 0 || fragment > 0);
-                    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-                    wgmma_wait<1>();
-                    if (half == 0 && k > first) release_last();  // its wgmmas have completed
+                for (int i = 0; i < 2 * SCALES; i++) {
+                    asm volatile("" : "+r"(next_scale_words[i / 2][i % 2]));  // not earlier, as that would wait for their load
+                    scale_words[i / 2][i % 2] = next_scale_words[i / 2][i % 2];
                 }
-                if (++s == STAGES) { s = 0; parity ^= 1; }
+                if constexpr (ROWS <= MMA_ROWS) {
+                    float partial[PARTIALS][SUMS] = {};
+                    mma_half(partial, halves[0], scale_words);
+                    keep_addresses(halves[1]);
+                    load_next();
+                    mma_half(partial, halves[1], scale_words);
+                    keep_addresses(halves[0]);
+                    __syncwarp();  // all threads have read the stage
+                    release_oldest();
+                    #pragma unroll
+                    for (int i = 0; i < SUMS; i++) {
+                        if constexpr (SCALES == 1) sums[i] += (partial[0][i] + partial[1][i]) * low_of(scale_of(scale_words[0][i / 2 % 2]).factor);
+                        else
+                            #pragma unroll
+                            for (int group = 0; group < SCALES; group++) sums[i] += partial[group][i] * low_of(scale_of(scale_words[group][i / 2 % 2]).factor);
+                    }
+                } else {
+                    multiply_half(0, stage, k > first);
+                    keep_addresses(halves[1]);
+                    if (k > first) release_oldest();  // the wgmmas of the last stage have completed
+                    load_next();
+                    multiply_half(1, stage, true);
+                    keep_addresses(halves[0]);
+                }
             }
             if constexpr (ROWS > MMA_ROWS) {
                 wgmma_wait_all(sums);
-                release_last();
+                release_oldest();
             }
             previous_kernel_wait();
 #include "stream_k_fixup.cuh"

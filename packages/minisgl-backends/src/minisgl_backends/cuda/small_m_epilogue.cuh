@@ -116,5 +116,5 @@ __device__ __forceinline__ void reduce_and_store(float (&sums)[SUMS], u32 ring, 
     store_rows(staging, out, first_row + (OUTPUTS == 64 ? warpgroup * WARPGROUP_ROWS : 0) + begin * 8, count * 8, column, M, N);
 }
 
-// First step of a part, with `total` steps divided into equal parts.
-__device__ __forceinline__ int part_begin(int total, int part, int num_parts) { return (int)((long long)total * part / num_parts); }
+// First step of a part, with `total` steps divided into equal parts. The product is below 2 ** 32 for weights of up to 2 ** 37 values.
+__device__ __forceinline__ int part_begin(int total, int part, int num_parts) { return (u32)total * (u32)part / (u32)num_parts; }
