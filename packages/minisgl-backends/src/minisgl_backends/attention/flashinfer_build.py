@@ -68,7 +68,7 @@ def _record_path(spec: AttentionSpec) -> Path | None:
         flashinfer = version("flashinfer-python")
     except PackageNotFoundError:
         flashinfer = ""
-    gpu = torch.cuda.get_device_capability(spec.device) if torch.cuda.is_available() else None
+    gpu = torch.cuda.get_device_capability(spec.device) if spec.device.type == "cuda" else None
     names = "FLASHINFER_WORKSPACE_BASE", "FLASHINFER_CUDA_ARCH_LIST"
     software = flashinfer, torch.__version__, [os.environ.get(name) for name in names]
     kernels = str(spec.dtype), str(spec.kv_dtype), spec.head_dim, bool(spec.sliding_windows), bool(spec.soft_caps)
