@@ -8,6 +8,7 @@ import torch
 from minisgl_backends.ops.native import NativeOps
 from minisgl_backends.ops.onednn import OneDnnOps
 from minisgl_core.contracts.ops import TorchOps
+from minisgl_core.platforms.cpu import CpuPlatform
 from minisgl_core.testing.ops_kit import OpsTests
 
 CPU = torch.device("cpu")
@@ -38,6 +39,23 @@ def test_single_rows_leave_onednn_as_it_was(kernels: type[OneDnnOps], is_on: boo
         assert torch._C._get_mkldnn_enabled() == is_on
     finally:
         torch._C._set_mkldnn_enabled(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kernels", [OneDnnOps, NativeOps])
+def test_graphs_can_capture_gemms(kernels: type[OneDnnOps], dtype: torch.dtype) -> None:
+    if reasons := kernels.unsupported(CPU, dtype):
+        pytest.skip("; ".join(reasons))
+    ops = kernels(CPU, dtype)
+    gated = ops.prepare_gated(torch.randn(32, 64).to(dtype), None)
+    linear = ops.prepare_linear(torch.randn(8, 16).to(dtype), torch.randn(8).to(dtype))
+    with torch.inference_mode():
+        for num_rows in (1, 3):
+            x = torch.randn(num_rows, 64).to(dtype)
+            graph, found = CpuPlatform().capture_graph(lambda x=x: linear(gated(x)))
+            x.copy_(torch.randn(num_rows, 64))
+            graph.replay()
+            assert torch.equal(found, linear(gated(x)))
 
 
 @pytest.mark.parametrize("prepare", ["prepare_linear", "prepare_gated"])
