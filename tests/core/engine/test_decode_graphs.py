@@ -23,7 +23,7 @@ from minisgl_core.contracts.attention import (
 )
 from minisgl_core.contracts.communicator import SingleRank
 from minisgl_core.contracts.model import Model
-from minisgl_core.contracts.ops import Ops, VocabShard
+from minisgl_core.contracts.ops import Ops, SamplingOps, StepOps, VocabShard
 from minisgl_core.engine import decode_graphs as graphs
 from minisgl_core.engine.decode_graphs import DecodeGraphs
 from minisgl_core.engine.model_runner import ModelRunner
@@ -282,6 +282,37 @@ def test_every_size_runs_with_new_pages_and_without(
         outputs(("greedy",) * 6, options, cache="radix", overlap=False)
     assert sizes == {1, 2, 3, 4}
     assert has_pages == ({True} if options["page_size"] == 1 else {True, False})
+
+
+class NumpySampling(SamplingOps):
+    def sample(self, logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(logits.numpy().argmax(-1))
+
+
+class NumpyScatter(StepOps):
+    def scatter(self, table: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> None:
+        table.numpy()[index.numpy()] = values.numpy()
+
+
+@pytest.mark.parametrize(("role", "provider"), [("sampling", NumpySampling), ("step", NumpyScatter)])
+def test_kernels_that_bypass_torch_are_not_captured(
+    model_runner: ModelRunner,
+    options: dict[str, Any],
+    role: str,
+    provider: type[SamplingOps | StepOps],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A replay would leave them out, so that requests get tokens of earlier steps."""
+    replaced = {role: provider(torch.device("cpu"), torch.float32)}
+    monkeypatch.setattr(model_runner, "_ops", replace(model_runner._ops, **replaced))
+    wanted = outputs(("greedy",) * 6, options, overlap=False)
+    model_runner.capture_decode_graphs(SIZES, progress=False)
+    try:
+        assert outputs(("greedy",) * 6, options, overlap=False) == wanted
+        assert model_runner._graphs is not None
+        assert not model_runner._graphs._captured
+    finally:
+        model_runner.free_graphs()
 
 
 def test_pages_of_other_tokens_are_written_before(
