@@ -352,6 +352,30 @@ def test_a_long_prompt_does_not_delay_other_messages(rig: Rig, monkeypatch: pyte
     assert isinstance(count, RequestCounts), "it follows all that was sent before it"
 
 
+def test_shorter_prompts_pass_a_long_one_but_not_forever(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    order, may_end, now = list[str](), threading.Event(), 0.0
+    monkeypatch.setattr(TokenizerWorker, "encode", lambda self, m: order.append(m.request_id) or may_end.wait(20))
+    monkeypatch.setattr(TokenizerWorker, "handle", lambda *_: None)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    queue = TokenizerQueue(rig.worker)
+    for name, num_chars, arrival in (
+        ("runs", 60_000, 0),
+        ("long", 4_000_000, 0),
+        ("short", 60_000, 1),
+        ("late", 60_000, 100),
+    ):
+        now = arrival
+        queue.add(Tokenize(request_id=name, text="x" * num_chars, sampling=SamplingParams()))
+        queue.run_next()
+    may_end.set()
+    for _ in range(20_000):
+        queue.run_next()
+        time.sleep(0.001)
+        if len(order) == 4:
+            break
+    assert order == ["runs", "short", "long", "late"]
+
+
 @pytest.mark.parametrize(
     "parameters",
     [{"enum": list(range(20_000))}, {"enum": [None] * 20_000}, {f"name {number}": 1 for number in range(8_000)}],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import Future
 from itertools import chain, count, islice
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,9 @@ if TYPE_CHECKING:
     from minisgl_server.tokenizer.worker import TokenizerWorker
 
 _BACKGROUND_CHARS = 50_000
-"""Prompts of more characters are tokenized on a thread; so many take about a tenth of a second."""
+"""Prompts of more characters are tokenized on a thread."""
+_S_PER_CHAR = 2e-6
+"""Seconds to tokenize a character."""
 _CHARS_PER_MESSAGE = 50
 """Characters that take as long to tokenize as the chat template takes per message."""
 _POLL_S = 0.005
@@ -28,16 +31,18 @@ class TokenizerQueue:
     """Queue of the messages to one tokenizer worker.
 
     Tokenizing a long prompt takes seconds, and other requests must not wait for it. Long prompts are therefore tokenized on a
-    thread, one at a time, and short ones pass them meanwhile. Output and aborts are handled first, but at most `_MAX_SKIPS` of
-    them before the next prompt. A prompt that is aborted while it waits is dropped at once.
+    thread, one at a time, and short ones pass them meanwhile. The next long prompt is the one that would be done first if each had
+    been started at its arrival. So shorter ones pass it, but not forever. Output and aborts are handled first, but at most
+    `_MAX_SKIPS` of them before the next prompt. A prompt that is aborted while it waits is dropped at once.
     """
 
     def __init__(self, worker: TokenizerWorker) -> None:
         self._worker = worker
         self._quick: dict[int, Tokenize | Detokenize | RequestCounts] = {}
         """Waiting messages that are handled in this thread, by number, oldest first."""
-        self._slow: dict[int, Tokenize] = {}
-        """Waiting prompts that are tokenized on the other thread, by number, oldest first."""
+        self._slow: dict[int, tuple[float, Tokenize]] = {}
+        """Waiting prompts that are tokenized on the other thread, by number, oldest first. Each has the time at which it would be
+        done if it had been started at its arrival, in seconds of `time.monotonic`."""
         self._numbers = count()
         self._waiting_ids: dict[str, int] = {}
         """Request ids of the waiting prompts and of the prompt on the thread, with the number of each."""
@@ -70,8 +75,10 @@ class TokenizerQueue:
                 number = next(self._numbers)
                 if isinstance(message, Tokenize):
                     self._waiting_ids |= dict.fromkeys(message.output_ids, number)
-                if isinstance(message, Tokenize) and _is_slow(message):
-                    self._slow[number] = message
+                if isinstance(message, Tokenize) and (
+                    (num_chars := _num_chars(message)) > _BACKGROUND_CHARS or message.chat_template is not None
+                ):
+                    self._slow[number] = time.monotonic() + num_chars * _S_PER_CHAR, message
                 else:
                     self._quick[number] = message
             case Abort(request_id) if request_id in self._waiting_ids:
@@ -83,7 +90,7 @@ class TokenizerQueue:
     def run_next(self) -> None:
         """Handle the prompt that the thread has tokenized, or else the next waiting message.
 
-        If that is a long prompt, a thread is started that tokenizes it.
+        If that is a long prompt, a thread is started, which tokenizes the one of them that is due first.
         """
         self._num_skips = 0
         if self._in_background is not None and self._in_background[1].done():
@@ -91,7 +98,7 @@ class TokenizerQueue:
             self._handle_prompt(message, encoded)
         elif (number := self._next()) is not None:
             if number in self._slow:
-                prompt = self._slow.pop(number)
+                _, prompt = self._slow.pop(min(self._slow, key=lambda each: self._slow[each][0]))
                 self._in_background = prompt, self._encode_in_background(prompt)
             elif isinstance(quick := self._quick.pop(number), Tokenize):
                 self._handle_prompt(quick, None)
@@ -111,7 +118,7 @@ class TokenizerQueue:
         """Abort a waiting prompt; drop its message when all of its outputs are aborted, unless the thread tokenizes it."""
         self._aborted_ids.add(request_id)
         number = self._waiting_ids[request_id]
-        waiting = self._slow.get(number) or self._quick.get(number)
+        waiting = self._slow[number][1] if number in self._slow else self._quick.get(number)
         if isinstance(waiting, Tokenize) and self._aborted_ids.issuperset(waiting.output_ids):
             self._slow.pop(number, None)
             self._quick.pop(number, None)
@@ -148,7 +155,6 @@ class TokenizerQueue:
         return encoded
 
 
-def _is_slow(message: Tokenize) -> bool:
-    """Return True if a prompt is long, or has a chat template of its own, which is rendered in another process."""
-    num_chars = message.num_chars + _CHARS_PER_MESSAGE * len(message.messages or ())
-    return num_chars > _BACKGROUND_CHARS or message.chat_template is not None
+def _num_chars(message: Tokenize) -> int:
+    """Return the number of characters that take as long to tokenize as a prompt."""
+    return message.num_chars + _CHARS_PER_MESSAGE * len(message.messages or ())
