@@ -31,8 +31,8 @@ class TokenizerQueue:
     """Queue of the messages to one tokenizer worker.
 
     Tokenizing a long prompt takes seconds, and other requests must not wait for it. Long prompts are therefore tokenized on a
-    thread, one at a time, and short ones pass them meanwhile. The next long prompt is the one that would be done first if each had
-    been started at its arrival. So shorter ones pass it, but not forever. Output and aborts are handled first, but at most
+    thread, one at a time, and short ones pass them meanwhile. The next long prompt is the one that would be done first if each
+    had been started at its arrival. So shorter ones pass it, but not forever. Output and aborts are handled first, but at most
     `_MAX_SKIPS` of them before the next prompt. A prompt that is aborted while it waits is dropped at once.
     """
 
