@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -14,6 +15,11 @@ from typing import Any
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.protocol.messages import Ready
 from minisgl_core.runtime.supervisor import END_SIGNAL, Supervisor
+
+
+def end_frozen(report: Callable[[Ready], None]) -> None:
+    report(Ready(process="frozen"))
+    os._exit(17 if gc.get_freeze_count() > 1000 else 18)
 
 
 def serve(name: str, report: Callable[[Ready], None]) -> None:

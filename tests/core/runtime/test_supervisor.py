@@ -38,6 +38,12 @@ def test_children_report_carry_a_title_and_end(supervisor: Supervisor) -> None:
     assert not any(process.is_running() for process in found)
 
 
+def test_garbage_collections_skip_what_the_start_has_made(supervisor: Supervisor) -> None:
+    supervisor.start("frozen", children.end_frozen)
+    with pytest.raises(WorkerDiedError, match="17"):
+        supervisor.wait()
+
+
 def test_a_wait_of_no_time_looks_all_the_same(supervisor: Supervisor) -> None:
     supervisor.start("victim", children.serve, "victim")
     assert supervisor.wait_ready()

@@ -9,6 +9,7 @@ signals, because the parent decides when each child ends. It ends them with `END
 
 import atexit
 import contextlib
+import gc
 import os
 import shutil
 import signal
@@ -249,11 +250,16 @@ def _child(
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
     signal.signal(END_SIGNAL, _end)
     threading.Thread(target=_end_with_parent, args=(pipe, directory), daemon=True).start()
+
+    def report(ready: Ready) -> None:
+        gc.freeze()  # a full collection of all modules would take over a tenth of a second, in which no request proceeds
+        pipe.send_bytes(encode(ready))
+
     try:
         if isinstance(target, str):
             target = resolve_name(target)
         assert callable(target)
-        target(*args, lambda ready: pipe.send_bytes(encode(ready)))
+        target(*args, report)
     except Exception as error:
         trace = traceback.format_exc() if os.environ.get("MINISGL_DEBUG") == "1" else ""
         kinds = isinstance(error, MinisglError), isinstance(error, USER_ERRORS)
