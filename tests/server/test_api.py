@@ -269,6 +269,7 @@ BAD_CHATS = {
     "unknown template variable": ({"chat_template_kwargs": {"no_such": 1}}, "chat_template_kwargs"),
     "reserved template variable": ({"chat_template_kwargs": {"chat_template": "{{1}}"}}, "chat_template_kwargs"),
     "seed too large": ({"seed": 2**63}, "seed"),
+    "priority over others": ({"priority": -1}, "priority"),
 }
 BAD_COMPLETIONS = {
     "empty prompt": ({"prompt": ""}, "prompt"),

@@ -314,12 +314,21 @@ def test_the_context_length_error_is_the_known_sentence(
 
 @pytest.fixture(scope="module")
 def reasoning(launch_shared: Callable[..., Any]) -> Iterator[httpx.Client]:
-    """A server with a short context, whose outputs begin with reasoning content, and which renders requests' templates."""
+    """A server with a short context that allows negative priorities and templates of requests. Outputs begin with reasoning."""
     flags = ["--reasoning-parser", "deepseek_r1", "--trust-request-chat-template", "--max-seq-len-override", "512"]
+    flags += ["--min-priority", "-2"]
     model = ["--dtype", "float32", "--quantization", "none", "--num-pages", "600", "--max-running-requests", "8"]
     server = launch_shared(*model, *flags).wait_started()
     with httpx.Client(base_url=server.url, timeout=250) as made:
         yield made
+
+
+def test_a_server_may_allow_negative_priorities(reasoning: httpx.Client) -> None:
+    for path, body in ("/v1/completions", {"prompt": "Hi", "max_tokens": 1}), ("/generate", {"text": "Hi"}):
+        assert reasoning.post(path, json=body | {"priority": -2}).status_code == 200
+        refused = reasoning.post(path, json=body | {"priority": -3})
+        assert refused.status_code == 400
+        assert "priority=-3 is not valid: must be at least -2." in refused.text
 
 
 def test_a_prompt_is_truncated_to_the_context(reasoning: httpx.Client, engine_tokenizer: Any) -> None:

@@ -91,6 +91,11 @@ class ServerOptions:
     max_concurrent_requests: int | None = option(
         None, "Maximum number of concurrent POST requests; others get status 429.", low=1
     )
+    min_priority: int = option(
+        0,
+        "Lowest priority that a request may have. Requests with lower values run first, so negative ones let a client run before"
+        " all others.",
+    )
     max_connections_per_address: int = option(
         1024,
         "Maximum number of connections per address and API worker, except loopback addresses; others get status 429.",

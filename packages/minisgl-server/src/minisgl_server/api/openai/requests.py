@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
+from minisgl_core.errors import InvalidValueError
 from minisgl_core.protocol.messages import EngineInfo
 from minisgl_core.utils.logs import REQUEST_ID
 from minisgl_server.api.errors import ApiError, invalid_fields, model_not_found
@@ -30,6 +31,7 @@ async def parse_request(model: type[R], request: Request) -> R:
     Raises:
         ApiError: 400, the body is invalid; 404, its model is not served; 413, 415 and 429, see `read_body`; 503, the engine is
             not ready.
+        InvalidValueError: the priority is below `ServerOptions.min_priority`.
     """
     _, served = served_model(request.app)
     limits = request_limits(request.app)
@@ -41,6 +43,11 @@ async def parse_request(model: type[R], request: Request) -> R:
         raise model_not_found(name, served)
     if getattr(body, "stream_options", None) is not None and not getattr(body, "stream", None):
         raise ApiError(400, "stream_options is allowed only if stream is true.", "stream_options")
+    lowest, priority = request.app.state.options.min_priority, getattr(body, "priority", None) or 0
+    if priority < lowest:
+        raise InvalidValueError(
+            "priority", priority, f"at least {lowest}", "The server's --min-priority allows lower ones."
+        )
     return body
 
 
