@@ -39,6 +39,55 @@ def test_digits_of_a_pattern_are_ascii() -> None:
     assert state.is_complete
 
 
+STRINGS = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "string"}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "valid", "invalid"),
+    [
+        (STRINGS, '{"b": "x"}', r'{"\u0061": "x"}'),  # another spelling of the property "a"
+        ({"patternProperties": {"^a": {"const": 1}}, "type": "object"}, '{"a1": 1}', r'{"\u0061": 2}'),
+        ({"const": "\x1b"}, r'"\u001b"', r'"\n"'),
+        ({"type": "string", "pattern": '^[^"]+$'}, r'"a\\"', r'"\""'),
+        ({"type": "string", "pattern": r"^[^\\/]+$"}, r'"a\""', r'"\\"'),
+        ({"type": "string", "pattern": r"^\[\^a]$"}, '"[^a]"', '"b"'),
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, "0.25", "0"),
+        ({"type": "number", "exclusiveMaximum": 0, "minimum": -0.5}, "-0.25", "-0"),
+        ({"type": "array", "prefixItems": [{"type": "null"}], "additionalItems": False}, "[null]", "[1]"),
+        ({"type": "array", "items": {"type": "integer"}, "uniqueItems": False}, "[1, 1]", '["a"]'),
+        ({"type": "object", "propertyNames": {"type": "string"}, "maxProperties": 1}, '{"a": 1}', "[]"),
+        ({"type": "string", "format": "binary"}, '"a b"', "1"),
+        (
+            {"type": "object", "properties": {"uniqueItems": False, "format": {"format": "int32"}}},
+            '{"format": 1}',
+            '{"uniqueItems": 1}',
+        ),
+        ({"const": {"format": "pdf", "pattern": "[^a]"}}, '{"format": "pdf", "pattern": "[^a]"}', '{"format": 1}'),
+    ],
+)
+def test_values_fit_keywords_that_llguidance_refuses_or_misreads(schema: object, valid: str, invalid: str) -> None:
+    start = LlguidanceGrammar(byte_tokenizer(), VOCAB_SIZE, EOS).compile("json_schema", json.dumps(schema), "it")
+    for text, is_valid in ((valid, True), (invalid, False)):
+        state = start.copy()
+        assert (
+            all(map(state.accept, byte_tokenizer().convert_tokens_to_ids(list(text.replace(" ", "Ġ")))))
+            and state.is_complete
+        ) == is_valid, text
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"type": "string", "format": "iri"}, "Unknown format: iri"),  # JSON Schema defines it
+        ({"enum": ["a", 2**53 + 1]}, "rounds integers beyond"),
+        ({"oneOf": [{"minimum": 0}, {"maximum": 5}]}, "use anyOf"),
+    ],
+)
+def test_a_schema_that_cannot_be_enforced_is_refused(schema: object, reason: str) -> None:
+    with pytest.raises(InvalidValueError, match=reason):
+        LlguidanceGrammar.check("json_schema", json.dumps(schema), "it")
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -16,6 +16,15 @@ from minisgl_core.contracts.structured_outputs import StructuralTag, TaggedStruc
 
 _COMPACT = {"whitespace_flexible": False, "item_separator": ",[ ]?", "key_separator": ":[ ]?"}
 """At most one space after a comma or a colon. More whitespace costs tokens, and small models may emit it without end."""
+_FORMATS = re.compile(
+    "date-time|date|time|duration|(idn-)?email|(idn-)?hostname|ipv4|ipv6|(uri|iri)(-reference)?|uuid|uri-template"
+    "|(relative-)?json-pointer|regex"
+)
+"""Matches the formats that JSON Schema defines. It ignores others, and llguidance refuses those that it cannot enforce."""
+_SCHEMA_MAPS = {"properties", "patternProperties", "$defs", "definitions"}
+"""Keywords of a schema whose value is an object of schemas by name."""
+_NEGATED_CLASS = re.compile(r"(\\.)|\[\^(?!\])", re.DOTALL)
+"""Matches the start of a negated character class, or an escaped character as group 1."""
 NO_FORCING = '\n%llguidance {"no_forcing": true}'
 """Turn off forced tokens (fast-forwarding).
 
@@ -123,8 +132,42 @@ def _value(schema: Any) -> str:
     whitespace = schema.get(WHITESPACE)
     if not isinstance(whitespace, str | None):
         raise ValueError(f"{WHITESPACE} must be a regular expression (a string)")
-    rest = {name: value for name, value in schema.items() if name != WHITESPACE}
-    options = (
+    rest: dict[str, Any] = _adapt({name: value for name, value in schema.items() if name != WHITESPACE})
+    options: dict[str, Any] = (
         _COMPACT if whitespace is None else {"whitespace_pattern": whitespace or None, "whitespace_flexible": False}
     )
+    if "\\u00" not in json.dumps(rest, ensure_ascii=False):
+        # Without control characters, no such escapes are needed. llguidance does not see that "\\u0061" names the property "a".
+        options = options | {"json_allowed_escapes": 'nrbtf\\"'}
     return "%json " + json.dumps({"x-guidance": options} | rest)
+
+
+def _adapt(schema: Any, is_map: bool = False) -> Any:
+    """Return a schema, or an object of schemas, that says the same and that llguidance reads correctly."""
+    if isinstance(schema, list):
+        return [_adapt(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if is_map:
+        return {name: _adapt(value) for name, value in schema.items()}
+    has_no_effect = {
+        "format": isinstance(text := schema.get("format"), str) and not _FORMATS.fullmatch(text),
+        "propertyNames": schema.get("propertyNames") in ({"type": "string"}, {}, True),
+        "uniqueItems": schema.get("uniqueItems") is False,
+        "additionalItems": "prefixItems" in schema,  # llguidance would ignore prefixItems
+    }
+    return {name: _adapt_keyword(name, value) for name, value in schema.items() if not has_no_effect.get(name)}
+
+
+def _adapt_keyword(name: str, value: Any) -> Any:
+    if name == "pattern" and isinstance(value, str):
+        # llguidance allows quotes and backslashes in a negated class, unless it excludes a control character.
+        return _NEGATED_CLASS.sub(lambda match: match[1] or r"[^\x01", value)
+    if name in ("exclusiveMinimum", "exclusiveMaximum") and value == 0 and value is not False:
+        return 1e-9 if name == "exclusiveMinimum" else -1e-9  # llguidance allows 0 between 0 and a number below 1
+    if name in ("const", "enum"):
+        for each in value if name == "enum" and isinstance(value, list) else [value]:
+            if isinstance(each, int) and abs(each) > 2**53:
+                raise ValueError(f"{name} has {each}, and llguidance rounds integers beyond 2**53; use strings")
+    is_literal = name in ("const", "enum", "default", "examples")
+    return value if is_literal else _adapt(value, name in _SCHEMA_MAPS)

@@ -184,6 +184,8 @@ def _refusal(kind: str, text: str, name: str, reason: str) -> InvalidValueError:
 def _summary(text: str) -> str:
     if text.startswith("NoExtension"):  # llguidance's name of the error
         return "no text fits it"
+    if "oneOf constraints are not supported" in text:  # llguidance advises an option that requests do not have
+        return "oneOf is supported only if its alternatives exclude each other; use anyOf"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     found = [line for line in lines if line.startswith("error:")]
     return " ".join(dict.fromkeys([*lines[:1], *found[:1]]))[:500]
