@@ -220,13 +220,26 @@ def test_cache_folders_are_private_for_any_umask(quick: Path, tmp_path: Path) ->
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def test_kernels_load_without_a_home_directory(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_only_cache_is_used(quick: Path, cache: Path) -> None:
+    library.load(torch.float32)
+    cache.chmod(0o500)  # has an effect on users other than root
+    library.load(torch.float32)
+    assert (quick.parent / "calls").read_text().count("ops.c") == 1
+
+
+def test_kernels_load_without_a_home_directory(
+    quick: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", home)
     assert library.unsupported(CPU, torch.float32) == []
+    assert "compiled at each start, since Could not determine home directory." in caplog.text
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/cache")  # /proc is read-only, even for root
+    assert library.unsupported(CPU, torch.float32) == []
+    assert "'/proc/cache'" in caplog.text
 
 
 def test_a_full_disk_fails_only_while_compiling(

@@ -13,10 +13,11 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def cache_dir(kind: str) -> Path | None:
-    """Return the user's cache folder for builds of a kind, such as ``native``, or None if it is not private and writable.
+    """Return the user's cache folder for builds of a kind, such as ``native``, or None if it is not private.
 
-    The folder and its parent ``minisgl`` must belong to the user, and nobody else may be able to write them. The folders above
-    must belong to the user or root. Everyone may write those only if the sticky bit is set, as in /tmp.
+    It may be read-only, as in a container whose image has the kernels. The folder and its parent ``minisgl`` must belong to the
+    user, and nobody else may be able to write them. The folders above must belong to the user or root. Everyone may write those
+    only if the sticky bit is set, as in /tmp.
     """
     try:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -29,12 +30,12 @@ def cache_dir(kind: str) -> Path | None:
             path = path / name
             path.mkdir(mode=0o700, exist_ok=True)
             reason = _unsafe(path, stat.S_IFDIR)
-    except (OSError, RuntimeError):
-        return None
+    except (OSError, RuntimeError) as error:  # the folder is missing on a read-only file system; no home directory
+        reason = str(error)
     if reason is not None:
         _warn(f"compiled kernels are not cached but compiled at each start, since {reason}: {_REMEDY}")
         return None
-    return path if os.access(path, os.W_OK | os.X_OK) else None
+    return path
 
 
 def is_cached(path: Path) -> bool:

@@ -39,11 +39,11 @@ def compile_prefill(backend: type[AttentionBackend], spec: AttentionSpec) -> Non
     """Compile the prefill modules by running a small prefill, and record their files. Wait if another process compiles them.
 
     Raises:
-        MinisglError: there is no private cache folder for the record.
+        MinisglError: there is no private cache folder for the record, or it is read-only.
     """
     path = _record_path(spec)
-    if path is None:
-        raise MinisglError("there is no private folder for compiled kernels; set XDG_CACHE_HOME to one")
+    if path is None or not os.access(path.parent, os.W_OK | os.X_OK):
+        raise MinisglError("there is no private, writable folder for compiled kernels; set XDG_CACHE_HOME to one")
     with open(path.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if is_compiled(spec):
