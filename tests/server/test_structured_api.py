@@ -27,7 +27,8 @@ SCHEMA: dict[str, Any] = {
 FORMAT = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA, "strict": True}}
 UNIT = {
     "type": "object",
-    "properties": {"unit": {"enum": ["C", "F"]}},
+    "properties": {"unit": {"$ref": "#/$defs/unit"}},
+    "$defs": {"unit": {"enum": ["C", "F"]}},
     "required": ["unit"],
     "additionalProperties": False,
 }

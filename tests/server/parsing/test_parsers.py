@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import jsonschema
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -244,6 +245,19 @@ def test_the_tool_parser_is_detected_from_the_template() -> None:
 def test_calls_without_parameters_take_none() -> None:
     schema = call_schema({"name": "f"}, "arguments")
     assert schema["properties"]["arguments"]["additionalProperties"] is False
+
+
+def test_references_in_parameters_stay_within_them() -> None:
+    """The schema of a call contains the parameters, whose references begin at their own root."""
+    schemas = []
+    for name, kind in (("f", "null"), ("g", "boolean")):
+        properties = {"kind": {"$ref": "#/$defs/kind"}, "next": {"$ref": "#"}}
+        parameters = {"properties": properties, "$defs": {"kind": {"type": kind}}, "required": ["kind"]}
+        schemas.append(call_schema({"name": name, "parameters": parameters}, "arguments"))
+    calls = jsonschema.Draft202012Validator({"anyOf": schemas})
+    assert calls.is_valid({"name": "g", "arguments": {"kind": True, "next": {"kind": False}}})
+    assert not calls.is_valid({"name": "g", "arguments": {"kind": None}})
+    assert not calls.is_valid({"name": "f", "arguments": {"kind": None, "next": {"kind": False}}})
 
 
 def test_tools_are_described_to_templates_without_tools() -> None:
