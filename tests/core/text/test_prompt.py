@@ -112,6 +112,17 @@ def test_a_panic_of_the_tokenizer_is_an_error(bos_tokenizer: Any) -> None:
         encode_prompt(bos_tokenizer, "a" * 30)
 
 
+def test_an_unknown_word_without_an_unknown_token_is_an_error() -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, unk_token="b")))
+    assert encode_prompt(tokenizer, "a") == [0]
+    with pytest.raises(InvalidValueError, match=r"'c' is not valid: .* It says: .*Missing \[UNK\] token"):
+        encode_prompt(tokenizer, "c")
+
+
 def test_bad_words_after_a_space_are_vllms(smollm2_tokenizer: Any) -> None:
     """Each word as vLLM's `SamplingParams.update_from_tokenizer` tells its tokens."""
     words = ("Paris", " London", "unbelievable", "!", "a b")

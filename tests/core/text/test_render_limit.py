@@ -33,6 +33,7 @@ FAILING = {
 ENDLESS = {
     "loops": "{% set r = range(99999) %}{% for a in r %}{% for b in r %}{% for c in r %}{% endfor %}{% endfor %}{% endfor %}",
     "output": "{% for a in range(99999) %}{% for b in range(99999) %}{{ b }}{% endfor %}{% endfor %}",
+    "parsing": "{{ 1 }}" * 300_000 + "{{ 1**1 }}",
 }
 GROWING = {
     "joins": "{% set n = namespace(x='x') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",

@@ -132,9 +132,13 @@ def render_chat(
 
 def _apply(tokenizer: Any, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
     """Render with the tokenizer, within the limits on time, memory and numbers."""
-    check_numbers(_JINJA, options.get("chat_template", tokenizer.chat_template))
-    text: str = run_limited(lambda: tokenizer.apply_chat_template(messages, tokenize=False, **options))
-    return text
+
+    def render() -> str:
+        check_numbers(_JINJA, options.get("chat_template", tokenizer.chat_template))
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        return text
+
+    return run_limited(render)
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]], knows_developer: bool = True) -> list[dict[str, Any]]:

@@ -68,7 +68,7 @@ def encode_prompt(
         truncation_side: ``left`` for the end of `text` instead of its beginning.
 
     Raises:
-        InvalidValueError: the text contains a lone surrogate, which cannot be encoded, or the tokenizer panics.
+        InvalidValueError: the text contains a lone surrogate, which cannot be encoded, or the tokenizer fails.
     """
     try:
         text.encode()
@@ -81,10 +81,10 @@ def encode_prompt(
         try:
             ids: list[int] = tokenizer(part, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
         except BaseException as error:
-            if type(error).__name__ != "PanicException":
+            # The tokenizers package raises `Exception` itself, such as for an unknown word without an unknown token.
+            # It panics, which is no `Exception`, if a regex backtracks more than 10^7 times, as Qwen's does for so many spaces.
+            if type(error) is not Exception and type(error).__name__ != "PanicException":
                 raise
-            # A Rust panic, which is no `Exception`: the tokenizers package panics if a regex backtracks more than 10^7 times, as
-            # that of Qwen does for so many spaces.
             raise InvalidValueError(
                 name, part[:20], "text that the tokenizer can split", f"It says: {error}."
             ) from None
