@@ -5,6 +5,7 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from minisgl_core.errors import MinisglError
-from minisgl_server.shell.chat_models import RemoteModel, _contents
+from minisgl_server.shell.chat_models import LocalModel, RemoteModel, _contents
 from minisgl_server.shell.repl import Conversation, parse_setting
 
 PROMPT, ANSWER = r"\x1b\[\?2004h.*>", r"\x1b\[\?2004l"
@@ -97,6 +98,19 @@ def test_on_a_terminal(flags: list[str], tmp_path: Path) -> None:
     assert terminal.status() == 0
     history = (tmp_path / "minisgl" / "shell_history").read_text()
     assert history.count("Tell me more") == 2
+
+
+def test_a_second_ctrl_c_does_not_wait_for_text(tiny_checkpoint: Path) -> None:
+    def press_twice(piece: str, is_reasoning: bool) -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    messages, handler = [{"role": "user", "content": "Hi"}], signal.getsignal(signal.SIGINT)
+    with LocalModel({"model": str(tiny_checkpoint), "num_pages": 1100}) as model:
+        with pytest.raises(KeyboardInterrupt):
+            model.chat(messages, press_twice, {})
+        assert signal.getsignal(signal.SIGINT) is handler
+        assert "5 output tokens" in model.chat(messages, lambda *_: None, {"max_tokens": 5})
 
 
 def shell(*flags: str, text: str) -> subprocess.CompletedProcess[str]:

@@ -5,6 +5,7 @@ import json
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any, Self
 
 import httpx
@@ -28,7 +29,9 @@ class LocalModel:
         self.name = self._llm.info.model
 
     def chat(self, messages: Sequence[Message], show: Show, settings: Mapping[str, Any]) -> str:
-        """Generate the next message and show it piece by piece. Ctrl-C stops it after the current step.
+        """Generate the next message and show it piece by piece. Ctrl-C stops it at the next piece of text.
+
+        A second Ctrl-C raises KeyboardInterrupt at once, so that a long prompt can be stopped, too.
 
         Returns a line with times and token counts.
 
@@ -41,20 +44,27 @@ class LocalModel:
         room = self._llm.info.max_seq_len - len(token_ids)
         if room < 1:
             allowed = f"at most {self._llm.info.max_seq_len - 1} tokens"
-            raise InvalidValueError("the conversation", f"{len(token_ids)} tokens", allowed)
+            raise InvalidValueError("the conversation", f"{len(token_ids)} tokens", allowed, "/reset starts a new one.")
         limit = min(room, settings.get("max_tokens", room))
         sampling = SamplingParams(**self._llm.info.default_sampling | {**settings, "max_tokens": limit})
         timer, stats = _TurnTimer(show), self._llm.stats
         num_cached, num_output = stats.num_cached_tokens, stats.num_output_tokens
         interrupts: list[int] = []
-        before = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
+
+        def interrupt(number: int, frame: FrameType | None) -> None:
+            if interrupts:
+                signal.default_int_handler(number, frame)
+            interrupts.append(number)  # the first does not interrupt a step, which would empty the prefix cache
+
+        before = signal.signal(signal.SIGINT, interrupt)
         pieces = self._llm.stream(token_ids, sampling)
         try:
             for piece in pieces:
                 timer.show(piece)
-                if interrupts:  # a step must not be interrupted
+                if interrupts:
                     break
         finally:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
             pieces.close()  # type: ignore[attr-defined]  # a generator
             signal.signal(signal.SIGINT, before)
         num_cached, num_output = stats.num_cached_tokens - num_cached, stats.num_output_tokens - num_output
