@@ -17,7 +17,7 @@ import pytest
 
 from minisgl_core.config.options import ModelOptions
 from minisgl_core.errors import InvalidValueError, MinisglError, ModelFormatError, ModelNotFoundError, ProviderLoadError
-from minisgl_core.plugins.registry import Entry
+from minisgl_core.plugins.registry import Entry, Registry
 from minisgl_core.weights import model_source
 from minisgl_core.weights.model_source import locate_model, open_weights
 
@@ -36,6 +36,7 @@ ERRORS = {
     "unknown": (404, "RepoNotFound"),
     "gated": (403, "GatedRepo"),
     "broken": (500, ""),
+    "garbled": (200, ""),
 }
 LOCATE = """
 import sys
@@ -135,6 +136,7 @@ def test_a_hub_id_is_downloaded_once_and_then_works_offline(hub_url: str, tmp_pa
         ("owner/gated", "", "its owner must grant you access first"),
         ("owner/tiny", "v9", "the hub has no revision 'v9' of it"),
         ("owner/broken", "", "the hub cannot be reached (Server error '500"),
+        ("owner/garbled", "", "the hub does not answer as expected"),
         ("no spaces please", "", "it is neither a file, nor a folder, nor an id"),
         ("owner/tiny/model.safetensors", "", "there is no such file or folder"),
         ("./tiny", "", "there is no such file or folder"),
@@ -226,7 +228,7 @@ class FakeRegistry:
         return self.load(kind, name).unsupported(path)
 
     def load(self, kind: str, name: str) -> Any:
-        if name == "broken":
+        if name in ("broken", "gguf"):
             raise ProviderLoadError("no module named x")
         return self.Folders if name == "folders" else type(name, (self.Folders,), {})
 
@@ -238,10 +240,15 @@ def test_the_first_format_that_fits_opens_it(tmp_path: Path) -> None:
     with pytest.raises(ModelFormatError) as error:
         open_weights(tmp_path / "file", registry)
     assert str(error.value).endswith(
-        "(broken: no module named x; folders: it is not a folder; a_stranger: it is not a folder)"
+        "(broken: no module named x; folders: it is not a folder; a_stranger: it is not a folder; gguf: no module named x)"
     )
     with pytest.raises(ModelFormatError, match=r"--dummy-weight needs .* \(it is not a folder\)\. Give such a folder"):
         open_weights(tmp_path / "file", registry, dummy=True)
+
+
+def test_a_format_that_is_not_installed_has_a_remedy(smollm2_path: Path) -> None:
+    with pytest.raises(ModelFormatError, match=r"'gguf'.* Try: pip install minisgl-models"):
+        open_weights(smollm2_path, Registry([]))
 
 
 def test_dummy_weights_need_a_model() -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from minisgl_core.config.options import ModelOptions
 from minisgl_core.errors import InvalidValueError, MinisglError, ModelFormatError, ModelNotFoundError, PluginError
+from minisgl_core.plugins import remedies
 from minisgl_core.plugins.plugin_filter import SHIPPED
 
 if TYPE_CHECKING:
@@ -68,7 +69,8 @@ def open_weights(path: Path, registry: "Registry", dummy: bool = False) -> "Weig
         PluginError: the provider cannot be loaded.
     """
     shipped_first = sorted(registry.entries("weights"), key=lambda entry: entry.distribution not in SHIPPED)
-    names = ["dummy"] if dummy else list(dict.fromkeys(entry.name for entry in shipped_first if entry.name != "dummy"))
+    names = [entry.name for entry in shipped_first if entry.name != "dummy"] + remedies.shipped_names("weights")
+    names = ["dummy"] if dummy else list(dict.fromkeys(names))
     refusals = []
     for name in names:
         try:
@@ -88,8 +90,7 @@ def open_weights(path: Path, registry: "Registry", dummy: bool = False) -> "Weig
             provider: type[WeightSource] = registry.load("weights", name)
             return provider(path)
         refusals.append(f"{name}: {', '.join(reasons)}")
-    found = "; ".join(refusals) or "no weights provider is installed; try: pip install minisgl-models"
-    raise ModelFormatError(f"no weights provider can read the checkpoint {path} ({found})")
+    raise ModelFormatError(f"no weights provider can read the checkpoint {path} ({'; '.join(refusals)})")
 
 
 def _default_model() -> Path:
@@ -125,12 +126,12 @@ def _from_huggingface(model: str, revision: str | None, flag: str) -> Path:
     except errors.RepositoryNotFoundError:
         why = "the hub has no such model, or it is private and you are not logged in (hf auth login)"
     except errors.RevisionNotFoundError:
-        why = f"the hub has no revision {revision!r} of it"
+        why = f"the hub has no revision {revision or 'main'!r} of it"
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
         cause = _one_line(error.__cause__ or error)
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"the hub cannot be reached ({cause})"
         why = "it is not in the local cache, and " + why
-    except (OSError, errors.EntryNotFoundError) as error:
+    except Exception as error:  # those of the HTTP client and of malformed responses have no common base class
         why = "the hub does not answer as expected: " + _one_line(error)
     else:
         return Path(folder)
