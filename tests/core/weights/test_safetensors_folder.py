@@ -163,6 +163,9 @@ def test_a_missing_tokenizer_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ModelFormatError, match=r"the tokenizer in .* cannot be read") as caught:
         SafetensorsWeights(folder).tokenizer()
     assert not isinstance(caught.value, TokenizerNotFoundError), "a damaged tokenizer is not a missing one"
+    (folder / "tokenizer.json").rename(folder / "tokenizer.model")
+    with pytest.raises(ModelFormatError, match=r"Try: pip install 'transformers\[sentencepiece\]'$"):
+        SafetensorsWeights(folder).tokenizer()
 
 
 def test_a_tokenizer_that_tokenizes_nothing_is_reported(tmp_path: Path, engine_tokenizer: Any) -> None:

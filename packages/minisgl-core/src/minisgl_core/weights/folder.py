@@ -62,6 +62,8 @@ class FolderSource(WeightSource):
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # a panic in Rust
                 raise
             cause = " ".join(str(error).split())
+            if not (self._path / "tokenizer.json").is_file() and any(self._path.glob("*.model")):
+                cause += " A SentencePiece model needs more packages. Try: pip install 'transformers[sentencepiece]'"
             raise ModelFormatError(f"the tokenizer in {self._path} cannot be read: {cause}") from error
 
     @property
