@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import itertools
 import json
 import os
@@ -243,23 +242,24 @@ def test_a_process_that_ended_leaves_counters_but_no_gauges(tmp_path: Path) -> N
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=environ, check=True)
 
 
-def test_metrics_are_disabled_without_disk_space(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    """A write to a mapped file on a full disk would kill the process, so the room is taken first."""
-
-    def no_room(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", no_room)
-    folder = str(tmp_path)
-    Path(folder, f"counter_{os.getpid()}.db").touch()
-    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", folder)
-    metrics = EngineMetrics()
-    info = EngineInfo(**dict.fromkeys(EngineInfo.__struct_fields__, 1) | {"model": "m"})
-    metrics.engine_started(info)
-    metrics.batch_finished(plan=None, state=None)  # type: ignore[arg-type]
-    assert "no disk space for them" in caplog.text
+def test_metrics_are_disabled_without_disk_space(tmp_path: Path) -> None:
+    """A write to a mapped file on a full disk would kill the process, so the space is allocated before a file is mapped."""
+    code = """
+        import os
+        import resource
+        from minisgl_core.protocol.messages import EngineInfo
+        from minisgl_server.metrics.engine_metrics import EngineMetrics
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
+        metrics = EngineMetrics()
+        metrics.engine_started(EngineInfo(**dict.fromkeys(EngineInfo.__struct_fields__, 1) | {"model": "m"}))
+        metrics.batch_finished(plan=None, state=None)
+        assert os.listdir(os.environ["PROMETHEUS_MULTIPROC_DIR"]) == []
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    environ = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "no disk space for them" in done.stderr
 
 
 def test_metrics_hooks_are_off_by_default(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,8 @@ METRICS_VARIABLE = "MINISGL_METRICS"
 MODEL_NAME_VARIABLE = "MINISGL_SERVED_MODEL_NAME"
 DIRECTORY_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 """prometheus_client's variable for the directory in which processes share their values."""
+_FILES_BYTES = 3 * 2**20
+"""Size of prometheus_client's new files: one each for counters, gauges and histograms."""
 _TOTALS = {
     "num_prompt_tokens": ("prompt_tokens", "prefix_cache_queries"),
     "num_cached_tokens": ("prefix_cache_hits",),
@@ -80,8 +83,9 @@ class EngineMetrics:
         # Imported here, as prometheus_client reads the directory of the values from the environment on import.
         from minisgl_server.metrics.families import labelled
 
-        metrics = labelled(os.environ.get(MODEL_NAME_VARIABLE) or info.model, info.replica)
         try:
+            _check_space()
+            metrics = labelled(os.environ.get(MODEL_NAME_VARIABLE) or info.model, info.replica)
             _reserve_space()
         except OSError as error:
             logger.error("metrics are disabled, as there is no disk space for them: %s", error)
@@ -156,6 +160,13 @@ class EngineMetrics:
         self._gauges[name] = value
         getattr(self._metrics, name).set(value)
         return True
+
+
+def _check_space() -> None:
+    """Raise `OSError` if there is no disk space for the files that `labelled` maps into memory, whose first writes would fail."""
+    if directory := os.environ.get(DIRECTORY_VARIABLE):
+        with tempfile.TemporaryFile(dir=directory) as file:
+            os.posix_fallocate(file.fileno(), 0, _FILES_BYTES)
 
 
 def _reserve_space() -> None:
