@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from minisgl_core.cli.main import main
 from minisgl_core.cli.new_plugin import SCAFFOLDS
 from minisgl_core.plugins.kinds import KINDS
+from minisgl_models.weights.gguf_file import GgufWeights
 
 pytestmark = pytest.mark.slow
 
@@ -135,6 +136,13 @@ def test_an_architecture_that_is_there_already(tmp_path: Path) -> None:
     assert "NAME='llama'" in done.stderr
     assert "registers the model LlamaForCausalLM." in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_readmes_split_the_default_model_over_ranks_that_it_supports(smollm2_path: Path) -> None:
+    num_ranks = re.findall(r"--tp (\d+)", " ".join(scaffold.options for scaffold in SCAFFOLDS.values()))
+    num_kv_heads = GgufWeights(smollm2_path).config["num_key_value_heads"]
+    assert num_ranks
+    assert all(num_kv_heads % int(number) == 0 for number in num_ranks)
 
 
 def test_an_existing_folder_is_left_alone(tmp_path: Path) -> None:
