@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 
+import llguidance
+import numpy as np
 import pytest
 
+from minisgl_backends.grammar import llguidance_grammar
 from minisgl_backends.grammar.lark import MAX_RULES
 from minisgl_backends.grammar.llguidance_grammar import LlguidanceGrammar
+from minisgl_core.contracts.grammar import mask_width
 from minisgl_core.contracts.structured_outputs import MAX_CHOICES
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.testing.grammar_kit import EOS, VOCAB_SIZE, GrammarTests, byte_tokenizer
@@ -113,3 +117,33 @@ def test_rules_count_whatever_their_attributes_are(attributes: str) -> None:
     rules = [f'a{number}{attributes}: a{number + 1} "x"' for number in range(MAX_RULES)]
     with pytest.raises(InvalidValueError, match=f"may have {MAX_RULES} rules"):
         LlguidanceGrammar.check("grammar", "\n".join(["start: a0", *rules]), "it")
+
+
+@pytest.mark.parametrize("has_executor", [False, True])
+def test_outputs_go_on_when_their_lexer_has_too_many_states(
+    monkeypatch: pytest.MonkeyPatch, has_executor: bool
+) -> None:
+    """The outputs of a grammar share a lexer, whose number of states is limited. Each of them alone is within the limit."""
+    monkeypatch.setattr(llguidance_grammar, "_LIMITS", llguidance.LLParserLimits(max_lexer_states=300))
+    monkeypatch.setattr(llguidance_grammar, "_RECOMPILE_LIMIT_S", 9.0, raising=False)
+    tokenizer = byte_tokenizer()
+    grammar = LlguidanceGrammar(tokenizer, VOCAB_SIZE, EOS)
+    letters = "abcdefgh"
+    start = grammar.compile("regex", "|".join(f"{letter}{{99}}" for letter in letters), "it")
+    states, tokens = [start.copy() for _ in letters], tokenizer.convert_tokens_to_ids(list(letters))
+    masks = np.empty((len(states), mask_width(VOCAB_SIZE)), np.int32)
+    for count in range(99):
+        if has_executor:
+            grammar.fill_masks(states, masks)
+        for state, token, mask in zip(states, tokens, masks, strict=True):
+            if not has_executor:
+                state.fill_mask(mask)
+            assert np.bitwise_count(mask.view(np.uint32)).sum() == (1 if count else len(letters))
+            assert state.accept(token), state.error
+            assert not state.accept(EOS[0]) or count == 98
+    assert all(state.is_complete and not state.error for state in states)
+    last = start.copy()
+    assert all(last.accept(tokens[0]) for _ in range(99))
+    last.rollback(1)
+    assert not last.is_complete
+    assert last.copy().accept(tokens[0])

@@ -1,7 +1,9 @@
 """Constrained decoding by llguidance (https://github.com/guidance-ai/llguidance), an Earley parser over a token trie."""
 
 import json
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import llguidance
@@ -22,13 +24,39 @@ _LIMITS = llguidance.LLParserLimits(
 """Limits of about 10 ms per mask and 30 MB per state. The cost of compiling does not depend on the vocabulary."""
 
 
+_RECOMPILE_LIMIT_S = 0.02
+"""CPU time of compiling up to which a grammar is compiled again in the middle of an output."""
+_RECOMPILE_INTERVAL = 1000
+"""Minimum number of tokens of an output between two such compilations; a quarter of the output if that is more."""
+
+
+@dataclass(slots=True)
+class _SharedLexer:
+    """Lexer that new outputs of a grammar share.
+
+    Attributes:
+        matcher: the initial matcher that has the lexer.
+        source: the grammar in llguidance's notation; None if compiling it again would take too long.
+    """
+
+    matcher: llguidance.LLMatcher
+    source: str | None = None
+
+
 class LlguidanceState(GrammarState):
-    """A matcher, and the number of EOS tokens accepted after it had stopped, which llguidance does not count."""
+    """A matcher, its tokens, and the number of EOS tokens accepted after it had stopped, which llguidance does not count.
 
-    __slots__ = ("_grammar", "_matcher", "_num_ends")
+    The outputs of a grammar share a lexer, whose number of states only grows. When it has too many, they go on with new lexers.
+    """
 
-    def __init__(self, grammar: "LlguidanceGrammar", matcher: llguidance.LLMatcher, num_ends: int = 0) -> None:
-        self._grammar, self._matcher, self._num_ends = grammar, matcher, num_ends
+    __slots__ = ("_grammar", "_matcher", "_next_recompilation", "_num_ends", "_shared", "_token_ids")
+
+    def __init__(
+        self, grammar: "LlguidanceGrammar", matcher: llguidance.LLMatcher, shared: _SharedLexer | None = None
+    ) -> None:
+        self._grammar, self._matcher, self._shared = grammar, matcher, shared or _SharedLexer(matcher)
+        self._token_ids: list[int] = []
+        self._num_ends = self._next_recompilation = 0
 
     @property
     def matcher(self) -> llguidance.LLMatcher:
@@ -36,28 +64,53 @@ class LlguidanceState(GrammarState):
         return self._matcher
 
     def fill_mask(self, mask: Masks) -> None:
-        if width := self._grammar.matcher_width:
-            wide = np.zeros(width, np.int32)
+        width = self._grammar.matcher_width
+        wide = np.zeros(width, np.int32) if width else mask
+        self._matcher.unsafe_compute_mask_ptr(wide.ctypes.data, wide.nbytes)
+        if self._recompile():
             self._matcher.unsafe_compute_mask_ptr(wide.ctypes.data, wide.nbytes)
+        if width:
             mask[:] = wide[: len(mask)]
             clear_tokens(mask, range(self._grammar.vocab_size, 32 * len(mask)))
-        else:
-            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
 
     def accept(self, token_id: int) -> bool:
-        if self._matcher.is_stopped():
+        if self._matcher.is_stopped() and not self._matcher.is_error():
             is_end = token_id in self._grammar.eos_token_ids
             self._num_ends += is_end
             return is_end
-        return self._matcher.try_consume_tokens([token_id]) == 1
+        is_accepted: bool = self._matcher.try_consume_tokens([token_id]) == 1
+        if not is_accepted:
+            self._matcher.compute_bitmask()  # it reports the error of a lexer that another output has used up
+            is_accepted = self._recompile() and self._matcher.try_consume_tokens([token_id]) == 1
+        if is_accepted:
+            self._token_ids.append(token_id)
+        return is_accepted
+
+    def _recompile(self) -> bool:
+        """After an error of the matcher, replace it by one with a lexer of its own. Return True if that was done."""
+        source, num_tokens = self._shared.source, len(self._token_ids)
+        if not self._matcher.is_error() or source is None or num_tokens < self._next_recompilation:
+            return False
+        self._next_recompilation = num_tokens + max(_RECOMPILE_INTERVAL, num_tokens // 4)
+        start = self._grammar.new_matcher(source)
+        matcher = start.deep_copy()
+        if matcher.try_consume_tokens(self._token_ids) != num_tokens:
+            return False
+        self._matcher, self._shared.matcher = matcher, start
+        return True
 
     def rollback(self, num_tokens: int) -> None:
         num_ends = min(num_tokens, self._num_ends)
         self._num_ends -= num_ends
-        self._matcher.rollback(num_tokens - num_ends)
+        if num_tokens > num_ends:
+            self._matcher.rollback(num_tokens - num_ends)
+            del self._token_ids[num_ends - num_tokens :]
 
     def copy(self) -> "LlguidanceState":
-        return LlguidanceState(self._grammar, self._matcher.deep_copy(), self._num_ends)
+        matcher = self._matcher if self._token_ids else self._shared.matcher
+        state = LlguidanceState(self._grammar, matcher.deep_copy(), self._shared)
+        state._token_ids, state._num_ends = self._token_ids.copy(), self._num_ends
+        return state
 
     @property
     def is_complete(self) -> bool:
@@ -107,8 +160,15 @@ class LlguidanceGrammar(GrammarBackend):
         _matcher(llguidance.LLTokenizer("byte"), source, kind, text, name)
 
     def compile(self, kind: GrammarKind, text: str, name: str) -> GrammarState:
+        before = time.thread_time()
         source = _source(kind, text, name, self._special, self._non_eos)
-        return LlguidanceState(self, _matcher(self._tokenizer, source, kind, text, name))
+        matcher = _matcher(self._tokenizer, source, kind, text, name)
+        is_quick = time.thread_time() - before < _RECOMPILE_LIMIT_S
+        return LlguidanceState(self, matcher, _SharedLexer(matcher.deep_copy(), source if is_quick else None))
+
+    def new_matcher(self, source: str) -> llguidance.LLMatcher:
+        """Return a matcher of a source that `compile` has translated."""
+        return _new_matcher(self._tokenizer, source)
 
     def fill_masks(self, states: Sequence[GrammarState], masks: Masks) -> None:
         if self.matcher_width or len(states) < 2:
@@ -117,6 +177,9 @@ class LlguidanceGrammar(GrammarBackend):
         self._executor = self._executor or llguidance.LLExecutor()
         matchers = [(cast(LlguidanceState, state).matcher, index) for index, state in enumerate(states)]
         self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks.strides[0], len(masks))
+        for state, mask in zip(states, masks, strict=True):
+            if state.error:
+                state.fill_mask(mask)
 
 
 def _source(kind: GrammarKind, text: str, name: str, special: lark.SpecialTokens, non_eos: lark.SpecialTokens) -> str:
@@ -152,14 +215,18 @@ def _matcher(
     tokenizer: llguidance.LLTokenizer, source: str, kind: GrammarKind, text: str, name: str
 ) -> llguidance.LLMatcher:
     """Return a matcher. A copy of it computes a first mask, to find grammars that allow nothing."""
-    source = llguidance.LLMatcher.grammar_from_lark(source + lark.NO_FORCING)
-    matcher = llguidance.LLMatcher(tokenizer, source, log_level=0, limits=_LIMITS)
+    matcher = _new_matcher(tokenizer, source)
     first = matcher.deep_copy()
     if not first.is_error():
         first.compute_bitmask()
     if first.is_error():
         raise _refusal(kind, text, name, first.get_error())
     return matcher
+
+
+def _new_matcher(tokenizer: llguidance.LLTokenizer, source: str) -> llguidance.LLMatcher:
+    source = llguidance.LLMatcher.grammar_from_lark(source + lark.NO_FORCING)
+    return llguidance.LLMatcher(tokenizer, source, log_level=0, limits=_LIMITS)
 
 
 def _json(text: str) -> Any:
