@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from minisgl_core.errors import InvalidValueError
-from minisgl_server.launch.allowed_hosts import allowed_hosts
+from minisgl_server.launch.allowed_hosts import allowed_hosts, check_origins
 from minisgl_server.options import ServerOptions
 
 BODY = {"prompt": "x", "max_tokens": 1}
@@ -116,3 +116,15 @@ def test_an_invalid_host_name_is_refused(name: str) -> None:
     with pytest.raises(InvalidValueError, match="--allowed-hosts") as caught:
         allowed_hosts(ServerOptions(allowed_hosts=(name,)), "127.0.0.1")
     assert "api.example.com" in str(caught.value)
+
+
+@pytest.mark.parametrize("origin", ["", "chat.example", "https://chat.example/", "https://Chat.example", "['*']"])
+def test_an_origin_that_no_browser_sends_is_refused(origin: str) -> None:
+    with pytest.raises(InvalidValueError, match="--cors-origin"):
+        check_origins(ServerOptions(cors_origin=(origin,)))
+
+
+def test_origins_of_browsers_are_accepted() -> None:
+    check_origins(
+        ServerOptions(cors_origin=("*", "null", "https://chat.example", "http://[::1]:3000", "app://localhost"))
+    )

@@ -120,6 +120,7 @@ def test_sighup_under_nohup_stays_ignored(start: Launch) -> None:
         (("--model", "/no/such/folder"), ("--model", "/no/such/folder")),
         (("--page-size", "0"), ("--page-size", "at least 1")),
         (("--num-tokenizers", "0"), ("--num-tokenizers", "at least 1")),
+        (("--host", "192.0.2.1"), ("--host", "192.0.2.1:0", "Cannot assign requested address.")),
         (("--host", "a..b"), ("--host", "a..b", "an address of this machine")),
     ],
 )
@@ -131,6 +132,7 @@ def test_startup_errors_are_one_line(launch: Launch, flags: tuple[str, ...], wor
     assert message.startswith("minisgl: ")
     for word in words:
         assert word in message
+    assert "Port 0" not in message
 
 
 def test_a_failure_of_the_engine_at_the_start_ends_the_launch(launch: Launch, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Host names under which clients may reach the server."""
+"""Host names under which clients may reach the server, and origins of web pages that may use it."""
 
 import re
 import socket
@@ -8,6 +8,17 @@ from minisgl_core.errors import InvalidValueError
 from minisgl_server.options import ServerOptions
 
 _NAME = re.compile(r"\*|(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*|\[[0-9a-f:.]+\]")
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[a-z0-9._:\[\]-]+")
+
+
+def check_origins(options: ServerOptions) -> None:
+    """Raise `InvalidValueError` for an origin that no browser sends, such as one with a path."""
+    for origin in options.cors_origin:
+        if not _ORIGIN.fullmatch(origin):
+            allowed = (
+                "'*' or an origin as browsers send it, in lower case and without path, such as https://chat.example.com"
+            )
+            raise InvalidValueError("--cors-origin", origin, allowed)
 
 
 def allowed_hosts(options: ServerOptions, address: str) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from minisgl_core.cli.options import pick, with_options
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.plugins.registry import Registry
+from minisgl_server.launch.allowed_hosts import check_origins
 from minisgl_server.options import ServerOptions
 
 SERVE_ON_RAY = "minisgl_server.ray.launch:serve_on_ray"
@@ -27,6 +28,7 @@ def launch(registry: Registry, values: dict[str, Any], sources: dict[str, str]) 
 
         read_chat_template(config.model.chat_template)  # the workers read it, too; here a bad file fails early
     options = ServerOptions(**pick(values, ServerOptions))
+    check_origins(options)
     low, high = options.replica_range
     if config.parallel.executor == "ray" and high > 1 and not options.compile_only:
         resolve_name(SERVE_ON_RAY)(config, options, registry)

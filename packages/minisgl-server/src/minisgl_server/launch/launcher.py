@@ -1,5 +1,6 @@
 """Starts the processes of a server, supervises them, and stops them."""
 
+import errno
 import json
 import logging
 import os
@@ -258,7 +259,8 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server(address[:2], family=family, backlog=2048)
     except OSError as error:
-        remedy = f"{error.strerror}. Port 0 chooses a free one."
+        remedy = " Port 0 chooses a free one." if error.errno == errno.EADDRINUSE else ""
+        remedy = f"{os.strerror(error.errno or 0)}.{remedy}"
         raise InvalidValueError("--host and --port", f"{host}:{port}", "free to listen on", remedy) from None
 
 
