@@ -60,6 +60,7 @@ STRINGS = {"type": "object", "properties": {"a": {"type": "integer"}}, "addition
         ({"type": "array", "prefixItems": [{"type": "null"}], "additionalItems": False}, "[null]", "[1]"),
         ({"type": "array", "items": {"type": "integer"}, "uniqueItems": False}, "[1, 1]", '["a"]'),
         ({"type": "object", "propertyNames": {"type": "string"}, "maxProperties": 1}, '{"a": 1}', "[]"),
+        ({"$schema": "https://json-schema.org/draft-07/schema#", "type": "null"}, "null", "1"),
         ({"type": "string", "format": "binary"}, '"a b"', "1"),
         (
             {"type": "object", "properties": {"uniqueItems": False, "format": {"format": "int32"}}},
@@ -82,7 +83,7 @@ def test_values_fit_keywords_that_llguidance_refuses_or_misreads(schema: object,
 @pytest.mark.parametrize(
     ("schema", "reason"),
     [
-        ({"type": "string", "format": "iri"}, "Unknown format: iri"),  # JSON Schema defines it
+        ({"type": "string", "format": "iri"}, "Reason: Unknown format: iri"),  # JSON Schema defines it
         ({"enum": ["a", 2**53 + 1]}, "rounds integers beyond"),
         ({"oneOf": [{"minimum": 0}, {"maximum": 5}]}, "use anyOf"),
     ],

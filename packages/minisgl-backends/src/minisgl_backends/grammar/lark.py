@@ -21,6 +21,8 @@ _FORMATS = re.compile(
     "|(relative-)?json-pointer|regex"
 )
 """Matches the formats that JSON Schema defines. It ignores others, and llguidance refuses those that it cannot enforce."""
+_DRAFTS = ("http://json-schema.org/draft-0", "https://json-schema.org/draft/20")
+"""Beginnings of the values of ``$schema`` that llguidance knows. Without one, it assumes the draft 2020-12."""
 _SCHEMA_MAPS = {"properties", "patternProperties", "$defs", "definitions"}
 """Keywords of a schema whose value is an object of schemas by name."""
 _NEGATED_CLASS = re.compile(r"(\\.)|\[\^(?!\])", re.DOTALL)
@@ -151,6 +153,7 @@ def _adapt(schema: Any, is_map: bool = False) -> Any:
     if is_map:
         return {name: _adapt(value) for name, value in schema.items()}
     has_no_effect = {
+        "$schema": not str(schema.get("$schema")).startswith(_DRAFTS),
         "format": isinstance(text := schema.get("format"), str) and not _FORMATS.fullmatch(text),
         "propertyNames": schema.get("propertyNames") in ({"type": "string"}, {}, True),
         "uniqueItems": schema.get("uniqueItems") is False,

@@ -253,6 +253,7 @@ def _summary(text: str) -> str:
         return "no text fits it"
     if "oneOf constraints are not supported" in text:  # llguidance advises an option that requests do not have
         return "oneOf is supported only if its alternatives exclude each other; use anyOf"
+    _, _, text = text.rpartition("failed to compile JSON schema: ")  # before it is a position in the text of `lark`
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     found = [line for line in lines if line.startswith("error:")]
     return " ".join(dict.fromkeys([*lines[:1], *found[:1]]))[:500]
