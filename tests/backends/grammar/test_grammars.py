@@ -43,6 +43,12 @@ def test_digits_of_a_pattern_are_ascii() -> None:
     assert state.is_complete
 
 
+PETS = {
+    "oneOf": [{"$ref": f"#/$defs/{kind}"} for kind in ("cat", "dog")],
+    "discriminator": {"propertyName": "kind"},
+    "$defs": {kind: {"type": "object", "properties": {"kind": {"const": kind}}} for kind in ("cat", "dog")},
+}
+"""As pydantic writes a union with a discriminator."""
 STRINGS = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "string"}}
 
 
@@ -60,6 +66,7 @@ STRINGS = {"type": "object", "properties": {"a": {"type": "integer"}}, "addition
         ({"type": "array", "prefixItems": [{"type": "null"}], "additionalItems": False}, "[null]", "[1]"),
         ({"type": "array", "items": {"type": "integer"}, "uniqueItems": False}, "[1, 1]", '["a"]'),
         ({"type": "object", "propertyNames": {"type": "string"}, "maxProperties": 1}, '{"a": 1}', "[]"),
+        (PETS, '{"kind": "cat"}', "{}"),
         ({"$schema": "https://json-schema.org/draft-07/schema#", "type": "null"}, "null", "1"),
         ({"type": "string", "format": "binary"}, '"a b"', "1"),
         (

@@ -152,6 +152,10 @@ def _adapt(schema: Any, is_map: bool = False) -> Any:
         return schema
     if is_map:
         return {name: _adapt(value) for name, value in schema.items()}
+    match schema:
+        case {"oneOf": _, "discriminator": {"propertyName": str() as tag}}:
+            # OpenAPI requires the property in each alternative, and pydantic does, but not in its schemas.
+            schema = {"allOf": [{"required": [tag]}]} | schema
     has_no_effect = {
         "$schema": not str(schema.get("$schema")).startswith(_DRAFTS),
         "format": isinstance(text := schema.get("format"), str) and not _FORMATS.fullmatch(text),
