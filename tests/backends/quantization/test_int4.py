@@ -180,6 +180,14 @@ def test_malformed_tensors_are_refused(name: str, changes: dict[str, torch.Tenso
         operation(named(tensors | changes), FORMATS[name], [Shard.whole(16)], Shard.whole(64))
 
 
+@pytest.mark.parametrize("name", ["gptq-act-order", "compressed-act-order"])
+def test_act_order_needs_the_groups_of_the_inputs(name: str) -> None:
+    tensors, _ = FORMATS[name].pack(torch.randn(16, 64))
+    without = {each: tensor for each, tensor in tensors.items() if not each.endswith("g_idx")}
+    with pytest.raises(KeyError, match="g_idx"):  # the loader calls it missing
+        operation(named(without), FORMATS[name], [Shard.whole(16)], Shard.whole(64))
+
+
 @pytest.mark.parametrize("name", ["awq", "gptq-v2", "compressed-tensors"])
 @pytest.mark.parametrize("columns", [64, 40])
 def test_a_group_may_be_larger_than_a_row(name: str, columns: int) -> None:

@@ -98,6 +98,9 @@ def test_packed_weights_and_their_scales(folder: Path) -> None:
     source.generate("a.qweight", WeightTarget(packed))
     assert packed.unique().numel() > 190_000
     assert packed.min() < -(2**30)
+    groups = torch.arange(64, dtype=torch.int32) // 32
+    source.generate("a.g_idx", WeightTarget(groups))
+    assert groups.equal(torch.arange(64) // 32), "the layer has initialized them"
 
 
 @pytest.mark.parametrize(

@@ -158,10 +158,10 @@ class CheckpointPart:
         for kind, shards in self._shards.items():
             yield f"{name}.{self._names[kind]}", sharded_target(self._held[kind], *shards)
         if self.has_index:
-            shape = (self._columns.total,)
+            is_optional, shape = not self._format.has_group_index, (self._columns.total,)
             yield (
                 f"{name}.{self._names['index']}",
-                WeightTarget(self._index, (self._columns.index,), optional=True, shape=shape),
+                WeightTarget(self._index, (self._columns.index,), optional=is_optional, shape=shape),
             )
         if self._format.layout == "compressed-tensors":  # the shapes of the other tensors say the same
             yield f"{name}.weight_shape", WeightTarget(torch.empty(2, dtype=torch.int64), optional=True, shape=(2,))
