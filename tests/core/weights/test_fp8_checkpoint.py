@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from minisgl_core.config.hf import model_config
 from minisgl_core.config.options import EngineConfig
-from minisgl_core.contracts.weights import LazyTensor
 from minisgl_core.engine.build import build_model_runner
 from minisgl_core.errors import ModelFormatError
 from minisgl_core.plugins.hooks import Hooks
@@ -217,6 +216,7 @@ def test_layers_that_the_checkpoint_leaves(kind: str, plain: Path, tmp_path: Pat
         ({"q.weight_scale": None}, "q.weight is float8 and has neither weight_scale"),
         ({"q.weight": torch.zeros(4, 8)}, "q.weight has scales but is not float8"),
         ({"q.weight_scale": torch.ones(3)}, r"q.weight, \[4, 8\], has scales of shape \[3\]"),
+        ({"q.weight_scale": torch.full((4,), 127, dtype=torch.uint8)}, "q.weight has scales in torch.uint8"),
     ],
 )
 def test_what_does_not_fit(change: dict[str, torch.Tensor | None], message: str, plain: Path, tmp_path: Path) -> None:
@@ -224,8 +224,9 @@ def test_what_does_not_fit(change: dict[str, torch.Tensor | None], message: str,
     kept = {name: tensor for name, tensor in (tensors | change).items() if tensor is not None}
     source = SafetensorsWeights(write(plain, tmp_path, CONFIGS["channel"], kept))
 
-    def read() -> dict[str, LazyTensor]:
-        return dict(source.tensors(model_config(source.config)))
+    def read() -> dict[str, torch.Tensor]:
+        found = dict(source.tensors(model_config(source.config)))
+        return {name: tensor[()] for name, tensor in found.items()}
 
     with pytest.raises(ModelFormatError, match=message):
         read()

@@ -119,7 +119,7 @@ class ScaledTensor:
             ModelFormatError: the shape of the scales does not match.
         """
         self.shape = tuple(weight.shape)
-        self.weight, self._scales = weight, scales
+        self.weight, self._scales, self._name = weight, scales, name
         shape = tuple(scales.shape)
         if len(self.shape) == 2 and shape in ((), (1,), (1, 1)):
             self._block = self.shape
@@ -143,8 +143,15 @@ class ScaledTensor:
         return values.mul_(scales)
 
     def scales(self) -> torch.Tensor:
-        """Return the scales, float32 [row blocks, column blocks]."""
-        return self._scales[()].float().view(_num_blocks(self.shape, self._block))
+        """Return the scales, float32 [row blocks, column blocks].
+
+        Raises:
+            ModelFormatError: they are integers, such as the exponents that other formats store as uint8.
+        """
+        scales = self._scales[()]
+        if not scales.dtype.is_floating_point:
+            raise ModelFormatError(f"{self._name} has scales in {scales.dtype}, not in a floating-point dtype")
+        return scales.float().view(_num_blocks(self.shape, self._block))
 
 
 def _num_blocks(shape: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
