@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from minisgl_core.errors import InvalidValueError
+from minisgl_core.errors import InvalidValueError, MinisglError
 from minisgl_core.protocol.messages import Ready
 from minisgl_core.runtime.supervisor import END_SIGNAL, Supervisor
 
@@ -50,6 +50,10 @@ def fail_by_user(report: Callable[[Ready], None]) -> None:
 
 def fail_by_bug(report: Callable[[Ready], None]) -> None:
     raise KeyError("oops")
+
+
+def fail_by_text(text: str, report: Callable[[Ready], None]) -> None:
+    raise MinisglError(text)
 
 
 def end_with(code: int, report: Callable[[Ready], None]) -> None:

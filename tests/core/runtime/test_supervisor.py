@@ -74,6 +74,7 @@ def test_wait_ends_at_its_timeout_and_when_woken(supervisor: Supervisor) -> None
     [
         (children.fail_by_user, (), "--attn='nope' is not valid: must be one of torch. (in the process 'bad')"),
         (children.fail_by_bug, (), "'bad' failed: KeyError: 'oops' (MINISGL_DEBUG=1 shows the traceback)"),
+        (children.fail_by_text, ("\ud800.json cannot be read",), "\\ud800.json cannot be read (in the process 'bad')"),
         (children.end_with, (7,), "'bad' ended unexpectedly with exit code 7"),
         (children.end_with, (0,), "'bad' ended unexpectedly with exit code 0"),
     ],

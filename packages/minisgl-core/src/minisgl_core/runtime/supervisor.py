@@ -263,7 +263,9 @@ def _child(
     except Exception as error:
         trace = traceback.format_exc() if os.environ.get("MINISGL_DEBUG") == "1" else ""
         kinds = isinstance(error, MinisglError), isinstance(error, USER_ERRORS)
-        pipe.send_bytes(encode(_Failed(type(error).__name__, str(error), trace, *kinds)))
+        # Paths that are not UTF-8 and strings of a config.json may have lone surrogates, which cannot be encoded.
+        text, trace = (each.encode(errors="backslashreplace").decode() for each in (str(error), trace))
+        pipe.send_bytes(encode(_Failed(type(error).__name__, text, trace, *kinds)))
         sys.exit(1)
     finally:
         signal.signal(END_SIGNAL, signal.SIG_DFL)  # no cleanup is left that an exception would run
