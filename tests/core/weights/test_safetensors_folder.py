@@ -189,6 +189,25 @@ def test_a_tokenizer_file_on_which_the_tokenizers_package_panics_is_reported(tmp
 
 
 @pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokenizer_class": "RagTokenizer"}, "tokenizer_class='RagTokenizer' is not a tokenizer"),
+        ({"chat_template": 5}, "chat_template=5 is not a string"),
+    ],
+)
+def test_unusable_values_of_a_tokenizer_config_are_reported(
+    changes: dict[str, Any], message: str, tmp_path: Path, engine_tokenizer: Any
+) -> None:
+    folder = folder_with(tmp_path, a=torch.zeros(1))
+    engine_tokenizer.save_pretrained(folder)
+    (folder / "chat_template.jinja").unlink()
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ModelFormatError, match=f"the tokenizer in .* cannot be read: {message}"):
+        SafetensorsWeights(folder).tokenizer()
+
+
+@pytest.mark.parametrize(
     ("model_type", "tokenizer_class"),
     [
         ("llama", "PreTrainedTokenizerFast"),

@@ -49,12 +49,16 @@ class FolderSource(WeightSource):
             raise TokenizerNotFoundError(
                 f"{self._path} holds no tokenizer (no tokenizer.json, tokenizer.model or vocab); add the model's tokenizer files"
             )
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
         # If trust_remote_code is left out, transformers asks on a terminal whether to run the code of the checkpoint.
         options = {"local_files_only": True, "trust_remote_code": False, **self._plain_config()}
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(self._path), **options)
+            if not isinstance(tokenizer, PreTrainedTokenizerBase):  # RAG models have a pair of tokenizers
+                raise TypeError(f"tokenizer_class={type(tokenizer).__name__!r} is not a tokenizer")
+            if not isinstance(tokenizer.chat_template, (str, dict, type(None))):
+                raise TypeError(f"chat_template={tokenizer.chat_template!r} is not a string")
             # Some invalid values, such as a model_max_length that is no number, fail only here.
             tokenizer.decode(tokenizer("")["input_ids"])
             return tokenizer
