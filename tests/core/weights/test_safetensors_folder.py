@@ -155,6 +155,13 @@ def test_code_of_a_checkpoint_is_not_offered_to_run(tmp_path: Path, monkeypatch:
     assert not (tmp_path / "ran").exists()
 
 
+def test_an_adapter_without_its_base_model_has_a_remedy(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    save_file({"q_proj.lora_A.weight": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
+    [reason] = SafetensorsWeights.unsupported(tmp_path)
+    assert "merge the adapter into its base model" in reason
+
+
 def test_a_missing_tokenizer_is_reported(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, a=torch.zeros(1))
     with pytest.raises(TokenizerNotFoundError, match="holds no tokenizer"):

@@ -20,7 +20,11 @@ class FolderSource(WeightSource):
         """Refuse paths without a ``config.json``."""
         if not path.is_dir():
             return ["it is not a folder"]
-        return [] if (path / "config.json").is_file() else ["the folder has no config.json"]
+        if (path / "config.json").is_file():
+            return []
+        is_adapter = (path / "adapter_config.json").is_file()
+        remedy = ": merge the adapter into its base model (PEFT: merge_and_unload) and save that" if is_adapter else ""
+        return [f"the folder has no config.json{remedy}"]
 
     def __init__(self, path: Path) -> None:
         self._path = path

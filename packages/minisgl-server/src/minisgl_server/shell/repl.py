@@ -24,7 +24,8 @@ HELP = """\
 /stats              show or hide the statistics after each response
 /help               show this
 /exit               leave; Ctrl-D does the same
-Ctrl-C stops a response at its next piece of text, and a second one at once. Everything else is a message to the model."""
+Ctrl-C stops a response at its next piece of text, and a second one at once.
+Everything else is a message to the model."""
 SETTINGS = (
     *("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "seed", "stop", "ignore_eos"),
