@@ -1,4 +1,4 @@
-"""Ranks that hang while they start."""
+"""Ranks that hang or fail while they start."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def supervisor(monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervisor]:
     made.terminate()
 
 
-def start(supervisor: Supervisor, addresses: IpcAddresses) -> Replicas:
-    config = EngineConfig.from_flat(model="m", platform="cpu")
+def start(supervisor: Supervisor, addresses: IpcAddresses, tp: int = 1) -> Replicas:
+    config = EngineConfig.from_flat(model="m", platform="cpu", tp=tp)
     made = Replicas(config, Registry.from_environment(), supervisor, addresses, TIMEOUT_S)
     made.start()
     return made
@@ -42,6 +42,12 @@ def test_an_engine_that_hangs_ends_the_launch(supervisor: Supervisor, caplog: py
         with pytest.raises(WorkerDiedError, match="'engine rank 0' was killed"):
             wait_and_restart(supervisor, (replicas,), replicas.are_ready, None)
     assert "engine rank 0 did not start within 0.2 s" in caplog.text
+
+
+def test_no_rank_is_started_after_one_has_failed(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas_module, "RUN_RANK", "children:no_such_function")
+    with IpcAddresses.create(1, 1) as addresses, pytest.raises(WorkerDiedError, match="no_such_function"):
+        start(supervisor, addresses, tp=500)
 
 
 def test_replicas_that_hang_are_restarted(supervisor: Supervisor, caplog: pytest.LogCaptureFixture) -> None:

@@ -180,6 +180,8 @@ class Replicas(RestartableProcesses):
         with self._on_cores(replica):
             for name, each in zip(self._names(replica), placements, strict=True):
                 self._executor.start(name, each, RUN_RANK, self._config, placements, each.rank, addresses)
+                if self._num == 1:
+                    self._supervisor.wait(timeout_s=0)  # of too many ranks, the first refuse while others are started
         self._deadline_s[replica] = time.monotonic() + self._startup_timeout_s
 
     def _names(self, replica: int) -> list[str]:
