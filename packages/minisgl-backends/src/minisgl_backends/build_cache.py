@@ -31,7 +31,7 @@ def cache_dir(kind: str) -> Path | None:
             path.mkdir(mode=0o700, exist_ok=True)
             reason = _unsafe(path, stat.S_IFDIR)
     except (OSError, RuntimeError) as error:  # the folder is missing on a read-only file system; no home directory
-        reason = str(error)
+        reason = str(error).rstrip(".")
     if reason is not None:
         _warn(f"compiled kernels are not cached but compiled at each start, since {reason}: {_REMEDY}")
         return None
