@@ -509,6 +509,17 @@ def test_invalid_values_are_rejected_by_field_name(rig: Rig, options: dict[str, 
     assert rig.num_requests == 0
 
 
+def test_a_tokenizer_may_have_ids_beyond_int32(tmp_path: Path) -> None:
+    """The scheduler rejects such a prompt, as it does any token that the model does not have."""
+    from transformers import PreTrainedTokenizerFast
+
+    model = {"type": "WordLevel", "vocab": {"a": 0, "b": 2**32 - 1}, "unk_token": "a"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": model, "added_tokens": []}))
+    rig = Rig(PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json")))
+    rig.submit(text="b")
+    assert [submit.token_ids.tolist() for submit in rig.scheduler] == [[2**31 - 1]]
+
+
 def test_logprobs_name_their_tokens(rig: Rig) -> None:
     world, sun, eos = rig.tokenizer(" world sun")["input_ids"] + [2]
     rig.submit(echo=True, sampling=SamplingParams(max_tokens=8, logprobs=1, prompt_logprobs=1))

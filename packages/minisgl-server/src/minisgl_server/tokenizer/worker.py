@@ -12,7 +12,6 @@ from itertools import chain
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from minisgl_core.contracts.structured_outputs import GrammarSource
 from minisgl_core.errors import ContextLengthError, InvalidValueError
@@ -43,7 +42,7 @@ from minisgl_core.protocol.messages import (
 )
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_core.text.detokenizer import OutputText
-from minisgl_core.text.prompt import bad_word_tokens
+from minisgl_core.text.prompt import bad_word_tokens, token_array
 from minisgl_core.text.tokens import TokenBytes
 from minisgl_server.parsing.chat_format import AUTO, ChatFormat
 from minisgl_server.tokenizer.prompt_encoder import EncodedPrompt, PromptEncoder
@@ -231,7 +230,7 @@ class TokenizerWorker:
         self._requests |= requests
         common = Submit(
             request_id="",
-            token_ids=np.array(token_ids, dtype=np.int32),
+            token_ids=token_array(token_ids),
             sampling=sampling,
             worker=self._index,
             priority=message.priority,
