@@ -10,6 +10,7 @@ import numpy.typing as npt
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_core.text.chat import render_chat
+from minisgl_core.utils.rust_panic import is_rust_panic
 
 _FIRST_CHARS = 2**14
 """Characters that are tokenized first, which takes about 10 ms."""
@@ -82,8 +83,8 @@ def encode_prompt(
             ids: list[int] = tokenizer(part, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
         except BaseException as error:
             # The tokenizers package raises `Exception` itself, such as for an unknown word without an unknown token.
-            # It panics, which is no `Exception`, if a regex backtracks more than 10^7 times, as Qwen's does for so many spaces.
-            if type(error) is not Exception and type(error).__name__ != "PanicException":
+            # It panics if a regex backtracks more than 10^7 times, as Qwen's does for so many spaces.
+            if type(error) is not Exception and not is_rust_panic(error):
                 raise
             raise InvalidValueError(
                 name, part[:20], "text that the tokenizer can split", f"It says: {error}."

@@ -7,6 +7,7 @@ from typing import Any
 
 from minisgl_core.contracts.weights import WeightSource
 from minisgl_core.errors import ModelFormatError, TokenizerNotFoundError
+from minisgl_core.utils.rust_panic import is_rust_panic
 
 _TOKENIZER_FILES = ("tokenizer*", "*vocab*", "merges.txt", "tekken.json", "*.model", "*.tiktoken", "*.spm")
 """Patterns of the files that transformers reads tokenizers from."""
@@ -67,7 +68,7 @@ class FolderSource(WeightSource):
             tokenizer.decode(tokenizer("")["input_ids"])
             return tokenizer
         except BaseException as error:
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # a panic in Rust
+            if not isinstance(error, Exception) and not is_rust_panic(error):
                 raise
             cause = " ".join(str(error).split())
             if not (self._path / "tokenizer.json").is_file() and any(self._path.glob("*.model")):
