@@ -253,14 +253,15 @@ class _GivesUp(LlguidanceGrammar):
             return super().accept(token_id)
 
         def copy(self) -> LlguidanceState:
-            return type(self)(self._grammar, self._matcher.deep_copy())
+            return type(self)(self._grammar, self._matcher.deep_copy(), self._shared)
 
         @property
         def error(self) -> str:
             return "Too complex." if self.num_tokens == 4 else ""
 
     def compile(self, kind: GrammarKind, text: str, name: str) -> LlguidanceState:
-        return self.state(self, super().compile(kind, text, name).matcher)
+        compiled = super().compile(kind, text, name)
+        return self.state(self, compiled.matcher, compiled._shared)
 
 
 def test_a_grammar_that_grows_too_complex_ends_its_request_only(llm: LLM) -> None:

@@ -133,7 +133,7 @@ def test_outputs_go_on_when_their_lexer_has_too_many_states(
 ) -> None:
     """The outputs of a grammar share a lexer, whose number of states is limited. Each of them alone is within the limit."""
     monkeypatch.setattr(llguidance_grammar, "_LIMITS", llguidance.LLParserLimits(max_lexer_states=300))
-    monkeypatch.setattr(llguidance_grammar, "_RECOMPILE_LIMIT_S", 9.0, raising=False)
+    monkeypatch.setattr(llguidance_grammar, "_RECOMPILE_LIMIT_S", 9.0)
     tokenizer = byte_tokenizer()
     grammar = LlguidanceGrammar(tokenizer, VOCAB_SIZE, EOS)
     letters = "abcdefgh"

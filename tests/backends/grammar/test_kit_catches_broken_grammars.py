@@ -21,7 +21,8 @@ class _Of(LlguidanceGrammar):
     state: type[LlguidanceState]
 
     def compile(self, kind: Any, text: str, name: str) -> LlguidanceState:
-        return self.state(self, super().compile(kind, text, name).matcher)
+        compiled = super().compile(kind, text, name)
+        return self.state(self, compiled.matcher, compiled._shared)
 
     def fill_masks(self, states: Any, masks: Any) -> None:
         for state, mask in zip(states, masks, strict=True):
@@ -72,7 +73,7 @@ class RollsBackOneTooFew(_Of):
 class SharesItsMatcher(_Of):
     class state(LlguidanceState):
         def copy(self) -> LlguidanceState:
-            return type(self)(self._grammar, self._matcher)
+            return type(self)(self._grammar, self._matcher, self._shared)
 
 
 class IsNeverComplete(_Of):

@@ -40,7 +40,7 @@ class _SharedLexer:
     """
 
     matcher: llguidance.LLMatcher
-    source: str | None = None
+    source: str | None
 
 
 class LlguidanceState(GrammarState):
@@ -51,10 +51,8 @@ class LlguidanceState(GrammarState):
 
     __slots__ = ("_grammar", "_matcher", "_next_recompilation", "_num_ends", "_shared", "_token_ids")
 
-    def __init__(
-        self, grammar: "LlguidanceGrammar", matcher: llguidance.LLMatcher, shared: _SharedLexer | None = None
-    ) -> None:
-        self._grammar, self._matcher, self._shared = grammar, matcher, shared or _SharedLexer(matcher)
+    def __init__(self, grammar: "LlguidanceGrammar", matcher: llguidance.LLMatcher, shared: _SharedLexer) -> None:
+        self._grammar, self._matcher, self._shared = grammar, matcher, shared
         self._token_ids: list[int] = []
         self._num_ends = self._next_recompilation = 0
 
@@ -159,7 +157,7 @@ class LlguidanceGrammar(GrammarBackend):
             source = lark.without_tokens(source)
         _matcher(llguidance.LLTokenizer("byte"), source, kind, text, name)
 
-    def compile(self, kind: GrammarKind, text: str, name: str) -> GrammarState:
+    def compile(self, kind: GrammarKind, text: str, name: str) -> LlguidanceState:
         before = time.thread_time()
         source = _source(kind, text, name, self._special, self._non_eos)
         matcher = _matcher(self._tokenizer, source, kind, text, name)
