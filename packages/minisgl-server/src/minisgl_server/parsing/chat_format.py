@@ -287,9 +287,8 @@ def arguments_schema(function: Mapping[str, Any]) -> dict[str, Any]:
 
 def call_schema(function: Mapping[str, Any], arguments_key: str) -> dict[str, Any]:
     """Return the JSON schema of a call of a function."""
-    arguments = {"$id": f"urn:function:{function['name']}"} | arguments_schema(
-        function
-    )  # the base of "$ref": "#/$defs/..."
+    # The id makes the arguments the base of their references, such as "#/$defs/...".
+    arguments = {"$id": f"urn:function:{function['name']}"} | arguments_schema(function)
     return {
         "type": "object",
         "properties": {"name": {"const": function["name"]}, arguments_key: arguments},
