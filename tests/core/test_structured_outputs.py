@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from tempfile import mkdtemp
+from time import sleep
 from typing import Any
 
 import jsonschema
@@ -167,6 +168,8 @@ def test_preempted_requests_go_on_where_they_were() -> None:
 def test_prompts_wait_while_too_much_text_is_compiled(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constraints, "MAX_PENDING_CHARS", 1)
     monkeypatch.setattr(constraints, "MAX_CACHED", 1)
+    finish = constraints.GrammarManager._finish
+    monkeypatch.setattr(constraints.GrammarManager, "_finish", lambda *args: (sleep(0.01), finish(*args)))
     texts = [str(number) for number in range(10, 22)]
     outputs = llm.generate(["x"] * len(texts), [params({"choice": [text]}) for text in texts])
     assert [output.text for output in outputs] == texts

@@ -289,10 +289,13 @@ class GrammarManager:
             self._slow_pool.submit(self._run, compilation, is_quick=False)
         except BaseException as error:
             if compilation.set_running_or_notify_cancel():
-                compilation.set_exception(error)
+                with self._lock:
+                    compilation.set_exception(error)
         else:
             if compilation.set_running_or_notify_cancel():
-                compilation.set_result(result)
+                # Who waits for the result may start the next grammar at once. Under the lock, `_finish` comes first.
+                with self._lock:
+                    compilation.set_result(result)
 
     def _compile(self, source: GrammarSource, is_quick: bool) -> CompiledGrammar:
         backend = self._load_backend()
