@@ -36,12 +36,11 @@ def start(supervisor: Supervisor, addresses: IpcAddresses, tp: int = 1) -> Repli
     return made
 
 
-def test_an_engine_that_hangs_ends_the_launch(supervisor: Supervisor, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_that_hangs_ends_the_launch(supervisor: Supervisor) -> None:
     with IpcAddresses.create(1, 1) as addresses:
         replicas = start(supervisor, addresses)
-        with pytest.raises(WorkerDiedError, match="'engine rank 0' was killed"):
+        with pytest.raises(WorkerDiedError, match=r"'engine rank 0' was not ready within --startup-timeout 0.2"):
             wait_and_restart(supervisor, (replicas,), replicas.are_ready, None)
-    assert "engine rank 0 did not start within 0.2 s" in caplog.text
 
 
 def test_no_rank_is_started_after_one_has_failed(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:

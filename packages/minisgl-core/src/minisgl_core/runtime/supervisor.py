@@ -74,6 +74,7 @@ class Supervisor:
         self._processes: dict[str, Any] = {}
         self._pipes: dict[str, Any] = {}
         self._ending: set[str] = set()
+        self._kill_reasons: dict[str, str] = {}
         self._decode = decoder(Ready | _Failed)
         self.ready: dict[str, Ready] = {}
         """Ready messages of the children that have started, by name."""
@@ -111,8 +112,9 @@ class Supervisor:
         self._ending.add(name)
         _ask_to_end(self._processes[name])
 
-    def kill(self, name: str) -> None:
-        """Kill a child, which is then reported as one that died."""
+    def kill(self, name: str, reason: str) -> None:
+        """Kill a child. It is reported as one that died, with `reason`, which follows its name."""
+        self._kill_reasons[name] = reason
         self._processes[name].kill()
 
     def discard(self, *names: str) -> None:
@@ -124,6 +126,7 @@ class Supervisor:
             self._pipes.pop(name).close()
             self.ready.pop(name, None)
             self._ending.discard(name)
+            self._kill_reasons.pop(name, None)
 
     def wait(
         self, until: Callable[[], bool] = lambda: False, *, timeout_s: float | None = None, wake: Any = None
@@ -214,7 +217,8 @@ class Supervisor:
             process.join(GRACE_S)
             ended = True
         if ended and name not in self._ending:
-            raise WorkerDiedError(f"The process '{name}' {describe_exit(process.exitcode)}.", name)
+            reason = self._kill_reasons.get(name) or describe_exit(process.exitcode)
+            raise WorkerDiedError(f"The process '{name}' {reason}.", name)
 
 
 def _ask_to_end(process: Any) -> None:

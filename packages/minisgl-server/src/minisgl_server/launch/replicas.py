@@ -158,9 +158,9 @@ class Replicas(RestartableProcesses):
                 del self._deadline_s[replica]
             elif deadline_s <= now_s:
                 del self._deadline_s[replica]
-                logger.error("%s did not start within %g s, and is killed.", ", ".join(late), self._startup_timeout_s)
+                reason = f"was not ready within --startup-timeout {self._startup_timeout_s:g} (seconds), and was killed"
                 for name in late:
-                    self._supervisor.kill(name)
+                    self._supervisor.kill(name, reason)
         return min(super().start_due(), min(self._deadline_s.values(), default=math.inf))
 
     def start_one(self, index: int) -> None:
