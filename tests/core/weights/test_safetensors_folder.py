@@ -90,6 +90,15 @@ def test_generation_config_is_read(tmp_path: Path) -> None:
     assert model_config(source.config, source.generation_config).eos_token_ids == (2, 5, 7)
 
 
+def test_pointers_to_git_lfs_are_refused(tmp_path: Path) -> None:
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 5\n"
+    folder = folder_with(tmp_path, a=torch.zeros(1))
+    assert not SafetensorsWeights.unsupported(folder)
+    for name in ("tokenizer.json", "model.safetensors"):
+        (folder / name).write_text(pointer)
+        assert f"{name} is a pointer to a file in Git LFS" in SafetensorsWeights.unsupported(folder)[0]
+
+
 def test_a_damaged_folder_is_reported(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, a=torch.zeros(100))
     config = model_config(SafetensorsWeights(folder).config)
