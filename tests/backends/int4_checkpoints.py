@@ -51,10 +51,10 @@ def quantize(
     return codes, scales, zeros, torch.from_numpy(known).float()
 
 
-def groups(count: int, size: int, *, shuffled: bool = False) -> np.ndarray:
+def groups(count: int, size: int, *, shuffled: bool = False, seed: int = 0) -> np.ndarray:
     """Return the group of each input; all are 0 if `size` is -1. Act-order checkpoints have them in any order."""
     found = np.arange(count) // (count if size == -1 else size)
-    return np.random.default_rng(count).permutation(found) if shuffled else found
+    return np.random.default_rng((count, seed)).permutation(found) if shuffled else found
 
 
 def pack_awq(weight: torch.Tensor, size: int = 32, symmetric: bool = False) -> Packed:
@@ -70,10 +70,15 @@ def pack_awq(weight: torch.Tensor, size: int = 32, symmetric: bool = False) -> P
 
 
 def pack_gptq(
-    weight: torch.Tensor, size: int = 32, symmetric: bool = False, act_order: bool = False, version: int = 1
+    weight: torch.Tensor,
+    size: int = 32,
+    symmetric: bool = False,
+    act_order: bool = False,
+    version: int = 1,
+    seed: int = 0,
 ) -> Packed:
     """Pack as AutoGPTQ (version 1, zero points less one) or GPTQModel (version 2)."""
-    group_of = groups(weight.shape[1], size, shuffled=act_order)
+    group_of = groups(weight.shape[1], size, shuffled=act_order, seed=seed)
     codes, scales, zeros, known = quantize(weight, group_of, symmetric=symmetric)
     words = pack_words(zeros.T, 1)
     if version == 1:
@@ -87,9 +92,11 @@ def pack_gptq(
     return tensors, known
 
 
-def pack_compressed(weight: torch.Tensor, size: int = 32, symmetric: bool = True, act_order: bool = False) -> Packed:
+def pack_compressed(
+    weight: torch.Tensor, size: int = 32, symmetric: bool = True, act_order: bool = False, seed: int = 0
+) -> Packed:
     """compressed-tensors' pack-quantized: signed codes, stored plus 8."""
-    group_of = groups(weight.shape[1], size, shuffled=act_order)
+    group_of = groups(weight.shape[1], size, shuffled=act_order, seed=seed)
     codes, scales, zeros, known = quantize(weight, group_of, symmetric=symmetric)
     tensors = {
         "weight_packed": pack_words(codes, 1),

@@ -15,7 +15,7 @@ import re, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from minisgl_backends.kernels import int8_gemm, packed_gemm, quantize
+from minisgl_backends.kernels import gather_columns, int8_gemm, packed_gemm, quantize
 from minisgl_backends.kernels.packed_matrix import Packing
 from minisgl_backends.moe import packed_grouped, triton_grouped
 from minisgl_backends.quantization.gguf_types import TYPES
@@ -62,6 +62,8 @@ for place, (packing, dtype) in list(enumerate(packings))[:: int(sys.argv[2])]:
         check(packed_grouped._packed_grouped_gemm, pointers, sizes | grouped, rf"(?s){unpacked}.*{tensor_cores}")
 rounding = {"LARGEST": 127.0, "LEAST": 1e-12, "BLOCK": 1024}
 check(quantize._quantize_rows, {"x": "bf16", "quantized": "i8", "scales": "fp32"}, rounding, r"st\\.global")
+pointers = {"x": "bf16", "orders": "i32", "expert_ids": "i64", "out": "bf16"}
+check(gather_columns._gather, pointers, {"TOP_K": 8, "BLOCK": 1024}, r"st\\.global")
 """
 
 

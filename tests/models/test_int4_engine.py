@@ -96,7 +96,9 @@ def test_greedy_tokens(model_type: str, name: str, tmp_path: Path) -> None:
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 112, "norm_topk_prob": True}
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("awq", 1), ("gptq-symmetric", 2), ("compressed-zeros", 2)])
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("awq", 1), ("gptq-symmetric", 2), ("compressed-zeros", 2), ("compressed-act-order", 2)]
+)
 def test_experts(name: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second of two ranks begins within a block of 32 inputs of the down projection, and within a group of 64."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

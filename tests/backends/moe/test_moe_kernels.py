@@ -69,6 +69,19 @@ def test_blocks_hold_every_row_once_with_its_expert(data: st.DataObject) -> None
     check_blocks(sort_into_blocks(ids, num_experts, block_size), ids, num_experts, block_size)
 
 
+@pytest.mark.parametrize("columns", [7, 1500])
+def test_columns_in_the_order_of_each_expert(columns: int) -> None:
+    from minisgl_backends.kernels import gather_columns as triton_version
+    from minisgl_backends.quantization import int4_experts
+
+    x = torch.randn(5, columns + 3, device=DEVICE)[:, :columns]
+    orders = torch.stack([torch.randperm(columns, device=DEVICE) for _ in range(4)]).int()
+    ids = torch.tensor([[0, 3], [3, 1], [2, 0], [1, 0], [3, 2]], device=DEVICE)
+    expected = torch.stack([x[token, orders[expert].long()] for token in range(5) for expert in ids[token]])
+    for module in (triton_version, int4_experts):
+        assert torch.equal(module.gather_columns(x, orders, ids), expected)
+
+
 def test_blocks_of_many_rows() -> None:
     """More than a program reads at once."""
     from minisgl_backends.moe.sorted_blocks import sort_into_blocks

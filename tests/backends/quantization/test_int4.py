@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from functools import partial
@@ -13,12 +14,13 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from int4_checkpoints import FORMATS, awq, compressed_int4, gptq, pack_words
+from int4_checkpoints import FORMATS, awq, compressed_int4, gptq, pack_compressed, pack_words
 
 from minisgl_backends.moe.torch_kernel import TorchMoe
 from minisgl_backends.quantization.int4 import Int4
 from minisgl_core.contracts.checkpoint_quantization import CheckpointQuantization
-from minisgl_core.contracts.layer_methods import LinearPart, LinearSpec
+from minisgl_core.contracts.layer_methods import ExpertsSpec, LinearPart, LinearSpec
+from minisgl_core.contracts.moe import MoeSpec
 from minisgl_core.contracts.ops import LinearOp, Ops
 from minisgl_core.contracts.quantization import Quantization, QuantizationSpec
 from minisgl_core.contracts.shard import Shard
@@ -56,12 +58,21 @@ class TestCompressedTensors(Stored):
     checkpoints = tuple(each for name, each in FORMATS.items() if name.startswith("compressed"))
 
 
-@pytest.mark.parametrize("name", ["awq", "gptq-symmetric", "compressed-zeros", "compressed-channel"])
-def test_experts_of_nine_ranks(name: str) -> None:
-    """Each rank has 6 of 48 inputs, within one block of 32 or in two, and the last rank has none."""
+def with_orders(stored: PackedCheckpoint) -> PackedCheckpoint:
+    """Return the format with another order of inputs for each three matrices; act-order formats have one."""
+    if "act_order" not in stored.pack.keywords or not stored.pack.keywords["act_order"]:
+        return stored
+    number = itertools.count()
+    return replace(stored, pack=lambda weight: stored.pack(weight, seed=next(number) // 3))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 9])
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_experts_of_several_ranks(name: str, num_ranks: int) -> None:
+    """Each of nine ranks has 6 of 48 inputs, within one block of 32 or in two, and the last rank has none."""
 
     class Kit(Stored):
-        checkpoints = (FORMATS[name],)
+        checkpoints = (with_orders(FORMATS[name]),)
         moe_kernel = TorchMoe
         dtypes = (torch.float32,)
 
@@ -69,11 +80,63 @@ def test_experts_of_nine_ranks(name: str) -> None:
     [(provider, checkpoint)] = kit.cases(num_experts=3)
     case, modules = kit.case_of_experts(provider, checkpoint, has_bias=True)
     output = torch.zeros(case.x.shape, dtype=torch.float64)
-    for rank in range(9):
-        method = kit.experts_method(provider, modules, AnyRank(rank, 9))
+    for rank in range(num_ranks):
+        method = kit.experts_method(provider, modules, AnyRank(rank, num_ranks))
         output += method.prepare()(case.x, case.topk_weights, case.topk_ids).double()
     expected = expected_output(case, replace(method.spec.moe, intermediate_size=48))
-    kit.check(output, expected, "nine ranks", 1e-4)
+    kit.check(output, expected, f"{num_ranks} ranks", 1e-4)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_experts_with_and_without_an_order(num_ranks: int) -> None:
+    """Of two experts, one has whole groups on each of three ranks, and the other has parts of them."""
+    sizes = {"gate": (192, 128), "up": (192, 128), "down": (128, 192)}
+    spec = QuantizationSpec(torch.float32, CPU, 2, FORMATS["compressed-act-order"].quantization())
+    packed = {
+        (expert, name): pack_compressed(torch.randn(size), 64, act_order=True, seed=expert)
+        for expert in range(2)
+        for name, size in sizes.items()
+    }
+    for name, (rows, columns) in sizes.items():
+        weight, index = torch.randn(rows, columns), torch.arange(columns, dtype=torch.int32) // 64
+        tensors, known = pack_compressed(weight, 64)
+        packed[0, name] = tensors | {"weight_g_idx": index}, known
+    x, weights = torch.randn(5, 128), torch.rand(5, 1)
+    ids = torch.tensor([[0], [1], [1], [0], [1]])
+    found = torch.zeros(5, 128)
+    for rank in range(num_ranks):
+        size = 192 // num_ranks
+        inner = Shard(rank * size, (rank + 1) * size, size, 192)
+        moe = MoeSpec(2, 1, 128, inner.size, torch.float32, CPU)
+        method = Int4(spec, Ops.of(CPU, torch.float32)).experts(ExpertsSpec("m", moe, inner, tuple(sizes)), TorchMoe)
+        for name, target in method.targets():
+            _, expert, projection, kind = name.split(".")
+            fill_target(name, packed[int(expert), projection][0][kind], target)
+        found += method.prepare()(x, weights, ids)
+    for token, expert in enumerate(ids[:, 0].tolist()):
+        gate, up, down = (packed[expert, name][1].double() for name in sizes)
+        row = x[token].double()
+        expected = weights[token] * (down @ (F.silu(gate @ row) * (up @ row)))
+        torch.testing.assert_close(found[token].double(), expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["order", "size"])
+def test_orders_that_experts_do_not_support_are_refused(kind: str) -> None:
+    """Gate and up have different orders, or all but one of the inputs are in one group."""
+
+    class Kit(Stored):
+        checkpoints = (FORMATS["gptq-act-order"],)
+        moe_kernel = TorchMoe
+
+    kit = Kit()
+    provider, checkpoint = kit.cases(num_experts=3)[0]
+    _, modules = kit.case_of_experts(provider, checkpoint)
+    for name in ("m.experts.1.gate_proj",) if kind == "order" else ("m.experts.1.gate_proj", "m.experts.1.up_proj"):
+        index = modules[name].tensors["g_idx"]
+        index.copy_(index.flip(0) if kind == "order" else torch.arange(len(index)) == 0)
+    found = "in different orders" if kind == "order" else "all groups of inputs must have the same size"
+    with pytest.raises(ModelFormatError, match=found):
+        kit.experts_method(provider, modules).prepare()
 
 
 def operation(
@@ -235,7 +298,6 @@ def test_what_it_refuses() -> None:
     assert "(quant_method 'fp8') are not 4-bit integers" in reasons({"quant_method": "fp8"})[0]
     assert "bits=8" in reasons({**FORMATS["gptq"].config, "bits": 8})[0]
     assert reasons(None, 8) == reasons(dict(FORMATS["awq"].config), 8) == []
-    assert "experts with act-order" in reasons(dict(FORMATS["gptq-act-order"].config), 8)[0]
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

@@ -41,14 +41,12 @@ class Int4(Quantization):
 
     @classmethod
     def unsupported(cls, spec: QuantizationSpec) -> list[str]:
-        """Refuse checkpoints with other quantized weights, experts with act-order, and old GPUs."""
+        """Refuse checkpoints with other quantized weights, and old GPUs."""
         reasons = []
         # The weights of a GGUF file are dequantized while loading, and quantized like 16-bit ones.
         if spec.checkpoint is not None and not spec.checkpoint.is_gguf:
             try:
-                formats = _formats(spec.checkpoint)
-                if spec.num_experts and any(each.has_group_index for each in formats):
-                    reasons.append("it does not support experts with act-order (desc_act, actorder)")
+                _check_formats(spec.checkpoint)
             except ModelFormatError as error:
                 reasons.append(str(error))
         if spec.device.type == "cuda":
@@ -139,16 +137,14 @@ def _format_of(checkpoint: CheckpointQuantization, name: str, parts: Iterable[Li
     return kinds.pop()
 
 
-def _formats(checkpoint: CheckpointQuantization) -> list[Int4Format]:
-    """Return the formats of a checkpoint's groups of modules.
+def _check_formats(checkpoint: CheckpointQuantization) -> None:
+    """Check that all of a checkpoint's groups of modules have 4-bit integers.
 
     Raises:
-        ModelFormatError: one has other weights than 4-bit integers.
+        ModelFormatError: one has other weights.
     """
     formats = [int4_format(checkpoint, weights) for weights in checkpoint.groups]
-    found = [each for each in formats if each is not None]
-    if not found or len(found) < len(formats):
+    if not formats or None in formats:
         supported = "quant_method 'awq', 'gptq', 'compressed-tensors' of type 'int' with num_bits 4"
         supported += ", 16-bit weights, and GGUF files"
         raise ModelFormatError(wrong_weights_message(checkpoint, "4-bit integers", supported))
-    return found

@@ -33,6 +33,11 @@ class _StackedWeight:
         self.scales = torch.zeros(experts, rows, groups, dtype=spec.moe.dtype, device=device)
         self.zeros = torch.zeros(experts, rows, groups, dtype=torch.uint8, device=device) if has_zeros else None
 
+    def take_rows(self, rows: torch.Tensor) -> None:
+        """Replace the rows of each expert by those with these indices, int64 [E, R]."""
+        self.codes, self.scales = _take_rows(self.codes, rows), _take_rows(self.scales, rows)
+        self.zeros = None if self.zeros is None else _take_rows(self.zeros, rows)
+
     def of(self, expert: int) -> "_ExpertWeight":
         """Return an expert's matrix."""
         return _ExpertWeight(
@@ -77,40 +82,120 @@ class CheckpointInt4Experts(PackedExperts):
         yield from self.bias_targets()
 
     def prepare(self) -> ExpertsOp:
-        """Repack.
+        """Repack. With act-order, the kernel receives a row per token and expert, whose columns are in the expert's order.
 
         Raises:
-            ModelFormatError: the inputs of an expert are not in order.
+            ModelFormatError: the gate and the up projection of an expert have different orders, or groups of different sizes.
         """
-        gate_up, down = self._repacked(self._gate_up), self._repacked(self._down)
+        inputs, inner = _columns(self._gate_up), _with_one_block(_columns(self._down))
+        has_order = not all(each.is_plain for each in (*inputs, *inner))
+        if has_order and any(len(each.source) != self.spec.moe.hidden_size for each in inputs):
+            raise ModelFormatError(f"{self.spec.name}: with act-order, all groups of inputs must have the same size")
+        gate_up, down = self._repacked(self._gate_up, inputs), self._repacked(self._down, inner)
         self.zero_neighbor_rows(gate_up.scales, self.gate_up_bias)
-        return self.operation(gate_up.codes, down.codes, gate_up.scales, down.scales, gate_up.zeros, down.zeros)
+        if has_order:
+            rows = self._rows_in_order(inner)
+            gate_up.take_rows(rows)
+            if self.gate_up_bias is not None:
+                self.gate_up_bias = _take_rows(self.gate_up_bias, rows)
+            self.kernel = type(self.kernel)(replace(self.kernel.spec, top_k=1, intermediate_size=rows.shape[1] // 2))
+        forward = self.operation(gate_up.codes, down.codes, gate_up.scales, down.scales, gate_up.zeros, down.zeros)
+        return self._with_gather(forward, inputs) if has_order else forward
 
-    def _repacked(self, experts: list[list[CheckpointPart]]) -> _StackedWeight:
-        first = experts[0][0]
-        count, columns = first.num_columns, _ordered_columns(first)
+    def _with_gather(self, forward: ExpertsOp, inputs: list[Columns]) -> ExpertsOp:
+        """Return the operation of experts whose inputs have these orders; `forward` takes one expert per row."""
+        device = self.spec.moe.device
+        orders = torch.stack([each.source for each in inputs]).to(device, torch.int32)
+        gather = gather_columns
+        if device.type == "cuda":
+            from minisgl_backends.kernels import gather_columns as kernel  # imports triton
+
+            gather = kernel.gather_columns
+
+        def experts(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
+            outputs = forward(gather(x, orders, topk_ids), topk_weights.reshape(-1, 1), topk_ids.reshape(-1, 1))
+            return outputs.view(*topk_ids.shape, -1).sum(1)
+
+        return experts
+
+    def _rows_in_order(self, inner: list[Columns]) -> torch.Tensor:
+        """Return the row of each output of gate and up, in the order of the down projection's inputs, int64 [E, 2 * I].
+
+        Inputs whose weights are 0 fill the experts up to one number of inputs.
+        """
+        most = max(len(each.source) for each in inner)
+        rows = torch.zeros(len(inner), 2, most, dtype=torch.long)
+        for expert, columns in enumerate(inner):
+            rows[expert, :, : len(columns.source)] = columns.source
+        rows[:, 1] += self.spec.inner.size
+        return rows.flatten(1).to(self.spec.moe.device)
+
+    def _repacked(self, experts: list[list[CheckpointPart]], columns: list[Columns]) -> _StackedWeight:
+        count = max(len(each.source) for each in columns)
         rows = sum(part.rows.size for part in experts[0])
         has_zeros = any(part.has_zeros() for parts in experts for part in parts)
-        found = _StackedWeight(self.spec, rows, count, columns.block, has_zeros)
+        found = _StackedWeight(self.spec, rows, count, columns[0].block, has_zeros)
         for expert, parts in enumerate(experts):
             row = 0
             for part in parts:
-                part.store(found.of(expert), row, _ordered_columns(part) if part.has_index else columns)
+                part.store(found.of(expert), row, columns[expert])
                 row += part.rows.size
             parts.clear()
         return found
 
 
-def _ordered_columns(part: CheckpointPart) -> Columns:
-    """Return the columns of a part whose inputs are in order.
+def gather_columns(x: torch.Tensor, orders: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
+    """See `minisgl_backends.kernels.gather_columns`. This version runs on any device, and reads from it."""
+    top_k = expert_ids.shape[1]
+    out = x.new_empty(expert_ids.numel(), x.shape[1])
+    for expert in torch.unique(expert_ids):
+        rows = (expert_ids.flatten() == expert).nonzero()[:, 0]
+        out[rows] = x[rows // top_k][:, orders[expert]]
+    return out
+
+
+def _columns(experts: list[list[CheckpointPart]]) -> list[Columns]:
+    """Return the stored columns of each expert, whose parts share them.
 
     Raises:
-        ModelFormatError: they are not.
+        ModelFormatError: they do not.
     """
+    found = [_stored_columns(experts[0][0])] * len(experts)
+    for expert, (first, *others) in enumerate(experts):
+        if first.has_index:
+            found[expert] = _stored_columns(first)
+            for other in others:
+                if not _stored_columns(other).equals(found[expert]):
+                    raise ModelFormatError(
+                        f"the inputs of {first.name} and {other.name} are in different orders (act-order)"
+                    )
+    return found
+
+
+def _stored_columns(part: CheckpointPart) -> Columns:
+    """Return the columns of a part. Those in order are stored as they are: the kernels do not need their padding at the end."""
     columns, order = part.columns(), torch.arange(part.num_columns)
     if not torch.equal(columns.source[: len(order)], order):
-        raise ModelFormatError(f"the inputs of {part.name} are not in order (act-order), which experts do not support")
+        return columns
     return replace(columns, source=order, padding=torch.zeros_like(order, dtype=torch.bool), is_plain=True)
+
+
+def _with_one_block(experts: list[Columns]) -> list[Columns]:
+    """Return the columns with one number of inputs per scale: of the expert with the fewest, since others have whole groups."""
+    blocks = [each.block for each in experts if each.block is not None]
+    block = min(blocks, default=None)
+    found = []
+    for each in experts:
+        groups = each.groups
+        if block is not None and each.block is not None:
+            groups = groups.repeat_interleave(each.block // block)[: -(-len(each.source) // block)]
+        found.append(replace(each, block=block, groups=groups))
+    return found
+
+
+def _take_rows(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return the rows of each expert, [E, R, ...], from [E, N, ...] and their indices [E, R]."""
+    return torch.stack([each[index] for each, index in zip(tensor, rows, strict=True)])
 
 
 class Int4Experts(PlainExperts):
