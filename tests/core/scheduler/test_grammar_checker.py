@@ -174,15 +174,15 @@ def test_a_grammar_that_no_request_waits_for_is_not_compiled() -> None:
         busy = [grammars.start(GrammarSource("regex", f"busy{number}", "it")) for number in range(2)]
         left = [grammars.start(GrammarSource("regex", "left" * 1000, "it")) for _ in range(2)]
         kept = grammars.start(GrammarSource("regex", "kept", "it"))
-        grammars.stop(left[0])
+        left[0].stop_waiting()
         assert not left[1].compilation.cancelled(), "another request waits for it"
-        grammars.stop(left[1])
+        left[1].stop_waiting()
         assert left[1].compilation.cancelled()
         assert len(grammars._pending) == grammars.num_grammars == 3
         again = grammars.start(GrammarSource("regex", "left" * 1000, "it"))
     for each in (*busy, kept, again):
         each.compilation.result()
-        grammars.stop(each)
+        each.stop_waiting()
     wait_for_none_pending(grammars)
     assert not any(each.num_waiting for each in grammars._cached.values())
     assert grammars.num_grammars == 4
@@ -197,7 +197,7 @@ def test_expensive_grammars_delay_others_by_little(checker: GrammarChecker) -> N
     harmless.compilation.result()
     assert sum(each.compilation.done() for each in expensive) < 6
     for each in expensive[1:]:
-        grammars.stop(each)
+        each.stop_waiting()
     with pytest.raises(InvalidValueError, match="must be compiled within"):
         expensive[0].compilation.result()
     grammars.check(regex("c"))

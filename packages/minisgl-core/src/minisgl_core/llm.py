@@ -277,7 +277,7 @@ class LLM:
         words = bad_word_tokens(self.tokenizer, params) if params.bad_words else []
         submit = Submit(request_id="", token_ids=token_array(ids), sampling=params, grammar=grammar, bad_words=words)
         self._loop.scheduler.validate(submit)
-        if grammar is not None and self._loop.scheduler.grammars is not None:
+        if grammar is not None:
             grammar.check_size()
             self._loop.scheduler.grammars.check(grammar)
         return submit, params
@@ -408,7 +408,7 @@ class LLM:
         """
         self._abandon()
         if self._others is None:
-            self._close_grammars()
+            self._loop.scheduler.grammars.close()
             self._loop = self._new_loop()
             return
         try:
@@ -429,12 +429,8 @@ class LLM:
         """Free the model and end the other ranks. Safe to call twice."""
         self._is_open = False
         self._abandon()
-        self._close_grammars()
+        self._loop.scheduler.grammars.close()
         self._stack.close()
-
-    def _close_grammars(self) -> None:
-        if self._loop.scheduler.grammars is not None:
-            self._loop.scheduler.grammars.close()
 
     def __enter__(self) -> Self:
         return self

@@ -117,8 +117,7 @@ def _run_rank0(
             try:
                 _serve(loop, requests, tokenizers, addresses.engine_id, addresses.replica)
             finally:
-                if loop.scheduler.grammars is not None:
-                    loop.scheduler.grammars.close()
+                loop.scheduler.grammars.close()
                 send_all(plan_senders, Stop())
                 for sender in plan_senders:
                     sender.close()
@@ -290,8 +289,7 @@ def _arrivals(requests: Receiver[Incoming], loop: EngineLoop) -> Iterator[Incomi
     if not loop.has_work:
         message = requests.receive(_IDLE_S)
         if message is None:
-            if loop.scheduler.grammars is not None:
-                loop.scheduler.grammars.warm_up()
+            loop.scheduler.grammars.warm_up()
             message = requests.receive()
         yield message
     yield from requests.drain()

@@ -82,6 +82,12 @@ class Constraint:
         self.error = ""
         self.param: str | None = source.name
 
+    def stop_waiting(self) -> None:
+        """End the request's wait for its grammar. A grammar that no request waits for any more is not compiled."""
+        self.compilation.num_waiting -= 1
+        if self.compilation.num_waiting <= 0:
+            self.compilation.cancel()
+
     def begin(self) -> None:
         """Copy the state of the compiled grammar, or set `error`."""
         error = self.compilation.exception()
@@ -194,12 +200,6 @@ class GrammarManager:
             compilation.num_waiting += 1
         return Constraint(source, compilation)
 
-    def stop(self, constraint: Constraint) -> None:
-        """End a request's wait for its grammar. A grammar that no request waits for any more is not compiled."""
-        constraint.compilation.num_waiting -= 1
-        if constraint.compilation.num_waiting <= 0:
-            constraint.compilation.cancel()
-
     def discard(self, constraint: Constraint) -> None:
         """Remove a grammar from the cache after an error of its state.
 
@@ -236,7 +236,7 @@ class GrammarManager:
         try:
             constraint.compilation.result()
         finally:
-            self.stop(constraint)
+            constraint.stop_waiting()
 
     def fill(
         self,

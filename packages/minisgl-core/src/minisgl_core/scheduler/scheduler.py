@@ -20,6 +20,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from minisgl_core.contracts.grammar import GrammarBackend
 from minisgl_core.contracts.policy import Policy, RequestView
 from minisgl_core.contracts.prefix_cache import PrefixCache
 from minisgl_core.errors import InvalidValueError, PluginError, QueueFullError
@@ -47,6 +48,10 @@ _FEW_WAITING = 3
 """Number of waiting requests that count as few in `_schedule_prefills`."""
 
 
+def _no_grammar_backend() -> GrammarBackend:
+    raise PluginError("this scheduler was made without a grammar backend")
+
+
 class Scheduler:
     """Scheduler of all requests: `schedule` plans steps, `process` takes their results in order.
 
@@ -71,9 +76,10 @@ class Scheduler:
             cache: prefix cache of the engine's pages.
             policy: policy that orders the waiting requests.
             hooks: hooks for finished requests and for pages that enter or leave the cache; None for no hooks.
-            grammars: manager of grammars and token masks; None if no request needs them.
+            grammars: manager of grammars and token masks; None if no request has a grammar.
         """
-        self.limits, self.grammars = limits, grammars
+        self.limits = limits
+        self.grammars = grammars or GrammarManager(_no_grammar_backend, limits.vocab_size)
         hooks = hooks or Hooks()
         self._request_finished = hooks.request_finished
         self._running = RunningRequests(limits)
@@ -84,7 +90,7 @@ class Scheduler:
         self.policy = policy
         self.stats = SchedulerStats()
         self.step_times = StepTimes(limits.max_step_s)
-        self._waiting = WaitingQueue(grammars)
+        self._waiting = WaitingQueue()
         self._by_id: dict[str, Request] = {}
         self._num_arrived = 0
         self._aborted: list[tuple[int, TokenOut]] = []
@@ -116,7 +122,6 @@ class Scheduler:
         self._num_arrived += 1
         constraint = None
         if submit.grammar is not None:
-            assert self.grammars is not None, "the request has a grammar, and the scheduler has no grammar manager"
             constraint = self.grammars.start(submit.grammar)
         request = Request(
             submit,
@@ -137,7 +142,6 @@ class Scheduler:
         request = self._by_id.get(request_id)
         if request is None or request.finish_reason is not None:
             return
-        self.stats.num_aborted += reason == "abort"
         self._aborted.append((request.worker, self._finish(request, reason, [])))
 
     def request_ids(self) -> Set[str]:
@@ -216,7 +220,6 @@ class Scheduler:
         """
         if not len(plan.sample.masked):
             return None
-        assert self.grammars is not None
         requests = self._at(plan, plan.sample.index[plan.sample.masked])
         constraints = [None if request.finish_reason else request.constraint for request in requests]
         banned = [each.banned_tokens(self.limits.eos_ids) for each in requests]
@@ -329,7 +332,6 @@ class Scheduler:
     def _end_compiling(self, timeout_s: float = 0.0) -> None:
         """Make requests admissible whose grammars are compiled, and end those whose grammars are invalid."""
         for request in self._waiting.end_compiling(timeout_s):
-            self.stats.num_aborted += 1
             self._aborted.append((request.worker, self._finish(request, "abort", [])))
 
     def _schedule_prefills(self, num_decodes: int, rows: Int32Array) -> list[Chunk]:
@@ -417,7 +419,6 @@ class Scheduler:
             request.first_token_s = time.monotonic()
         reason = self._reason_to_stop(request, token)
         if reason is not None:
-            self.stats.num_aborted += reason == "abort"
             output = self._finish(request, reason, [token])
             output.stop_token_id = token if token in request.stop_ids else None
         else:
@@ -439,7 +440,6 @@ class Scheduler:
         if constraint is not None:
             constraint.accept(token)
             if constraint.error:
-                assert self.grammars is not None
                 self.grammars.discard(constraint)
                 return "abort"
         if token in request.stop_ids or (constraint is not None and constraint.is_finished):
@@ -450,6 +450,7 @@ class Scheduler:
         request.finish_reason = reason
         logger.debug("the request has ended: %s", reason, extra={"request_id": request.request_id})
         self.stats.num_finished += 1
+        self.stats.num_aborted += reason == "abort"
         del self._by_id[request.request_id]
         if request.row == 0:
             self._waiting.remove(request)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 
-from minisgl_core.scheduler.constraints import Constraint, GrammarManager
+from minisgl_core.scheduler.constraints import Constraint
 from minisgl_core.scheduler.request import Request
 
 
@@ -21,9 +21,8 @@ class WaitingQueue:
         admissible: requests that can be admitted, in queue order; not to be changed.
     """
 
-    def __init__(self, grammars: GrammarManager | None) -> None:
+    def __init__(self) -> None:
         self.admissible: list[Request] = []
-        self._grammars = grammars
         self._compiling: dict[Constraint, Request] = {}
         self._compiled = SimpleQueue[Constraint]()
         """Constraints whose grammars are compiled, or whose compilation failed or was cancelled. Other threads add them."""
@@ -60,7 +59,7 @@ class WaitingQueue:
         assert self.admissible[index] is request
         del self.admissible[index]
 
-    def end_compiling(self, timeout_s: float = 0.0) -> Iterator[Request]:
+    def end_compiling(self, timeout_s: float) -> Iterator[Request]:
         """Make requests admissible whose compilation has ended, and yield those whose grammars are invalid.
 
         Wait up to `timeout_s` for the first one.
@@ -77,6 +76,5 @@ class WaitingQueue:
                         yield request
 
     def _stop_compiling(self, constraint: Constraint) -> Request:
-        assert self._grammars is not None
-        self._grammars.stop(constraint)
+        constraint.stop_waiting()
         return self._compiling.pop(constraint)
