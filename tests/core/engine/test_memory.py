@@ -55,7 +55,7 @@ def build(site: Any, **options: Any) -> BuiltModelRunner:
 def test_the_pool_gets_what_the_rest_leaves(site: Any, max_prefill_length: int) -> None:
     """60 % of 100 MiB less 30 in use and 15 for the largest step, which has been run, with any number of prompts."""
     built = build(site, memory_ratio=0.6, max_prefill_length=max_prefill_length)
-    assert built.num_pages == 15 * UNIT // PAGE_BYTES
+    assert built.info.num_pages == 15 * UNIT // PAGE_BYTES
     assert __import__("meter").steps == ["run"]
     built.model_runner.close()
 
@@ -67,7 +67,7 @@ def test_the_pool_gets_what_the_rest_leaves(site: Any, max_prefill_length: int) 
 def test_ended_requests_have_room_for_their_prefixes(site: Any, platform: str, num_pages: int) -> None:
     """More than two requests of two pages can fill: all that the ratio allows, or 64 further sequences on a CPU."""
     built = build(site, platform=platform, memory_ratio=0.9, max_running_requests=2, max_seq_len_override=32)
-    assert built.num_pages == num_pages
+    assert built.info.num_pages == num_pages
     built.model_runner.close()
 
 
@@ -97,5 +97,5 @@ def test_pages_that_were_asked_for_and_do_not_fit_are_an_error(site: Any) -> Non
 
 
 def test_a_pool_of_a_given_size_is_not_measured(site: Any) -> None:
-    assert build(site, num_pages=7).num_pages == 7
+    assert build(site, num_pages=7).info.num_pages == 7
     assert __import__("meter").steps == []

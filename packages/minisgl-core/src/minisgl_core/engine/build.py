@@ -49,16 +49,12 @@ class BuiltModelRunner:
         model_runner: model runner of this rank.
         config: resolved options.
         checkpoint: checkpoint of the model, whose tokenizer is loaded on demand.
-        num_pages: pages of the KV pool, equal on all ranks.
-        max_seq_len: longest sequence in tokens, which the size of the pool may limit.
         info: description of the engine, for reports.
     """
 
     model_runner: ModelRunner
     config: EngineConfig
     checkpoint: Checkpoint
-    num_pages: int
-    max_seq_len: int
     info: EngineInfo
 
 
@@ -115,7 +111,7 @@ def build_model_runner(
                 load_weights(model, checkpoint.source, progress and rank == 0)
             platform.synchronize()
             timer.done("loaded the weights")
-            factory = ModelRunnerFactory(config, checkpoint.config, platform, groups, model, ops, registry)
+            factory = ModelRunnerFactory(config, platform, groups, model, ops, registry)
             graphs = factory.decode_graph_sizes()
             piecewise = factory.piecewise_graph_sizes(bool(graphs))
             # On a CPU, a decode batch is captured when its size first occurs, and graphs take no memory of a device.
@@ -137,7 +133,7 @@ def build_model_runner(
             groups.abandon()  # otherwise, kernels that wait for other ranks would occupy the device forever
             raise
     info = _info(checkpoint, resolved, sampling, pool.num_pages, max_seq_len, hardware, timer)
-    return BuiltModelRunner(model_runner, config, checkpoint, pool.num_pages, max_seq_len, info)
+    return BuiltModelRunner(model_runner, config, checkpoint, info)
 
 
 def resolve_options(

@@ -57,24 +57,23 @@ class ModelRunnerFactory:
     def __init__(
         self,
         config: EngineConfig,
-        model_config: ModelConfig,
         platform: Platform,
         groups: RankGroups,
         model: Model,
         ops: Ops,
         registry: Registry,
     ) -> None:
-        self._config, self._model_config, self._platform, self._groups = config, model_config, platform, groups
+        self._config, self._platform, self._groups = config, platform, groups
         self._model, self._ops = model, ops
         self.attention = [registry.load("attention", name) for name in config.backends.attn.split(",")]
         layers = model.attention_layers()
-        self._spec = spec = attention_spec(config, model_config, platform.device)
+        self._spec = spec = attention_spec(config, model.config, platform.device)
         self.max_seq_len = spec.max_seq_len
         reasons = check_layers(spec, layers)
         if spec.value_head_dim not in (None, spec.head_dim):
             reasons.append("the KV pool stores keys and values of one head dimension")
         if reasons:
-            raise ModelFormatError(f"the model {model_config.architecture} is not supported: {'; '.join(reasons)}")
+            raise ModelFormatError(f"the model {model.config.architecture} is not supported: {'; '.join(reasons)}")
         group = KVGroup(len(layers), spec.page_size, spec.num_kv_heads, spec.head_dim, spec.value_head_dim)
         layout = common_layout(config.backends.attn, registry)
         num_pages = 2  # the padding page, and one for tokens
@@ -92,7 +91,7 @@ class ModelRunnerFactory:
     def run_profile_batch(self) -> None:
         """Run the step that needs the most memory on a model runner with the smallest pool."""
         limits = self._config.scheduler
-        prefill, vocab = int(limits.max_prefill_length), self._model_config.vocab_size
+        prefill, vocab = int(limits.max_prefill_length), self._model.config.vocab_size
         plan = profile_batch(limits.max_running_requests, prefill, self.max_seq_len, vocab)
         self.model_runner(self.smallest_pool, self.max_seq_len).launch(plan).result()
 
@@ -104,7 +103,7 @@ class ModelRunnerFactory:
             reasons.append("the stages of a pipeline (--pp) run without CUDA graphs")
         if platform.has_host_graphs and parallel.tp > 1:
             reasons.append("on a CPU, collectives cannot be captured")
-        if platform.has_host_graphs and self._model_config.moe is not None:
+        if platform.has_host_graphs and self._model.config.moe is not None:
             reasons.append("on a CPU, experts cannot be captured")
         return reasons
 
@@ -145,7 +144,7 @@ class ModelRunnerFactory:
         if wanted == AUTO and platform.has_host_graphs:
             return []
         if wanted == AUTO:
-            wanted = max(_MIN_PIECEWISE_TOKENS, launch_bound_tokens(self._model_config, self._config.parallel.tp))
+            wanted = max(_MIN_PIECEWISE_TOKENS, launch_bound_tokens(self._model.config, self._config.parallel.tp))
             return piecewise_sizes(min(wanted, largest)) if has_decode_graphs else []
         return piecewise_sizes(min(int(wanted), largest))
 

@@ -91,8 +91,8 @@ def _check(config: EngineConfig) -> None:
 
 def _windows(built: BuiltModelRunner, text: str, window: int, max_tokens: int) -> list[torch.Tensor]:
     """Return consecutive windows of the text's token ids, int64."""
-    if window > built.max_seq_len:
-        raise InvalidValueError("--window", window, f"at most {built.max_seq_len}, the longest sequence here")
+    if window > built.info.max_seq_len:
+        raise InvalidValueError("--window", window, f"at most {built.info.max_seq_len}, the longest sequence here")
     ids = built.checkpoint.source.tokenizer()(text, add_special_tokens=False, verbose=False)["input_ids"][:max_tokens]
     if len(ids) < 2:
         raise InvalidValueError("--text", "(its text)", "at least two tokens long")
