@@ -68,29 +68,30 @@ def open_weights(path: Path, registry: "Registry", dummy: bool = False) -> "Weig
         ModelFormatError: no provider supports the checkpoint, and the message has each one's reasons; or it is damaged.
         PluginError: the provider cannot be loaded.
     """
+    if dummy:
+        if reasons := registry.unsupported("weights", "dummy", path):
+            raise ModelFormatError(
+                f"{path}: --dummy-weight needs a folder with a config.json, and this is not one ({', '.join(reasons)}). "
+                "Give such a folder with --model, or leave --dummy-weight out."
+            )
+        return _open("dummy", path, registry)
     shipped_first = sorted(registry.entries("weights"), key=lambda entry: entry.distribution not in SHIPPED)
     names = [entry.name for entry in shipped_first if entry.name != "dummy"] + remedies.shipped_names("weights")
-    names = ["dummy"] if dummy else list(dict.fromkeys(names))
     refusals = []
-    for name in names:
+    for name in dict.fromkeys(names):
         try:
             reasons = registry.unsupported("weights", name, path)
         except PluginError as error:
-            if dummy:
-                raise
-            refusals.append(f"{name}: {error}")
-            continue
-        if reasons and dummy:
-            why = ", ".join(reasons)
-            raise ModelFormatError(
-                f"{path}: --dummy-weight needs a folder with a config.json, and this is not one ({why}). "
-                "Give such a folder with --model, or leave --dummy-weight out."
-            )
+            reasons = [str(error)]
         if not reasons:
-            provider: type[WeightSource] = registry.load("weights", name)
-            return provider(path)
+            return _open(name, path, registry)
         refusals.append(f"{name}: {', '.join(reasons)}")
     raise ModelFormatError(f"no weights provider can read the checkpoint {path} ({'; '.join(refusals)})")
+
+
+def _open(name: str, path: Path, registry: "Registry") -> "WeightSource":
+    provider: type[WeightSource] = registry.load("weights", name)
+    return provider(path)
 
 
 def _default_model() -> Path:
