@@ -50,7 +50,6 @@ class CheckpointQuantization:
         if not isinstance(config, Mapping) or not isinstance(config.get("quant_method"), str):
             raise ModelFormatError("config: quantization_config has no quant_method")
         self.config, self.method = config, str(config["quant_method"])
-        self._groups: list[tuple[_Modules, Mapping[str, Any]]] = []
         if self.method == _GGUF:
             types = config.get("types")
             if not isinstance(types, Mapping) or not all(isinstance(each, str) for each in types.values()):
@@ -58,11 +57,13 @@ class CheckpointQuantization:
         if self.method != _COMPRESSED:
             excluded = _excluded(config) if self.method == "gptq" else _NONE
             self._ignored = _Modules(config, "modules_to_not_convert", excluded)
+            self._groups = [(_Modules({}, "targets"), config)]  # one group of all linear layers
             return
         self._ignored = _Modules(config, "ignore")
         groups = config.get("config_groups") or {}
         if not isinstance(groups, Mapping) or not all(isinstance(each, Mapping) for each in groups.values()):
             raise ModelFormatError("config: quantization_config.config_groups must map names to groups")
+        self._groups = []
         for group in groups.values():
             weights = group.get("weights") or {}
             if not isinstance(weights, Mapping):
@@ -85,7 +86,7 @@ class CheckpointQuantization:
     @property
     def groups(self) -> list[Mapping[str, Any]]:
         """Weight formats of all groups of modules; only compressed-tensors has several groups."""
-        return [weights for _, weights in self._groups] if self.method == _COMPRESSED else [self.config]
+        return [weights for _, weights in self._groups]
 
     def weights_of(self, name: str) -> Mapping[str, Any] | None:
         """Return the weight format of a linear module; None if the module is not quantized.
@@ -98,8 +99,6 @@ class CheckpointQuantization:
         if self.method == _GGUF:
             kind = self.config["types"].get(name)
             return None if kind is None else {"type": kind}
-        if self.method != _COMPRESSED:
-            return self.config
         return next(
             (weights for targets, weights in self._groups if targets.has_all_linear or targets.contains(name)), None
         )

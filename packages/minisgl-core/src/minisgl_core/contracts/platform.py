@@ -170,8 +170,7 @@ class _CompletedEvent:
     """Event of a platform whose calls are synchronous."""
 
     def synchronize(self) -> None:
-        """Return at once, as all calls are synchronous."""
+        pass
 
     def query(self) -> bool:
-        """Return True, as all calls are synchronous."""
         return True

@@ -29,9 +29,9 @@ class KVPool:
         self._v = [layer[1] for layer in self._layers]
         # `store` writes rows: all heads of a token in layout NHD, one head of a token in layout HND.
         width = spec.head_dim if spec.layout == "HND" else spec.num_kv_heads * spec.head_dim
-        is_fp8 = spec.dtype == FP8
-        self._encode = _fp8_bits if is_fp8 else _unchanged
-        rows = [part.view(torch.uint8) if is_fp8 else part for part in (*self._k, *self._v)]
+        self._is_fp8 = spec.dtype == FP8
+        # As bytes, since few of torch's indexed copies support float8.
+        rows = [part.view(torch.uint8) if self._is_fp8 else part for part in (*self._k, *self._v)]
         rows = [part.view(-1, width) for part in rows]
         self._k_rows, self._v_rows = rows[: spec.num_layers], rows[spec.num_layers :]
         self._head_offsets = torch.arange(spec.num_kv_heads, device=spec.device) * spec.page_size
@@ -61,9 +61,11 @@ class KVPool:
         index: torch.Tensor,
         scales: tuple[float, float] = (1.0, 1.0),
     ) -> None:
+        if self._is_fp8:
+            k, v = to_fp8(k, scales[0]).view(torch.uint8), to_fp8(v, scales[1]).view(torch.uint8)
         rows = self._k_rows[layer]
-        rows.index_copy_(0, index, self._encode(k, scales[0]).reshape(-1, rows.shape[1]))
-        self._v_rows[layer].index_copy_(0, index, self._encode(v, scales[1]).reshape(-1, rows.shape[1]))
+        rows.index_copy_(0, index, k.reshape(-1, rows.shape[1]))
+        self._v_rows[layer].index_copy_(0, index, v.reshape(-1, rows.shape[1]))
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -74,12 +76,3 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     # The system provides the memory of an anonymous mapping, already zero, page by page when it is first written.
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
-
-
-def _unchanged(x: torch.Tensor, scale: float) -> torch.Tensor:
-    return x
-
-
-def _fp8_bits(x: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return FP8 values as bytes, since few of torch's indexed copies support float8."""
-    return to_fp8(x, scale).view(torch.uint8)

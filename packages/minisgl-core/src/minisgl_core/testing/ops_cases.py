@@ -38,9 +38,9 @@ def views(size: int, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
     ]
 
 
-def normed(x: torch.Tensor, weight: torch.Tensor, eps: float = EPS) -> torch.Tensor:
+def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return the RMSNorm over the last dimension in float64."""
-    return F.rms_norm(x.double(), weight.shape, weight.double(), eps)
+    return F.rms_norm(x.double(), weight.shape, weight.double(), EPS)
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:

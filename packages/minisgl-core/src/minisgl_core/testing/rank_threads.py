@@ -22,6 +22,7 @@ class _Exchange:
 
     Attributes:
         lock: lock that serializes the ranks: a rank releases it only while it waits for others. None if ranks run concurrently.
+        barrier: barrier of the ranks, which an error of a rank breaks.
         messages: tensors that were sent and not received yet, by sender and receiver.
     """
 
@@ -29,16 +30,16 @@ class _Exchange:
         self.lock = lock
         self._values: list[Any] = [None] * size
         self.messages: defaultdict[tuple[int, int], SimpleQueue[torch.Tensor]] = defaultdict(SimpleQueue)
-        self._barrier = threading.Barrier(size, timeout=_TIMEOUT_S)
+        self.barrier = threading.Barrier(size, timeout=_TIMEOUT_S)
 
     def swap(self, rank: int, value: Any) -> list[Any]:
         """Return all ranks' values in rank order."""
         self._values[rank] = value
         with self.unlocked():
-            self._barrier.wait()
+            self.barrier.wait()
         values = list(self._values)
         with self.unlocked():
-            self._barrier.wait()  # no rank may set its next value before all have read these
+            self.barrier.wait()  # no rank may set its next value before all have read these
         return values
 
     @contextmanager
@@ -51,10 +52,6 @@ class _Exchange:
         finally:
             if self.lock is not None:
                 self.lock.acquire()
-
-    def abort(self) -> None:
-        """Wake ranks that wait for a failed rank."""
-        self._barrier.abort()
 
 
 class ThreadCommunicator(Communicator):
@@ -120,7 +117,7 @@ def run_ranks(size: int, function: Callable[[Communicator], Result], *, one_at_a
             with exchange.lock or nullcontext():
                 return function(ThreadCommunicator(rank, size, exchange))
         except BaseException:
-            exchange.abort()
+            exchange.barrier.abort()  # wakes ranks that wait for this one
             raise
 
     with ThreadPoolExecutor(size) as pool:

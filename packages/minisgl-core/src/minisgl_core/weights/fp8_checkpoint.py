@@ -61,7 +61,7 @@ def reasons_against_dequantization(config: Mapping[str, Any]) -> list[str]:
 
 
 def join_scales(
-    tensors: Iterator[tuple[str, TypedTensor]], config: Mapping[str, Any], wanted: Container[str] = ()
+    tensors: Iterator[tuple[str, TypedTensor]], config: Mapping[str, Any], wanted: Container[str]
 ) -> Iterator[tuple[str, LazyTensor]]:
     """Pair float8 weights with their scales, which may come in any order, and yield all other tensors unchanged.
 
