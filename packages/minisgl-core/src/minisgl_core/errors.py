@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 from reprlib import Repr
 from typing import Self
 
+from minisgl_core.utils.exceptions import shortened
+
 
 class _ShortRepr(Repr):
     def repr_int(self, x: int, level: int) -> str:
@@ -42,8 +44,7 @@ class InvalidValueError(MinisglError, ValueError):
 
     def __init__(self, name: str, value: object, allowed: str, remedy: str = "") -> None:
         self.name, self.value, self.allowed, self.remedy = name, value, allowed, remedy
-        shown = _SHORT.repr(value)
-        shown = shown if len(shown) <= 80 else shown[:77] + "..."
+        shown = shortened(_SHORT.repr(value), 80)
         super().__init__(f"{name}={shown} is not valid: must be {allowed}.{' ' + remedy if remedy else ''}")
 
     def renamed(self, names: Mapping[str, str]) -> Self:

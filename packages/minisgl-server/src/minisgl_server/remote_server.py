@@ -3,6 +3,7 @@
 import httpx
 
 from minisgl_core.errors import InvalidValueError, MinisglError
+from minisgl_core.utils.exceptions import one_line
 
 
 def server_url(text: str) -> httpx.URL:
@@ -34,7 +35,7 @@ def first_model(url: httpx.URL, headers: dict[str, str], remedy: str = "") -> st
         raise_for_status(response)
         return str(response.json()["data"][0]["id"])
     except (MinisglError, httpx.HTTPError, LookupError, TypeError, ValueError) as error:
-        cause = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+        cause = one_line(error).rstrip(".")
         allowed = "the URL of a server that lists its models"
         raise InvalidValueError("--url", str(url), allowed, f"{models}: {cause}. {remedy}".rstrip()) from None
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from minisgl_core.config.options import check_value
 from minisgl_core.errors import InvalidValueError
+from minisgl_core.utils.exceptions import one_line
 from minisgl_core.utils.suggestions import did_you_mean
 
 
@@ -49,7 +50,7 @@ def _parse(path: str) -> Mapping[Any, Any]:
         data = tomllib.loads(text) if suffix == ".toml" else yaml.safe_load(text) or {}
     except (OSError, ValueError, yaml.YAMLError) as error:
         what = f"a readable {'TOML' if suffix == '.toml' else 'YAML'} file"
-        raise InvalidValueError("--config", path, what, " ".join(str(error).split())) from error
+        raise InvalidValueError("--config", path, what, one_line(error)) from error
     if not isinstance(data, dict):
         raise InvalidValueError("--config", path, "a mapping of option names to values")
     return data

@@ -16,6 +16,7 @@ from minisgl_core.errors import PluginError, ProviderLoadError, ProviderNotFound
 from minisgl_core.plugins import plugin_api
 from minisgl_core.plugins.kinds import KINDS
 from minisgl_core.plugins.registry import Entry, Registry
+from minisgl_core.utils.exceptions import one_line_with_type
 from minisgl_core.utils.suggestions import did_you_mean
 
 _kind_option = click.option("--kind", type=click.Choice(list(KINDS)), help="Only providers of this kind.")
@@ -108,8 +109,7 @@ def _report(registry: Registry, entry: Entry) -> None:
     except PluginError:
         raise
     except Exception as error:
-        cause = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ProviderLoadError(f"the check on this machine failed: {cause}") from error
+        raise ProviderLoadError(f"the check on this machine failed: {one_line_with_type(error)}") from error
     if tried_on:
         rows["applies"] = f"{'no' if reasons else 'yes'}, for {tried_on}"
     for title, text in rows.items():

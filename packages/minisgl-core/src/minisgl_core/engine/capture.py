@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from minisgl_core.errors import MinisglError
+from minisgl_core.utils.exceptions import one_line_with_type
 from minisgl_core.utils.progress import progress_bar
 
 
@@ -49,8 +50,7 @@ def capture_sizes(
     except BaseException as error:
         free_graphs(captured)
         if isinstance(error, Exception):
-            why = " ".join(str(error).split())
-            raise MinisglError(f"{what} cannot be captured: {type(error).__name__}: {why} ({remedy})") from error
+            raise MinisglError(f"{what} cannot be captured: {one_line_with_type(error)} ({remedy})") from error
         raise
     return captured
 

@@ -14,6 +14,7 @@ import pluggy
 from minisgl_core.errors import PluginError, ProviderLoadError
 from minisgl_core.plugins import hookspecs
 from minisgl_core.plugins.registry import Entry, Registry
+from minisgl_core.utils.exceptions import one_line, one_line_with_type
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class Hooks:
             try:
                 _add(manager, registry, entry)
             except PluginError as error:
-                logger.warning("skipped the hook module %r of %s: %s", entry.name, entry, " ".join(str(error).split()))
+                logger.warning("skipped the hook module %r of %s: %s", entry.name, entry, one_line(error))
         for name, caller in vars(manager.hook).items():
             if isinstance(caller, pluggy.HookCaller) and caller.get_hookimpls():
                 assert hasattr(Hooks, name), f"Hooks has no attribute for the hook {name}"
@@ -84,7 +85,7 @@ def _add(manager: pluggy.PluginManager, registry: Registry, entry: Entry) -> Non
         try:
             module = module()
         except (Exception, SystemExit) as error:
-            raise ProviderLoadError(f"{entry.value} cannot be called: {type(error).__name__}: {error}") from error
+            raise ProviderLoadError(f"{entry.value} cannot be called: {one_line_with_type(error)}") from error
     if module is None:
         return
     name = f"{entry.distribution}:{entry.name}"
@@ -104,7 +105,7 @@ def _add(manager: pluggy.PluginManager, registry: Registry, entry: Entry) -> Non
         # A ValueError means that another module is registered under this name, and that one stays.
         if isinstance(error, pluggy.PluginValidationError) and manager.has_plugin(name):
             manager.unregister(name=name)
-        raise PluginError(" ".join(str(error).split())) from error
+        raise PluginError(one_line(error)) from error
 
 
 def _log_errors(function: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -26,6 +26,7 @@ from minisgl_core.errors import (
 from minisgl_core.plugins import plugin_api, remedies
 from minisgl_core.plugins.kinds import KINDS
 from minisgl_core.plugins.plugin_filter import BLOCK_VARIABLE, SHIPPED, PluginFilter
+from minisgl_core.utils.exceptions import one_line_with_type
 from minisgl_core.utils.suggestions import did_you_mean
 
 _PREFIX = "minisgl."
@@ -145,7 +146,7 @@ class Registry:
             provider = EntryPoint(entry.name, entry.value, _PREFIX + entry.kind).load()
         except (Exception, SystemExit) as error:
             remedy = remedies.for_import_failure(entry.kind, entry.name, entry.distribution, error)
-            cause = " ".join(f"{type(error).__name__}: {error}".split())
+            cause = one_line_with_type(error)
             raise ProviderLoadError(f"{what} cannot be imported from {entry.value!r}: {cause}. {remedy}") from error
         reason = _api_mismatch(provider) or _contract_breach(provider, entry.kind)
         if reason:
@@ -210,8 +211,7 @@ def reasons_of(entry: Entry, provider: Any, *spec: Any) -> list[str]:
     try:
         reasons = provider.unsupported(*spec)
     except (Exception, SystemExit) as error:
-        cause = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ProviderLoadError(f"{what}: its unsupported() failed: {cause}.") from error
+        raise ProviderLoadError(f"{what}: its unsupported() failed: {one_line_with_type(error)}.") from error
     if not isinstance(reasons, list) or not all(isinstance(reason, str) for reason in reasons):
         raise ProviderLoadError(f"{what}: its unsupported() must return a list of strings, not {reasons!r:.80}.")
     return reasons
@@ -232,7 +232,7 @@ def _scan(notes: list[str]) -> Iterator[Entry]:
                 yield from list(_entries_of(distribution, name, notes))  # as a list, so that an error leaves out all
         except Exception as error:
             where = name or getattr(distribution, "_path", "a distribution")
-            notes.append(f"the metadata of {where} cannot be read: {type(error).__name__}: {error}")
+            notes.append(f"the metadata of {where} cannot be read: {one_line_with_type(error)}")
 
 
 def _entries_of(distribution: Distribution, name: str, notes: list[str]) -> Iterator[Entry]:

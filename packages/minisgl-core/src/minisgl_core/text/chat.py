@@ -13,6 +13,7 @@ from jinja2.parser import Parser
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.text.render_limit import run_limited
 from minisgl_core.text.template_numbers import check_numbers
+from minisgl_core.utils.exceptions import shortened
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _FIELDS = {"assistant": {"tool_calls", "reasoning_content", "reasoning"}, "tool": {"tool_call_id"}}
@@ -126,7 +127,7 @@ def render_chat(
         return (apply or _apply)(tokenizer, plain, options)
     except Exception as error:  # a template is a program and may raise anything
         allowed, why = "a conversation that the model's chat template accepts", str(error) or type(error).__name__
-        remedy = f"It says: {why if len(why) <= 500 else why[:497] + '...'}"
+        remedy = f"It says: {shortened(why, 500)}"
         raise InvalidValueError("messages", [message["role"] for message in plain], allowed, remedy) from error
 
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_core.text.chat import render_chat
-from minisgl_core.utils.rust_panic import is_rust_panic
+from minisgl_core.utils.exceptions import is_rust_panic
 
 _FIRST_CHARS = 2**14
 """Characters that are tokenized first, which takes about 10 ms."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from minisgl_core.contracts.weights import WeightSource
 from minisgl_core.errors import ModelFormatError, TokenizerNotFoundError
-from minisgl_core.utils.rust_panic import is_rust_panic
+from minisgl_core.utils.exceptions import is_rust_panic, one_line
 
 _TOKENIZER_FILES = ("tokenizer*", "*vocab*", "merges.txt", "tekken.json", "*.model", "*.tiktoken", "*.spm")
 """Patterns of the files that transformers reads tokenizers from."""
@@ -70,7 +70,7 @@ class FolderSource(WeightSource):
         except BaseException as error:
             if not isinstance(error, Exception) and not is_rust_panic(error):
                 raise
-            cause = " ".join(str(error).split())
+            cause = one_line(error)
             if not (self._path / "tokenizer.json").is_file() and any(self._path.glob("*.model")):
                 cause += " A SentencePiece model needs more packages. Try: pip install 'transformers[sentencepiece]'"
             raise ModelFormatError(f"the tokenizer in {self._path} cannot be read: {cause}") from error

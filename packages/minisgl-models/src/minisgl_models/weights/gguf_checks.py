@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from minisgl_core.config.keys import MAX_CONTEXT, MAX_LAYERS
 from minisgl_core.errors import ModelFormatError
+from minisgl_core.utils.exceptions import shortened
 from minisgl_models.weights.gguf_reader import GgufTensor
 
 MAX_ROPE_FACTORS = 2**12
@@ -201,5 +202,4 @@ def _matrices(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value[:8] if isinstance(value, list) else value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return shortened(repr(value[:8] if isinstance(value, list) else value), 80)

@@ -10,6 +10,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
 from minisgl_core.errors import ModelFormatError, TokenizerNotFoundError
+from minisgl_core.utils.exceptions import one_line
 from minisgl_models.weights.gguf_pre_tokenizers import PRE_TOKENIZERS
 
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
@@ -59,17 +60,12 @@ def build_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Any:
     try:
         backend = _byte_level(metadata) if model == "gpt2" else _sentencepiece(metadata)
     except Exception as error:  # the tokenizers package raises Exception itself
-        raise ModelFormatError(f"{path}: its tokenizer cannot be built: {_cause(error)}") from error
+        raise ModelFormatError(f"{path}: its tokenizer cannot be built: {one_line(error, 200)}") from error
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **special)
     tokenizer.chat_template = metadata.get("tokenizer.chat_template")
     if context := metadata.get(f"{metadata.get('general.architecture')}.context_length"):
         tokenizer.model_max_length = context
     return tokenizer
-
-
-def _cause(error: Exception) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 200 else text[:197] + "..."
 
 
 def _byte_level(metadata: Mapping[str, Any]) -> Tokenizer:

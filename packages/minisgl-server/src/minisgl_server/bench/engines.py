@@ -11,6 +11,7 @@ import torch
 
 from minisgl_core import LLM, SamplingParams
 from minisgl_core.errors import InvalidValueError, MinisglError
+from minisgl_core.utils.exceptions import one_line
 from minisgl_server.bench.workloads import Workload
 
 
@@ -86,7 +87,7 @@ class TransformersEngine:
                 "transformers' model does not fit into memory with minisgl's: lower --memory-ratio or set --num-pages"
             ) from None
         except (OSError, ValueError) as error:
-            raise MinisglError(f"transformers cannot load {path}: {' '.join(str(error).split())}") from error
+            raise MinisglError(f"transformers cannot load {path}: {one_line(error)}") from error
         self._model.generation_config = GenerationConfig(pad_token_id=0)  # greedy, and without EOS tokens
         self._device = device
 
