@@ -65,17 +65,13 @@ class Gemma2MLP(Layer):
 
 
 class Gemma2DecoderLayer(Layer):
-    """Attention and MLP with residual connections, and a norm before and after each.
+    """Attention and MLP with residual connections, and a norm before and after each."""
 
-    Attributes:
-        attention: class of the attention, which Gemma 3 replaces.
-    """
-
-    attention: ClassVar[type[Any]] = Gemma2Attention
-
-    def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
+    def __init__(
+        self, config: ModelConfig, index: int, build: BuildContext, attention: type[Any] = Gemma2Attention
+    ) -> None:
         self.input_layernorm = gemma_norm(config.hidden_size, config, build)
-        self.self_attn = self.attention(config, index, build)
+        self.self_attn = attention(config, index, build)
         self.post_attention_layernorm = gemma_norm(config.hidden_size, config, build)
         self.pre_feedforward_layernorm = gemma_norm(config.hidden_size, config, build)
         self.mlp = Gemma2MLP(config, build)
@@ -103,10 +99,8 @@ class Gemma2DecoderLayer(Layer):
 class Gemma2Model(LlamaModel):
     """`LlamaModel` with a scaled embedding, and a final norm that multiplies by ``1 + weight``."""
 
-    decoder_layer: ClassVar[type[Any]] = Gemma2DecoderLayer
-
-    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        super().__init__(config, build)
+    def __init__(self, config: ModelConfig, build: BuildContext, **parts: type[Any]) -> None:
+        super().__init__(config, build, Gemma2DecoderLayer, **parts)
         if self._stage.has_lm_head:
             self.norm = gemma_norm(config.hidden_size, config, build)
         # transformers rounds the factor to the model's dtype, and the model was trained with the rounded one.
@@ -120,7 +114,7 @@ class Gemma2Model(LlamaModel):
 class Gemma2ForCausalLM(LlamaForCausalLM):
     """Gemma 2 with its LM head."""
 
-    decoder: ClassVar = Gemma2Model
+    decoder: ClassVar[Any] = Gemma2Model
 
     @classmethod
     def standard_config(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -6,6 +6,7 @@ The layers are Gemma 2's with QK norms.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +23,7 @@ from minisgl_models.config_keys import (
     whole_number,
     with_defaults,
 )
-from minisgl_models.gemma2 import Gemma2Attention, Gemma2DecoderLayer, Gemma2ForCausalLM, Gemma2Model, gemma_norm
+from minisgl_models.gemma2 import Gemma2Attention, Gemma2ForCausalLM, Gemma2Model, gemma_norm
 
 _DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 262208,
@@ -72,22 +73,10 @@ class Gemma3Attention(Gemma2Attention):
         return Rope(cos, sin, (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps)
 
 
-class Gemma3DecoderLayer(Gemma2DecoderLayer):
-    """`Gemma2DecoderLayer` with QK norms."""
-
-    attention: ClassVar = Gemma3Attention
-
-
-class Gemma3Model(Gemma2Model):
-    """`Gemma2Model` with QK norms."""
-
-    decoder_layer: ClassVar = Gemma3DecoderLayer
-
-
 class Gemma3ForCausalLM(Gemma2ForCausalLM):
     """Gemma 3 with its LM head."""
 
-    decoder: ClassVar = Gemma3Model
+    decoder: ClassVar = partial(Gemma2Model, attention=Gemma3Attention)
 
     @classmethod
     def standard_config(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -75,10 +75,8 @@ class Glm4DecoderLayer(Layer):
 class Glm4Model(LlamaModel):
     """`LlamaModel` with decoder layers whose outputs are whole, so that the final norm does not all-reduce."""
 
-    decoder_layer: ClassVar = Glm4DecoderLayer
-
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        super().__init__(config, build)
+        super().__init__(config, build, Glm4DecoderLayer)
         if self._stage.has_lm_head:
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
 

@@ -6,6 +6,7 @@ The decoder layer and the dense MLP are Llama's.
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +19,7 @@ from minisgl_core.contracts.ops import Rope
 from minisgl_core.errors import ModelFormatError
 from minisgl_core.layers import FusedMoE, Layer, RMSNorm, check_activation
 from minisgl_models.config_keys import unsupported_keys, whole_number, with_defaults
-from minisgl_models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP, LlamaModel
+from minisgl_models.llama import LlamaAttention, LlamaForCausalLM, LlamaMLP, LlamaModel
 
 _DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 151552,
@@ -112,23 +113,10 @@ class Glm4MoeMoE(Layer):
         return self.experts.forward(x, self.gate.forward(x), self.shared_experts.forward(x))
 
 
-class Glm4MoeDecoderLayer(LlamaDecoderLayer):
-    """`LlamaDecoderLayer` with the attention of GLM-4-MoE, and experts in the sparse layers."""
-
-    attention: ClassVar = Glm4MoeAttention
-    experts: ClassVar = Glm4MoeMoE
-
-
-class Glm4MoeModel(LlamaModel):
-    """`LlamaModel` with experts."""
-
-    decoder_layer: ClassVar = Glm4MoeDecoderLayer
-
-
 class Glm4MoeForCausalLM(LlamaForCausalLM):
     """GLM-4-MoE with its LM head."""
 
-    decoder: ClassVar = Glm4MoeModel
+    decoder: ClassVar = partial(LlamaModel, attention=Glm4MoeAttention, experts=Glm4MoeMoE)
 
     @classmethod
     def standard_config(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -5,6 +5,7 @@ Attention is Llama's with a sink per query head.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +15,7 @@ from minisgl_core.contracts.model_config import ModelConfig, MoeConfig
 from minisgl_core.contracts.moe import RoutingSpec
 from minisgl_core.layers import Attention, CausalLM, FusedMoE, Layer, ReplicatedLinear
 from minisgl_models.config_keys import layer_types, unsupported_keys, with_defaults
-from minisgl_models.llama import LlamaAttention, LlamaDecoderLayer, LlamaModel
+from minisgl_models.llama import LlamaAttention, LlamaModel
 
 _DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 201088,
@@ -81,23 +82,10 @@ class GptOssMLP(Layer):
         return self.experts.forward(x, self.router.forward(x))
 
 
-class GptOssDecoderLayer(LlamaDecoderLayer):
-    """`LlamaDecoderLayer` with attention sinks and experts."""
-
-    attention: ClassVar = GptOssAttention
-    experts: ClassVar = GptOssMLP
-
-
-class GptOssModel(LlamaModel):
-    """`LlamaModel` with experts."""
-
-    decoder_layer: ClassVar = GptOssDecoderLayer
-
-
 class GptOssForCausalLM(CausalLM):
     """gpt-oss with its LM head."""
 
-    decoder: ClassVar = GptOssModel
+    decoder: ClassVar = partial(LlamaModel, attention=GptOssAttention, experts=GptOssMLP)
     fused_projections: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
 
     @classmethod

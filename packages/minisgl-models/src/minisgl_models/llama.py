@@ -81,23 +81,25 @@ class LlamaMLP(Layer):
 
 
 class LlamaDecoderLayer(Layer):
-    """Pre-norm attention and MLP with residual connections.
+    """Pre-norm attention and MLP with residual connections."""
 
-    Attributes:
-        attention: class of the attention, which other architectures replace.
-        experts: class of the MLP of sparse layers, in architectures with experts.
-    """
-
-    attention: ClassVar[type[Any]] = LlamaAttention
-    experts: ClassVar[type[Any]]
-
-    def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        index: int,
+        build: BuildContext,
+        attention: type[Any] = LlamaAttention,
+        experts: type[Any] | None = None,
+    ) -> None:
+        """Build the layers. `experts` is the class of the MLP of sparse layers, in architectures with experts."""
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(hidden, eps, build, all_reduce=True)
-        self.self_attn = self.attention(config, index, build)
+        self.self_attn = attention(config, index, build)
         self.post_attention_layernorm = RMSNorm(hidden, eps, build, all_reduce=True)
-        is_sparse = config.moe is not None and index not in config.moe.dense_layers
-        self.mlp = self.experts(config, config.moe, build) if is_sparse else LlamaMLP(config, build)
+        if experts is None or config.moe is None or index in config.moe.dense_layers:
+            self.mlp: Any = LlamaMLP(config, build)
+        else:
+            self.mlp = experts(config, config.moe, build)
 
     def forward(
         self,
@@ -118,22 +120,19 @@ class LlamaDecoderLayer(Layer):
 
 
 class LlamaModel(Layer):
-    """Embedding, decoder layers and the final norm.
+    """Embedding, decoder layers and the final norm."""
 
-    Attributes:
-        decoder_layer: class of the decoder layers, which other architectures replace.
-    """
-
-    decoder_layer: ClassVar[type[Any]] = LlamaDecoderLayer
-
-    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+    def __init__(
+        self, config: ModelConfig, build: BuildContext, layer: type[Any] = LlamaDecoderLayer, **parts: type[Any]
+    ) -> None:
+        """Build the layers. `layer` is the class of the decoder layers, and `parts` are classes that it is built with."""
         self._config, self._stage = config, build.stage(config)
         if self._stage.has_embedding:
             self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, build)
         self.rotary_emb = RotaryEmbedding(config.rope, config.max_position, build)
         if config.sliding_rope is not None:
             self.rotary_emb_local = RotaryEmbedding(config.sliding_rope, config.max_position, build)
-        self.layers = {index: self.decoder_layer(config, index, build) for index in self._stage.layers}
+        self.layers = {index: layer(config, index, build, **parts) for index in self._stage.layers}
         if self._stage.has_lm_head:
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build, all_reduce=True)
 
@@ -178,7 +177,7 @@ class LlamaModel(Layer):
 class LlamaForCausalLM(CausalLM):
     """Llama with its LM head."""
 
-    decoder: ClassVar = LlamaModel
+    decoder: ClassVar[Any] = LlamaModel
     fused_projections: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
     @classmethod

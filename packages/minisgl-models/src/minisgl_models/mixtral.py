@@ -5,6 +5,7 @@ Attention is Llama's, with the sliding window of the config in every layer.
 """
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -61,25 +62,17 @@ class MixtralSparseMoeBlock(Layer):
 
 
 class MixtralDecoderLayer(LlamaDecoderLayer):
-    """`LlamaDecoderLayer` with experts."""
-
-    experts: ClassVar = MixtralSparseMoeBlock
+    """`LlamaDecoderLayer` with another name of the MLP in the checkpoint."""
 
     def sublayers(self) -> Iterator[tuple[str, Layer]]:
         """Yield each sub-layer under its name in the checkpoint."""
         return (("block_sparse_moe" if name == "mlp" else name, layer) for name, layer in super().sublayers())
 
 
-class MixtralModel(LlamaModel):
-    """`LlamaModel` with experts."""
-
-    decoder_layer: ClassVar = MixtralDecoderLayer
-
-
 class MixtralForCausalLM(CausalLM):
     """Mixtral with its LM head."""
 
-    decoder: ClassVar = MixtralModel
+    decoder: ClassVar = partial(LlamaModel, layer=MixtralDecoderLayer, experts=MixtralSparseMoeBlock)
     fused_projections: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
 
     @classmethod

@@ -5,6 +5,7 @@ All but the norms is Llama's.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -58,16 +59,10 @@ class Olmo2DecoderLayer(Layer):
         return hidden_states + self.post_feedforward_layernorm.forward(self.mlp.forward(hidden_states)), None
 
 
-class Olmo2Model(LlamaModel):
-    """`LlamaModel` whose decoder layers have no separate residual."""
-
-    decoder_layer: ClassVar = Olmo2DecoderLayer
-
-
 class Olmo2ForCausalLM(LlamaForCausalLM):
     """OLMo 2 with its LM head."""
 
-    decoder: ClassVar = Olmo2Model
+    decoder: ClassVar = partial(LlamaModel, layer=Olmo2DecoderLayer)
     num_intermediate: ClassVar = 1
 
     @classmethod

@@ -6,6 +6,7 @@ All but the experts is Llama's, with q, k and v biases.
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +16,7 @@ from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.model_config import ModelConfig, MoeConfig
 from minisgl_core.layers import ReplicatedLinear
 from minisgl_models.config_keys import layer_types, unsupported_keys, whole_number, with_defaults
-from minisgl_models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP, LlamaModel
+from minisgl_models.llama import LlamaForCausalLM, LlamaMLP, LlamaModel
 from minisgl_models.mixtral import MixtralSparseMoeBlock
 
 _DEFAULTS: Mapping[str, Any] = {
@@ -55,22 +56,10 @@ class Qwen2MoeSparseMoeBlock(MixtralSparseMoeBlock):
         return self.experts.forward(x, self.gate.forward(x), shared)
 
 
-class Qwen2MoeDecoderLayer(LlamaDecoderLayer):
-    """`LlamaDecoderLayer` with experts in the sparse layers."""
-
-    experts: ClassVar = Qwen2MoeSparseMoeBlock
-
-
-class Qwen2MoeModel(LlamaModel):
-    """`LlamaModel` with experts."""
-
-    decoder_layer: ClassVar = Qwen2MoeDecoderLayer
-
-
 class Qwen2MoeForCausalLM(LlamaForCausalLM):
     """Qwen2 MoE with its LM head."""
 
-    decoder: ClassVar = Qwen2MoeModel
+    decoder: ClassVar = partial(LlamaModel, experts=Qwen2MoeSparseMoeBlock)
 
     @classmethod
     def standard_config(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -3,6 +3,7 @@
 All but the attention is Llama's.
 """
 
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -12,7 +13,7 @@ from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.ops import Rope
 from minisgl_core.layers import RMSNorm
 from minisgl_models.config_keys import unsupported_keys
-from minisgl_models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
+from minisgl_models.llama import LlamaAttention, LlamaForCausalLM, LlamaModel
 
 
 class Qwen3Attention(LlamaAttention):
@@ -29,22 +30,10 @@ class Qwen3Attention(LlamaAttention):
         return Rope(cos, sin, (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps)
 
 
-class Qwen3DecoderLayer(LlamaDecoderLayer):
-    """`LlamaDecoderLayer` with QK norms."""
-
-    attention: ClassVar = Qwen3Attention
-
-
-class Qwen3Model(LlamaModel):
-    """`LlamaModel` with QK norms."""
-
-    decoder_layer: ClassVar = Qwen3DecoderLayer
-
-
 class Qwen3ForCausalLM(LlamaForCausalLM):
     """Qwen3 with its LM head."""
 
-    decoder: ClassVar = Qwen3Model
+    decoder: ClassVar = partial(LlamaModel, attention=Qwen3Attention)
 
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:

@@ -4,13 +4,14 @@ All but the experts is Qwen3's.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_models.config_keys import unsupported_keys
 from minisgl_models.llama import LlamaForCausalLM, LlamaModel
 from minisgl_models.mixtral import MixtralSparseMoeBlock
-from minisgl_models.qwen3 import Qwen3DecoderLayer
+from minisgl_models.qwen3 import Qwen3Attention
 
 _OTHER_EXPERT_KEYS: Mapping[str, Any] = {
     "n_group": 1,
@@ -30,22 +31,10 @@ class Qwen3MoeSparseMoeBlock(MixtralSparseMoeBlock):
     names: ClassVar = ("gate_proj", "up_proj", "down_proj")
 
 
-class Qwen3MoeDecoderLayer(Qwen3DecoderLayer):
-    """`Qwen3DecoderLayer` with experts in the sparse layers."""
-
-    experts: ClassVar = Qwen3MoeSparseMoeBlock
-
-
-class Qwen3MoeModel(LlamaModel):
-    """`LlamaModel` with experts."""
-
-    decoder_layer: ClassVar = Qwen3MoeDecoderLayer
-
-
 class Qwen3MoeForCausalLM(LlamaForCausalLM):
     """Qwen3-MoE with its LM head."""
 
-    decoder: ClassVar = Qwen3MoeModel
+    decoder: ClassVar = partial(LlamaModel, attention=Qwen3Attention, experts=Qwen3MoeSparseMoeBlock)
 
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:

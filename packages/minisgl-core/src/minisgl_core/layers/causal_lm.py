@@ -14,15 +14,17 @@ class CausalLM(Model):
     """Model of a decoder, `model`, and an LM head, `lm_head`. The LM head may be tied to the decoder's `embed_tokens`.
 
     Attributes:
-        decoder: class of `model`, which is built with the config and the `BuildContext`. Its `forward` has the arguments of
-            `Model.forward`. It has a dict `layers` by index, and each of these has an `Attention` at ``self_attn.attn``.
+        decoder: class of `model`, or a function that builds it, from the config and the `BuildContext`. Its `forward` has the
+            arguments of `Model.forward`. It has a dict `layers` by index, and each of these has an `Attention` at
+            ``self_attn.attn``.
     """
 
-    decoder: ClassVar[type[Any]]
+    decoder: ClassVar[Any]
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)
-        self.model = self.decoder(config, build)
+        # From Python 3.14 on, `self.decoder` would bind a functools.partial like a method.
+        self.model = type(self).decoder(config, build)
         if self.stage.has_lm_head:
             tied = self.model.embed_tokens if config.tie_embeddings else None
             self.lm_head = LMHead(config.vocab_size, config.hidden_size, build, tied)
