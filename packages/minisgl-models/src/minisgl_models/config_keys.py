@@ -71,13 +71,13 @@ def with_defaults(defaults: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[s
     return {**defaults, **raw}
 
 
-def whole_number(raw: Mapping[str, Any], key: str, minimum: int = 0, maximum: int = MAX_LAYERS) -> int:
-    """Return a key's value, which must be a whole number from `minimum` to `maximum`: a number of layers, experts or groups.
+def whole_number(raw: Mapping[str, Any], key: str, minimum: int = 0) -> int:
+    """Return a number of layers, experts or groups, which must be a whole number from `minimum` to `MAX_LAYERS`.
 
     Raises:
         ModelFormatError: it is not; the message names the key.
     """
-    return Keys(raw).whole(key, minimum, maximum=maximum)
+    return Keys(raw).whole(key, minimum, maximum=MAX_LAYERS)
 
 
 def layer_types(config: Mapping[str, Any], has_window: Callable[[int], bool]) -> list[str]:

@@ -43,7 +43,6 @@ class Gemma2Attention(LlamaAttention):
     """`LlamaAttention` whose scores are scaled by `query_pre_attn_scalar`, and may be soft-capped."""
 
     def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
-        """Build the layers. `index` is the index of the decoder layer."""
         super().__init__(config, index, build, reduce=True)  # post_attention_layernorm needs the whole output
         scale, window = config.raw["query_pre_attn_scalar"] ** -0.5, config.sliding_windows[index]
         self.attn = Attention(index, scale, window, build, soft_cap=config.soft_cap)

@@ -63,7 +63,6 @@ class Gemma3Attention(Gemma2Attention):
     """`Gemma2Attention` with QK norms."""
 
     def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
-        """Build the layers. `index` is the index of the decoder layer."""
         super().__init__(config, index, build)
         self.q_norm = gemma_norm(config.head_dim, config, build)
         self.k_norm = gemma_norm(config.head_dim, config, build)

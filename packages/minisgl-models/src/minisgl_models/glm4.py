@@ -34,7 +34,6 @@ class Glm4Attention(LlamaAttention):
     """`LlamaAttention` with partial RoPE in GPT-J style: adjacent dimensions are rotated together."""
 
     def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
-        """Build the layers. `index` is the index of the decoder layer."""
         super().__init__(config, index, build, reduce=True)  # post_self_attn_layernorm needs the whole output
         sizes = config.hidden_size, config.head_dim, config.num_q_heads, config.num_kv_heads
         # `heads` reorders the rotated dimensions to NeoX style (half-split), which Rope expects.

@@ -49,7 +49,6 @@ class Glm4MoeAttention(LlamaAttention):
     """`LlamaAttention` with partial RoPE, after QK norms if the config has them."""
 
     def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
-        """Build the layers. `index` is the index of the decoder layer."""
         super().__init__(config, index, build)
         self._eps, self._norms = config.rms_norm_eps, None
         if config.raw["use_qk_norm"]:

@@ -51,7 +51,6 @@ class GptOssAttention(LlamaAttention):
     """Grouped-query attention with sinks: the softmax has one learned logit more per query head, without a value."""
 
     def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
-        """Build the layers. `index` is the index of the decoder layer."""
         super().__init__(config, index, build)
         # It replaces LlamaAttention's, which has no sinks.
         window, num_sinks = config.sliding_windows[index], config.num_q_heads

@@ -21,7 +21,6 @@ class Olmo2Attention(LlamaAttention):
     """`LlamaAttention` with one RMSNorm over all heads of q and one over all heads of k."""
 
     def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
-        """Build the layers. `index` is the index of the decoder layer."""
         super().__init__(config, index, build, reduce=True)  # post_attention_layernorm needs the whole output
         self.q_norm = ShardedRMSNorm(self.qkv_proj.q_rows, config.rms_norm_eps, build)
         self.k_norm = ShardedRMSNorm(self.qkv_proj.kv_rows, config.rms_norm_eps, build)

@@ -20,7 +20,6 @@ class Qwen3Attention(LlamaAttention):
     """`LlamaAttention` with QK norms."""
 
     def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
-        """Build the layers. `index` is the index of the decoder layer."""
         super().__init__(config, index, build)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, build)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, build)
