@@ -12,6 +12,7 @@ import pytest
 
 from minisgl_backends.cuda import compiler
 from minisgl_backends.cuda.compiler import CudaBuildError, compile_for_hopper
+from minisgl_backends.cuda.library import load_library
 
 CUBIN, LOG = b"\x7fELF of a kernel", b'kernel.cu(1): warning: dull\nkernel.cu(2): error: identifier "x" is undefined\n'
 
@@ -125,7 +126,7 @@ def test_nvrtc_is_found_in_nvidias_python_packages(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "nvidia", raising=False)
     with pytest.raises(OSError, match=r"libnvrtc\.so\.99"):
-        compiler._open("libnvrtc.so.99")
+        load_library("libnvrtc.so.99")
     (folder / "libnvrtc.so.99").touch()
-    assert compiler._open("libnvrtc.so.99") == str(folder / "libnvrtc.so.99")  # type: ignore[comparison-overlap]
+    assert load_library("libnvrtc.so.99") == str(folder / "libnvrtc.so.99")  # type: ignore[comparison-overlap]
     assert opened[-2:] == [str(folder / "libnvrtc-builtins.so.99.0"), str(folder / "libnvrtc.so.99")]

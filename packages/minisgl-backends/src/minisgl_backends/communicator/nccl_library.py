@@ -1,14 +1,14 @@
 """ctypes bindings of NCCL's C functions, from the library that torch uses (https://docs.nvidia.com/deeplearning/nccl)."""
 
 import ctypes
-import importlib.util
 from collections.abc import Callable, Mapping
 from ctypes import POINTER, c_char_p, c_int, c_size_t, c_void_p
-from functools import lru_cache
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 import torch
+
+from minisgl_backends.cuda.library import load_library
 
 
 class UniqueId(ctypes.Structure):
@@ -53,13 +53,13 @@ class NcclLibrary:
         version: NCCL's version, such as ``2.28.9``.
     """
 
-    def __init__(self, path: str) -> None:
-        """Load the library at `path`.
+    def __init__(self) -> None:
+        """Load the library.
 
         Raises:
-            OSError: the file is missing or is not a library.
+            OSError: NCCL is not installed.
         """
-        self._library = ctypes.CDLL(path)
+        self._library = load_library("libnccl.so.2")
         self._functions: dict[str, Callable[..., int]] = {}
         for name, arguments in _PROTOTYPES.items():
             function = getattr(self._library, name)
@@ -82,18 +82,7 @@ class NcclLibrary:
             raise RuntimeError(f"{name} failed: {reason} (NCCL_DEBUG=WARN shows more)")
 
 
-@lru_cache
+@cache
 def load_nccl() -> NcclLibrary:
-    """Return the library that torch has loaded, or the one of the ``nvidia.nccl`` package.
-
-    Raises:
-        OSError: NCCL is not installed.
-    """
-    try:
-        return NcclLibrary("libnccl.so.2")
-    except OSError:
-        package = importlib.util.find_spec("nvidia.nccl") if importlib.util.find_spec("nvidia") else None
-        for folder in (package.submodule_search_locations or []) if package else []:
-            if (found := Path(folder, "lib", "libnccl.so.2")).exists():
-                return NcclLibrary(str(found))
-        raise
+    """Return the library, which is loaded once; see `NcclLibrary`."""
+    return NcclLibrary()

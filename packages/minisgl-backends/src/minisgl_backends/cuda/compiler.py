@@ -2,7 +2,6 @@
 
 import ctypes
 import hashlib
-import importlib.util
 import logging
 import os
 import re
@@ -11,7 +10,6 @@ from concurrent.futures import Future
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_void_p
 from functools import cache
 from importlib.resources import files
-from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
@@ -19,6 +17,7 @@ from typing import Any
 import torch
 
 from minisgl_backends.build_cache import cache_dir, is_cached, write_atomically
+from minisgl_backends.cuda.library import load_library
 from minisgl_core.errors import MinisglError
 
 _LOG = logging.getLogger(__name__)
@@ -50,26 +49,11 @@ def load_nvrtc() -> ctypes.CDLL:
     """
     if torch.version.cuda is None:
         raise OSError("this build of torch has no CUDA support")
-    library = _open(f"libnvrtc.so.{torch.version.cuda.split('.')[0]}")
+    library = load_library(f"libnvrtc.so.{torch.version.cuda.split('.')[0]}")
     for name, arguments in _PROTOTYPES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, c_int
     return library
-
-
-def _open(name: str) -> ctypes.CDLL:
-    """Load a CUDA library from the system or from NVIDIA's Python packages, which torch depends on."""
-    try:
-        return ctypes.CDLL(name)
-    except OSError:
-        packages = importlib.util.find_spec("nvidia")
-        folders = [] if packages is None else packages.submodule_search_locations or []
-        paths = [path for folder in folders for path in Path(folder).glob(f"*/lib/{name}")]
-        if not paths:
-            raise
-        for builtins in sorted(paths[0].parent.glob("libnvrtc-builtins.so.*")):
-            ctypes.CDLL(str(builtins))  # NVRTC loads it by file name alone
-        return ctypes.CDLL(str(paths[0]))
 
 
 @cache
