@@ -58,43 +58,36 @@ class TorchMoe(MoeKernel):
 
     def __init__(self, spec: MoeSpec) -> None:
         super().__init__(spec)
-        self._no_bias = (None,) * spec.num_experts
         self._activate = _clamped(_ACTIVATIONS[spec.activation], spec.swiglu_limit)
 
     def forward(
         self, x: torch.Tensor, weights: ExpertWeights, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> torch.Tensor:
-        gate_up = self._by_expert(weights.gate_up, weights.gate_up_scales, weights.gate_up_zeros, self.spec.hidden_size)
-        down = self._by_expert(weights.down, weights.down_scales, weights.down_zeros, self.spec.intermediate_size)
-        biases = weights.gate_up_bias, weights.down_bias
-        gate_up_bias, down_bias = (self._no_bias if each is None else each for each in biases)
+        gate_up = weights.gate_up, weights.gate_up_scales, weights.gate_up_zeros, weights.gate_up_bias
+        down = weights.down, weights.down_scales, weights.down_zeros, weights.down_bias
 
         def run(expert: int, rows: torch.Tensor) -> torch.Tensor:
-            gate, up = F.linear(rows, gate_up[expert], gate_up_bias[expert]).chunk(2, dim=-1)
-            return F.linear(self._activate(gate, up), down[expert], down_bias[expert])
+            gate, up = _linear(rows, expert, *gate_up).chunk(2, dim=-1)
+            return _linear(self._activate(gate, up), expert, *down)
 
         return sum_over_experts(x, topk_weights, topk_ids, self.spec.num_experts, run)
 
-    def _by_expert(
-        self, weight: torch.Tensor, scales: torch.Tensor | None, zeros: torch.Tensor | None, columns: int
-    ) -> "torch.Tensor | _LazyDequantized":
-        """Return weights that are indexed by the expert."""
-        return weight if scales is None else _LazyDequantized(weight, scales, zeros, self.spec.dtype, columns)
 
-
-class _LazyDequantized:
-    """Quantized weights of all experts. Indexing dequantizes one expert's."""
-
-    def __init__(
-        self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, dtype: torch.dtype, columns: int
-    ) -> None:
-        self._codes, self._scales, self._zeros, self._dtype, self._columns = codes, scales, zeros, dtype, columns
-
-    def __getitem__(self, expert: int) -> torch.Tensor:
-        if self._codes.dtype == torch.uint8:
-            zeros = None if self._zeros is None else self._zeros[expert]
-            return dequantize(self._codes[expert], self._scales[expert], zeros, self._dtype)[:, : self._columns]
-        return (self._codes[expert].float() * self._scales[expert, :, None]).to(self._dtype)
+def _linear(
+    x: torch.Tensor,
+    expert: int,
+    weights: torch.Tensor,
+    scales: torch.Tensor | None,
+    zeros: torch.Tensor | None,
+    biases: torch.Tensor | None,
+) -> torch.Tensor:
+    """Apply a projection of one expert; see `ExpertWeights`."""
+    weight = weights[expert]
+    if scales is not None and weight.dtype == torch.uint8:
+        weight = dequantize(weight, scales[expert], None if zeros is None else zeros[expert], x.dtype)[:, : x.shape[1]]
+    elif scales is not None:
+        weight = (weight.float() * scales[expert, :, None]).to(x.dtype)
+    return F.linear(x, weight, None if biases is None else biases[expert])
 
 
 def _clamped(activation: Activation, limit: float | None) -> Activation:
