@@ -256,7 +256,7 @@ class _GivesUp(LlguidanceGrammar):
             return super().accept(token_id)
 
         def copy(self) -> LlguidanceState:
-            return type(self)(self._grammar, self._matcher.deep_copy(), self._shared)
+            return type(self)(self._grammar, self.matcher.deep_copy(), self._shared)
 
         @property
         def error(self) -> str:

@@ -73,7 +73,7 @@ class RollsBackOneTooFew(_Of):
 class SharesItsMatcher(_Of):
     class state(LlguidanceState):
         def copy(self) -> LlguidanceState:
-            return type(self)(self._grammar, self._matcher, self._shared)
+            return type(self)(self._grammar, self.matcher, self._shared)
 
 
 class IsNeverComplete(_Of):

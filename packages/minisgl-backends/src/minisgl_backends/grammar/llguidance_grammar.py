@@ -49,37 +49,32 @@ class LlguidanceState(GrammarState):
     The outputs of a grammar share a lexer, whose number of states only grows. When it has too many, they go on with new lexers.
     """
 
-    __slots__ = ("_grammar", "_matcher", "_next_recompilation", "_num_ends", "_shared", "_token_ids")
+    __slots__ = ("_grammar", "_next_recompilation", "_num_ends", "_shared", "_token_ids", "matcher")
 
     def __init__(self, grammar: "LlguidanceGrammar", matcher: llguidance.LLMatcher, shared: _SharedLexer) -> None:
-        self._grammar, self._matcher, self._shared = grammar, matcher, shared
+        self._grammar, self.matcher, self._shared = grammar, matcher, shared
         self._token_ids: list[int] = []
         self._num_ends = self._next_recompilation = 0
-
-    @property
-    def matcher(self) -> llguidance.LLMatcher:
-        """llguidance's matcher."""
-        return self._matcher
 
     def fill_mask(self, mask: Masks) -> None:
         width = self._grammar.matcher_width
         wide = np.zeros(width, np.int32) if width else mask
-        self._matcher.unsafe_compute_mask_ptr(wide.ctypes.data, wide.nbytes)
+        self.matcher.unsafe_compute_mask_ptr(wide.ctypes.data, wide.nbytes)
         if self._recompile():
-            self._matcher.unsafe_compute_mask_ptr(wide.ctypes.data, wide.nbytes)
+            self.matcher.unsafe_compute_mask_ptr(wide.ctypes.data, wide.nbytes)
         if width:
             mask[:] = wide[: len(mask)]
             clear_tokens(mask, range(self._grammar.vocab_size, 32 * len(mask)))
 
     def accept(self, token_id: int) -> bool:
-        if self._matcher.is_stopped() and not self._matcher.is_error():
+        if self.matcher.is_stopped() and not self.matcher.is_error():
             is_end = token_id in self._grammar.eos_token_ids
             self._num_ends += is_end
             return is_end
-        is_accepted: bool = self._matcher.try_consume_tokens([token_id]) == 1
+        is_accepted: bool = self.matcher.try_consume_tokens([token_id]) == 1
         if not is_accepted:
-            self._matcher.compute_bitmask()  # it reports the error of a lexer that another output has used up
-            is_accepted = self._recompile() and self._matcher.try_consume_tokens([token_id]) == 1
+            self.matcher.compute_bitmask()  # it reports the error of a lexer that another output has used up
+            is_accepted = self._recompile() and self.matcher.try_consume_tokens([token_id]) == 1
         if is_accepted:
             self._token_ids.append(token_id)
         return is_accepted
@@ -87,40 +82,40 @@ class LlguidanceState(GrammarState):
     def _recompile(self) -> bool:
         """After an error of the matcher, replace it by one with a lexer of its own. Return True if that was done."""
         source, num_tokens = self._shared.source, len(self._token_ids)
-        if not self._matcher.is_error() or source is None or num_tokens < self._next_recompilation:
+        if not self.matcher.is_error() or source is None or num_tokens < self._next_recompilation:
             return False
         self._next_recompilation = num_tokens + max(_RECOMPILE_INTERVAL, num_tokens // 4)
         start = self._grammar.new_matcher(source)
         matcher = start.deep_copy()
         if matcher.try_consume_tokens(self._token_ids) != num_tokens:
             return False
-        self._matcher, self._shared.matcher = matcher, start
+        self.matcher, self._shared.matcher = matcher, start
         return True
 
     def rollback(self, num_tokens: int) -> None:
         num_ends = min(num_tokens, self._num_ends)
         self._num_ends -= num_ends
         if num_tokens > num_ends:
-            self._matcher.rollback(num_tokens - num_ends)
+            self.matcher.rollback(num_tokens - num_ends)
             del self._token_ids[num_ends - num_tokens :]
 
     def copy(self) -> "LlguidanceState":
-        matcher = self._matcher if self._token_ids else self._shared.matcher
+        matcher = self.matcher if self._token_ids else self._shared.matcher
         state = LlguidanceState(self._grammar, matcher.deep_copy(), self._shared)
         state._token_ids, state._num_ends = self._token_ids.copy(), self._num_ends
         return state
 
     @property
     def is_complete(self) -> bool:
-        return self._matcher.is_accepting()
+        return self.matcher.is_accepting()
 
     @property
     def is_finished(self) -> bool:
-        return self._matcher.is_stopped()
+        return self.matcher.is_stopped()
 
     @property
     def error(self) -> str:
-        return _summary(self._matcher.get_error()) if self._matcher.is_error() else ""
+        return _summary(self.matcher.get_error()) if self.matcher.is_error() else ""
 
 
 class LlguidanceGrammar(GrammarBackend):
