@@ -2,8 +2,6 @@
 
 import torch
 
-from minisgl_core.contracts.shard import Shard
-
 BLOCK = 32
 """Inputs per scale of MXFP4. Rows of all packed weights are padded to a multiple of it."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -34,17 +32,3 @@ def pack(codes: torch.Tensor, num_bytes: int) -> torch.Tensor:
     """Return codes of 4 bits, uint8 [N, K], two per byte and padded with zeros: uint8 [N, num_bytes]."""
     codes = torch.nn.functional.pad(codes, (0, 2 * num_bytes - codes.shape[1]))
     return codes[:, 0::2] | codes[:, 1::2] << 4
-
-
-def extend_to_blocks(inner: Shard) -> Shard:
-    """Return the shard extended to whole blocks of 32; an empty shard becomes one block."""
-    start, stop = min(inner.start, inner.total - 1) // BLOCK * BLOCK, min(-(-inner.stop // BLOCK) * BLOCK, inner.total)
-    return Shard(start, stop, stop - start, inner.total)
-
-
-def zero_neighbor_rows(gate_up: torch.Tensor, inner: Shard, loaded: Shard) -> None:
-    """Zero the gate and up rows, [E, 2 * I, ...], that were loaded only to complete a block; another rank computes them."""
-    rows = gate_up.view(len(gate_up), 2, loaded.size, -1)
-    first = inner.start - loaded.start
-    rows[:, :, :first] = 0
-    rows[:, :, first + inner.unpadded_size :] = 0

@@ -4,6 +4,8 @@ These quantize activations to 8 bits with a scale per 32. (llama.cpp has one per
 same arithmetic.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from minisgl_backends.native import library
@@ -57,13 +59,13 @@ class CpuLinearMethod(GgufLinearMethod):
         return packed
 
 
-class _Matrix:
+class _Matrix(NamedTuple):
     """A packed matrix: `rows` rows of the layer's weight, from `first_row` on."""
 
-    __slots__ = ("first_row", "packed", "rows", "type")
-
-    def __init__(self, packed: torch.Tensor, type: int, first_row: int, rows: int) -> None:
-        self.packed, self.type, self.first_row, self.rows = packed, type, first_row, rows
+    packed: torch.Tensor
+    type: int
+    first_row: int
+    rows: int
 
 
 class CpuGgufLinear:
