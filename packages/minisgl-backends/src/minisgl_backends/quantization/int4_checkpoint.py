@@ -11,9 +11,8 @@ With act-order, inputs are sorted by group. If this rank has only some inputs of
 has its own scales. The rest of the last block of a group is padded with the zero point as the code, that is, with weights of 0.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -95,20 +94,6 @@ class Columns:
         return self.block == other.block and all(torch.equal(first, second) for first, second in pairs)
 
 
-class PackedRows(Protocol):
-    """Weight that `CheckpointPart.store` fills; see `Int4Weight`."""
-
-    codes: torch.Tensor
-    scales: torch.Tensor
-    zeros: torch.Tensor | None
-
-    def rows_of(self, start: int, count: int) -> torch.Tensor:
-        """Return where outputs are stored."""
-
-    def store(self, rows: torch.Tensor, codes: torch.Tensor) -> None:
-        """Store the codes of some rows."""
-
-
 class CheckpointPart:
     """Packed tensors of one module on this rank.
 
@@ -182,28 +167,32 @@ class CheckpointPart:
             raise ModelFormatError(f"{found} another order than desc_act=false says; set desc_act=true in its config")
         return Columns.of(groups - self._groups.start, size)
 
-    def store(self, weight: PackedRows, row: int, columns: Columns) -> None:
-        """Repack the loaded tensors as the rows of `weight` from `row` on."""
-        count, device = self.rows.unpadded_size, weight.codes.device
-        rows = weight.rows_of(row, count)
-        groups = columns.groups.to(device)
+    def scales(self, columns: Columns) -> torch.Tensor:
+        """Return the scales of the blocks of `columns`, [B, rows]."""
         scales = self._held["scales"]
         scales = scales if self._format.layout != "compressed-tensors" else scales.t()
-        weight.scales[: len(groups), rows] = scales[groups]
+        return scales[columns.groups.to(scales.device)]
+
+    def zeros(self, columns: Columns) -> torch.Tensor:
+        """Return the zero points of the blocks of `columns`, uint8 [B, rows]. The checkpoint has zero points."""
         zeros = self._zero_points()
-        if weight.zeros is not None:
-            assert zeros is not None
-            weight.zeros[: len(groups), rows] = zeros[groups]
+        assert zeros is not None
+        return zeros[columns.groups.to(zeros.device)]
+
+    def codes(self, columns: Columns) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield some rows and their codes in the order of `columns`, uint8 [rows, K], until these are all of this rank's rows."""
+        count, device = self.rows.unpadded_size, self._held["codes"].device
         pads, source = columns.padding.nonzero()[:, 0].to(device), columns.source.to(device)
-        pad_groups = groups[pads // _BLOCK]
+        zeros, pad_groups = self._zero_points(), columns.groups.to(device)[pads // _BLOCK]
         step = max(TILE, _CHUNK // max(len(source), 1) // TILE * TILE)
         for start in range(0, count, step):
-            codes = self._codes(start, min(start + step, count))
+            rows = slice(start, min(start + step, count))
+            codes = self._codes(rows.start, rows.stop)
             if not columns.is_plain:
                 codes = codes.index_select(1, source)
             if len(pads):
-                codes[:, pads] = SYMMETRIC_ZERO if zeros is None else zeros[pad_groups, start : start + step].t()
-            weight.store(rows[start : start + step], codes)
+                codes[:, pads] = SYMMETRIC_ZERO if zeros is None else zeros[pad_groups, rows].t()
+            yield rows, codes
 
     def has_zeros(self) -> bool:
         """Return True if a zero point is not 8."""
@@ -303,8 +292,13 @@ class CheckpointInt4Linear(LinearMethod):
             has_zeros=any(part.has_zeros() for part in parts),
             gated=gated,
         )
-        row = 0
+        row, blocks = 0, slice(len(columns.groups))
         for part in parts:
-            part.store(weight, row, columns)
+            rows = weight.rows_of(row, part.rows.unpadded_size)
+            weight.scales[blocks, rows] = part.scales(columns)
+            if weight.zeros is not None:
+                weight.zeros[blocks, rows] = part.zeros(columns)
+            for chunk, codes in part.codes(columns):
+                weight.store(rows[chunk], codes)
             row += part.rows.size
         return weight

@@ -38,24 +38,14 @@ class _StackedWeight:
         self.codes, self.scales = _take_rows(self.codes, rows), _take_rows(self.scales, rows)
         self.zeros = None if self.zeros is None else _take_rows(self.zeros, rows)
 
-    def of(self, expert: int) -> "_ExpertWeight":
-        """Return an expert's matrix."""
-        return _ExpertWeight(
-            self.codes[expert], self.scales[expert].t(), None if self.zeros is None else self.zeros[expert].t()
-        )
-
-
-class _ExpertWeight:
-    """One weight of an expert, as `CheckpointPart.store` takes it."""
-
-    def __init__(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> None:
-        self.codes, self.scales, self.zeros = codes, scales, zeros
-
-    def rows_of(self, start: int, count: int) -> torch.Tensor:
-        return torch.arange(start, start + count, device=self.codes.device)
-
-    def store(self, rows: torch.Tensor, codes: torch.Tensor) -> None:
-        self.codes[rows] = pack(codes, self.codes.shape[1])
+    def store(self, expert: int, row: int, part: CheckpointPart, columns: Columns) -> None:
+        """Store a module as the rows of an expert from `row` on."""
+        rows, blocks = slice(row, row + part.rows.unpadded_size), slice(len(columns.groups))
+        self.scales[expert, rows, blocks] = part.scales(columns).t()
+        if self.zeros is not None:
+            self.zeros[expert, rows, blocks] = part.zeros(columns).t()
+        for chunk, codes in part.codes(columns):
+            self.codes[expert, rows][chunk] = pack(codes, self.codes.shape[2])
 
 
 class CheckpointInt4Experts(PackedExperts):
@@ -138,7 +128,7 @@ class CheckpointInt4Experts(PackedExperts):
         for expert, parts in enumerate(experts):
             row = 0
             for part in parts:
-                part.store(found.of(expert), row, columns[expert])
+                found.store(expert, row, part, columns[expert])
                 row += part.rows.size
             parts.clear()
         return found
