@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -152,8 +151,9 @@ class TakesTheFirstBlockOfColumns(OtherOp):
 
 
 class QuantizesWhatTheCheckpointLeaves(Fp8):
-    def _is_unquantized(self, names: Iterable[str]) -> bool:
-        return False
+    def linear(self, spec: LinearSpec) -> LinearMethod:
+        method = super().linear(spec)
+        return CheckpointFp8Linear(spec, self.ops, None) if type(method) is PlainLinear else method
 
 
 class ForgetsTheScalesOfExperts(Fp8):

@@ -9,9 +9,6 @@ import os
 
 import torch
 
-from minisgl_core.contracts.checkpoint_quantization import CheckpointQuantization
-from minisgl_core.contracts.layer_methods import ExpertsSpec
-
 
 def package_missing(module: str, requirement: str) -> list[str]:
     """Return why a top-level module cannot be imported, without importing it; `requirement` is pip's name for it."""
@@ -49,30 +46,3 @@ def capability_missing(device: torch.device, min_capability: tuple[int, int], su
         return []
     wanted, found = (".".join(map(str, each)) for each in (min_capability, capability))
     return [f"{subject} needs compute capability {wanted} or later, and this GPU has {found}"]
-
-
-def stacked_experts_unsupported(spec: ExpertsSpec) -> list[str]:
-    """Return why a provider that needs a tensor per expert cannot load the checkpoint's experts."""
-    return (
-        ["it does not support checkpoints that store all experts in one tensor, as gpt-oss's do"]
-        if spec.is_stacked
-        else []
-    )
-
-
-def wrong_weights_message(checkpoint: CheckpointQuantization | None, weights: str, supported: str) -> str:
-    """Return the message that a checkpoint has other weights than a quantization provider loads, with the remedy.
-
-    Args:
-        checkpoint: quantization of the checkpoint; None for 16-bit weights.
-        weights: weights that the provider loads, such as ``float8``.
-        supported: values in ``quantization_config`` that stand for them.
-    """
-    kinds = "" if checkpoint is None else f"quant_method {checkpoint.method!r}"
-    if checkpoint is not None and checkpoint.method == "compressed-tensors":
-        kinds += "".join(f", type {each.get('type')!r}, num_bits {each.get('num_bits')}" for each in checkpoint.groups)
-    found = f"({kinds})" if kinds else "(no quantization_config)"
-    return (
-        f"the checkpoint's weights {found} are not {weights}; this provider loads {supported}; use --quantization auto, "
-        "which chooses by the checkpoint"
-    )

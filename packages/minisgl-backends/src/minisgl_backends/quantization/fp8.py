@@ -1,13 +1,17 @@
 """``--quantization fp8``: float8 weights with a scale per output channel, and float8 activations with a scale per token."""
 
 import logging
-from collections.abc import Iterable
 from typing import ClassVar
 
 import torch
 
 from minisgl_backends.quantization.fp8_checkpoint import CheckpointFp8Experts, CheckpointFp8Linear
-from minisgl_backends.requirements import capability_missing, stacked_experts_unsupported, wrong_weights_message
+from minisgl_backends.quantization.requirements import (
+    refuse_stacked_experts,
+    stored_quantization,
+    wrong_weights_message,
+)
+from minisgl_backends.requirements import capability_missing
 from minisgl_core.contracts.checkpoint_quantization import block_shape
 from minisgl_core.contracts.layer_methods import (
     ExpertsMethod,
@@ -21,7 +25,6 @@ from minisgl_core.contracts.layer_methods import (
 from minisgl_core.contracts.moe import MoeKernel
 from minisgl_core.contracts.ops import LinearOp, LinearOps, Ops
 from minisgl_core.contracts.quantization import Quantization, QuantizationSpec
-from minisgl_core.errors import ProviderUnsupportedError
 from minisgl_core.utils.dtypes import dtype_name
 from minisgl_core.utils.fp8 import FP8
 
@@ -44,11 +47,10 @@ class Fp8(Quantization):
     @classmethod
     def unsupported(cls, spec: QuantizationSpec) -> list[str]:
         """Refuse weights of other formats, a GPU without float8 matmuls, and a dtype other than bfloat16 on a GPU."""
-        reasons = []
-        # The weights of a GGUF file are dequantized while loading, and quantized like 16-bit ones.
-        if spec.checkpoint is not None and not (spec.checkpoint.is_float8 or spec.checkpoint.is_gguf):
+        reasons, stored = [], stored_quantization(spec)
+        if stored is not None and not stored.is_float8:
             supported = "quant_method 'fp8', 'compressed-tensors' of type 'float' with num_bits 8, 16-bit weights, and GGUF files"
-            reasons.append(wrong_weights_message(spec.checkpoint, "float8", supported))
+            reasons.append(wrong_weights_message(stored, "float8", supported))
         if spec.device.type == "cuda" and torch.cuda.is_available():
             reasons += capability_missing(spec.device, (8, 9), "a float8 matmul")
             if spec.dtype != torch.bfloat16:
@@ -57,12 +59,12 @@ class Fp8(Quantization):
 
     def linear(self, spec: LinearSpec) -> LinearMethod:
         """Return the method for a layer of a 16-bit checkpoint, or of an FP8 checkpoint."""
-        names = {part.name for part in spec.parts}
-        if self._is_unquantized(names) or not _has_supported_shape(spec):
+        stored, names = stored_quantization(self.spec), [part.name for part in spec.parts]
+        if (stored is not None and stored.has_unquantized(names)) or not _has_supported_shape(spec):
             return super().linear(spec)
-        if self._is_quantized:
-            return CheckpointFp8Linear(spec, self.ops, self._block(spec.parts[0].name))
-        return Fp8Linear(spec, self.ops)
+        if stored is None:
+            return Fp8Linear(spec, self.ops)
+        return CheckpointFp8Linear(spec, self.ops, block_shape(stored.weights_of(names[0]) or {}))
 
     def experts(self, spec: ExpertsSpec, kernel: type[MoeKernel]) -> ExpertsMethod:
         """Return the method for a layer's experts. Either all experts of a layer are quantized or none is.
@@ -70,27 +72,14 @@ class Fp8(Quantization):
         Raises:
             ProviderUnsupportedError: the checkpoint stores all experts in one tensor.
         """
-        if reasons := stacked_experts_unsupported(spec):
-            raise ProviderUnsupportedError("quantization", "fp8", reasons)
-        names = {part.name for part in (*spec.gate_up_parts(0), spec.down_part(0))}
-        if self._is_unquantized(names):
+        refuse_stacked_experts(spec, "fp8")
+        stored = stored_quantization(self.spec)
+        names = [part.name for part in (*spec.gate_up_parts(0), spec.down_part(0))]
+        if stored is None:
+            return Fp8Experts(spec, kernel, self.ops)
+        if stored.has_unquantized(names):
             return super().experts(spec, kernel)
-        if self._is_quantized:
-            return CheckpointFp8Experts(spec, kernel, self._block(spec.down_part(0).name))
-        return Fp8Experts(spec, kernel, self.ops)
-
-    @property
-    def _is_quantized(self) -> bool:
-        """Return True if the checkpoint has float8 weights and their scales."""
-        return self.spec.checkpoint is not None and self.spec.checkpoint.is_float8
-
-    def _is_unquantized(self, names: Iterable[str]) -> bool:
-        return self._is_quantized and self.spec.checkpoint is not None and self.spec.checkpoint.has_unquantized(names)
-
-    def _block(self, name: str) -> tuple[int, int] | None:
-        """Return the rows and columns per block scale of a module; None for scales per tensor or per row."""
-        assert self.spec.checkpoint is not None
-        return block_shape(self.spec.checkpoint.weights_of(name) or {})
+        return CheckpointFp8Experts(spec, kernel, block_shape(stored.weights_of(names[-1]) or {}))
 
 
 class Fp8Linear(PlainLinear):

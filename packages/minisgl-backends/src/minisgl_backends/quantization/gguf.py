@@ -13,7 +13,7 @@ from minisgl_backends.quantization.gguf_cpu import CpuLinearMethod
 from minisgl_backends.quantization.gguf_experts import CpuExperts, GgufExperts
 from minisgl_backends.quantization.gguf_method import GgufLinearMethod
 from minisgl_backends.quantization.gguf_types import TYPES, GgmlType
-from minisgl_backends.requirements import wrong_weights_message
+from minisgl_backends.quantization.requirements import wrong_weights_message
 from minisgl_core.contracts.layer_methods import EmbeddingMethod, ExpertsMethod, ExpertsSpec, LinearMethod, LinearSpec
 from minisgl_core.contracts.moe import MoeKernel
 from minisgl_core.contracts.ops import Ops

@@ -9,7 +9,11 @@ from minisgl_backends.kernels.int4_weight import Int4Weight, quantize_groups, to
 from minisgl_backends.kernels.packed_matrix import TILE
 from minisgl_backends.quantization.int4_checkpoint import CheckpointInt4Linear, Prepare
 from minisgl_backends.quantization.int4_experts import CheckpointInt4Experts, Int4Experts
-from minisgl_backends.requirements import stacked_experts_unsupported, wrong_weights_message
+from minisgl_backends.quantization.requirements import (
+    refuse_stacked_experts,
+    stored_quantization,
+    wrong_weights_message,
+)
 from minisgl_core.contracts.checkpoint_quantization import CheckpointQuantization, Int4Format, int4_format
 from minisgl_core.contracts.layer_methods import (
     ExpertsMethod,
@@ -22,7 +26,7 @@ from minisgl_core.contracts.layer_methods import (
 from minisgl_core.contracts.moe import MoeKernel
 from minisgl_core.contracts.ops import LinearOp, Ops
 from minisgl_core.contracts.quantization import Quantization, QuantizationSpec
-from minisgl_core.errors import ModelFormatError, ProviderUnsupportedError
+from minisgl_core.errors import ModelFormatError
 
 logger = logging.getLogger(__name__)
 
@@ -42,11 +46,14 @@ class Int4(Quantization):
     @classmethod
     def unsupported(cls, spec: QuantizationSpec) -> list[str]:
         """Refuse checkpoints with other quantized weights, and old GPUs."""
-        reasons = []
-        # The weights of a GGUF file are dequantized while loading, and quantized like 16-bit ones.
-        if spec.checkpoint is not None and not spec.checkpoint.is_gguf:
+        reasons, stored = [], stored_quantization(spec)
+        if stored is not None:
             try:
-                _check_formats(spec.checkpoint)
+                formats = [int4_format(stored, weights) for weights in stored.groups]
+                if not formats or None in formats:
+                    supported = "quant_method 'awq', 'gptq', 'compressed-tensors' of type 'int' with num_bits 4"
+                    supported += ", 16-bit weights, and GGUF files"
+                    reasons.append(wrong_weights_message(stored, "4-bit integers", supported))
             except ModelFormatError as error:
                 reasons.append(str(error))
         if spec.device.type == "cuda":
@@ -73,8 +80,8 @@ class Int4(Quantization):
         Raises:
             ModelFormatError: the checkpoint quantizes some parts of a fused layer only, or in several ways.
         """
-        checkpoint = self.spec.checkpoint
-        if checkpoint is None or checkpoint.is_gguf:
+        stored = stored_quantization(self.spec)
+        if stored is None:
             group = next((size for size in _GROUPS if spec.in_features % size == 0), None)
             if group is None:
                 logger.warning(
@@ -82,7 +89,7 @@ class Int4(Quantization):
                 )
                 return super().linear(spec)
             return Int4Linear(spec, self.ops, group, self._prepare)
-        found = _format_of(checkpoint, spec.name, spec.parts)
+        found = _format_of(stored, spec.name, spec.parts)
         return super().linear(spec) if found is None else CheckpointInt4Linear(spec, found, self._prepare)
 
     def experts(self, spec: ExpertsSpec, kernel: type[MoeKernel]) -> ExpertsMethod:
@@ -92,14 +99,13 @@ class Int4(Quantization):
             ModelFormatError: the checkpoint quantizes some experts of the layer only, or in several ways.
             ProviderUnsupportedError: the checkpoint stores all experts in one tensor.
         """
-        if reasons := stacked_experts_unsupported(spec):
-            raise ProviderUnsupportedError("quantization", "int4", reasons)
-        checkpoint = self.spec.checkpoint
-        if checkpoint is None or checkpoint.is_gguf:
+        refuse_stacked_experts(spec, "int4")
+        stored = stored_quantization(self.spec)
+        if stored is None:
             return Int4Experts(spec, kernel)
         experts = range(spec.moe.num_experts)
         parts = [part for each in experts for part in (*spec.gate_up_parts(each), spec.down_part(each))]
-        found = _format_of(checkpoint, spec.name, parts)
+        found = _format_of(stored, spec.name, parts)
         return super().experts(spec, kernel) if found is None else CheckpointInt4Experts(spec, kernel, found)
 
 
@@ -135,16 +141,3 @@ def _format_of(checkpoint: CheckpointQuantization, name: str, parts: Iterable[Li
     if len(kinds) > 1:
         raise ModelFormatError(f"config: quantization_config quantizes the parts of {name} in different ways")
     return kinds.pop()
-
-
-def _check_formats(checkpoint: CheckpointQuantization) -> None:
-    """Check that all of a checkpoint's groups of modules have 4-bit integers.
-
-    Raises:
-        ModelFormatError: one has other weights.
-    """
-    formats = [int4_format(checkpoint, weights) for weights in checkpoint.groups]
-    if not formats or None in formats:
-        supported = "quant_method 'awq', 'gptq', 'compressed-tensors' of type 'int' with num_bits 4"
-        supported += ", 16-bit weights, and GGUF files"
-        raise ModelFormatError(wrong_weights_message(checkpoint, "4-bit integers", supported))

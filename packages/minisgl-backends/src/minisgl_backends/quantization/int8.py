@@ -8,7 +8,8 @@ from minisgl_backends.native import library
 from minisgl_backends.quantization.fp8_checkpoint import CheckpointLinear
 from minisgl_backends.quantization.gguf_cpu import CpuLinearMethod
 from minisgl_backends.quantization.gguf_types import TYPES
-from minisgl_backends.requirements import capability_missing, triton_missing, wrong_weights_message
+from minisgl_backends.quantization.requirements import stored_quantization, wrong_weights_message
+from minisgl_backends.requirements import capability_missing, triton_missing
 from minisgl_core.contracts.checkpoint_quantization import is_int8
 from minisgl_core.contracts.layer import Targets
 from minisgl_core.contracts.layer_methods import LinearMethod, LinearPart, LinearSpec, PlainLinear
@@ -36,14 +37,12 @@ class Int8(Quantization):
     @classmethod
     def unsupported(cls, spec: QuantizationSpec) -> list[str]:
         """Refuse experts and checkpoints with other quantized weights. On a GPU, refuse a missing triton and an old GPU."""
-        reasons = []
-        # The weights of a GGUF file are dequantized while loading, and quantized like 16-bit ones.
-        if spec.checkpoint is not None and not spec.checkpoint.is_gguf:
+        reasons, stored = [], stored_quantization(spec)
+        if stored is not None:
             try:
-                groups = spec.checkpoint.groups
-                if not groups or not all(is_int8(spec.checkpoint, each) for each in groups):
+                if not stored.groups or not all(is_int8(stored, each) for each in stored.groups):
                     supported = "quant_method 'compressed-tensors' of type 'int' with num_bits 8, 16-bit weights, and GGUF files"
-                    reasons.append(wrong_weights_message(spec.checkpoint, "8-bit integers", supported))
+                    reasons.append(wrong_weights_message(stored, "8-bit integers", supported))
             except ModelFormatError as error:
                 reasons.append(str(error))
         if spec.num_experts:
@@ -58,10 +57,10 @@ class Int8(Quantization):
         Raises:
             ModelFormatError: the checkpoint quantizes some parts of a fused layer only.
         """
-        checkpoint = self.spec.checkpoint
-        if checkpoint is None or checkpoint.is_gguf:
+        stored = stored_quantization(self.spec)
+        if stored is None:
             return Int8Linear(spec, self.ops)
-        quantized = {checkpoint.weights_of(part.name) is not None for part in spec.parts}
+        quantized = {stored.weights_of(part.name) is not None for part in spec.parts}
         if len(quantized) > 1:
             raise ModelFormatError(f"config: quantization_config quantizes the parts of {spec.name} in different ways")
         return CheckpointInt8Linear(spec) if True in quantized else super().linear(spec)

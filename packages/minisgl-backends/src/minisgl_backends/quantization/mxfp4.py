@@ -6,7 +6,7 @@ import torch
 
 from minisgl_backends.moe.packed_weights import BLOCK
 from minisgl_backends.quantization.packed_experts import PackedExperts
-from minisgl_backends.requirements import wrong_weights_message
+from minisgl_backends.quantization.requirements import wrong_weights_message
 from minisgl_core.contracts.layer import Targets
 from minisgl_core.contracts.layer_methods import ExpertsMethod, ExpertsOp, ExpertsSpec
 from minisgl_core.contracts.moe import MXFP4, MoeKernel
