@@ -410,9 +410,7 @@ class RequestCounts(msgspec.Struct, tag=True, kw_only=True):
     counts: dict[str, int] = msgspec.field(default_factory=dict)
     """Numbers by process or state: ``tokenizer 0``, ``waiting``, ``running``, and also ``locked pages``."""
     correlation_id: int = 0
-    """Number that a router sets and a replica's answer repeats."""
-    api_worker_id: int = 0
-    """Id of the API worker; see `ApiRestarted`."""
+    """Number that the answer repeats."""
 
 
 class Ended(msgspec.Struct, tag=True):

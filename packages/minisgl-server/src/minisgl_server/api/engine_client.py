@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import logging
-from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -198,10 +197,9 @@ class EngineClient:
         """Generation of each running request, and index of the tokenizer worker that has it."""
         self._waiting_prompts = WaitingPrompts()
         self._pending_queries: dict[str | int, asyncio.Future[Any]] = {}
-        """Future answer of each query, by request id or, for a snapshot, by correlation id."""
-        self._correlation_ids = itertools.count(1)
-        self._pending_counts = defaultdict[int, deque[asyncio.Future[dict[str, int]]]](deque)
-        """Future answers to `count` of each tokenizer worker, in the order in which they were asked for."""
+        """Future answer of each query, by request id or, for counts and snapshots, by correlation id."""
+        self._correlation_ids = itertools.count(addresses.api_worker_id << 32)
+        """Ids that differ from those of the API worker that this one has replaced, whose answers may still arrive."""
 
     def ready_info(self) -> EngineInfo:
         """Return `info`.
@@ -292,15 +290,10 @@ class EngineClient:
 
         The locked pages of the KV cache are counted, too. Waits until all processes have answered. See `RequestCounts`.
         """
-        loop = asyncio.get_running_loop()
-        answers = []
-        for worker, sender in self._workers.items():
-            answers.append(loop.create_future())
-            self._pending_counts[worker].append(answers[-1])
-            sender.send(RequestCounts(worker=worker, api_worker_id=self._api_worker_id))
+        requests = [RequestCounts(worker=each, correlation_id=next(self._correlation_ids)) for each in self._workers]
         counts = {self._name: len(self._routes)}
-        for answer in answers:
-            counts |= await answer
+        for answer in await asyncio.gather(*[self._ask(each.worker, each, each.correlation_id) for each in requests]):
+            counts |= answer.counts
         return counts
 
     async def snapshot(self, since: int, with_tokens: bool = False, replica: int = 0) -> EngineSnapshot:
@@ -316,7 +309,9 @@ class EngineClient:
         snapshot: EngineSnapshot = await self._ask(worker, request, correlation_id)
         return snapshot
 
-    async def _ask(self, worker: int, message: Tokenize | Detokenize | SnapshotRequest, key: str | int) -> Any:
+    async def _ask(
+        self, worker: int, message: Tokenize | Detokenize | RequestCounts | SnapshotRequest, key: str | int
+    ) -> Any:
         """Send a message to a tokenizer worker, and return the answer with this key."""
         data = _encode(message)
         self._waiting_prompts.add({str(key): len(data)})
@@ -370,14 +365,8 @@ class EngineClient:
                     self._waiting_prompts.remove(message.request_id)
                     if route := self._routes.pop(message.request_id, None):
                         route[0].reject(message)
-                case RequestCounts(worker=worker, counts=counts, api_worker_id=api_worker_id):
-                    if api_worker_id != self._api_worker_id:
-                        continue  # a worker that this one has replaced asked for it
-                    answer = self._pending_counts[worker].popleft()
-                    if not answer.done():
-                        answer.set_result(counts)
-                case EngineSnapshot() as state:
-                    self._resolve(state.correlation_id, state)
+                case RequestCounts() | EngineSnapshot() as answer:
+                    self._resolve(answer.correlation_id, answer)
                 case NoSnapshot(correlation_id):
                     self._resolve(correlation_id, no_replica())
                 case Stop():

@@ -232,7 +232,8 @@ class RouterWorker:
 
     def _count(self, message: RequestCounts) -> None:
         """Begin a count by asking all replicas, or add the answer of one."""
-        if message.correlation_id:
+        own = len(self._to_workers)  # this router comes after the tokenizer workers in `IpcAddresses.scheduler_out`
+        if message.worker == own:
             number, index = divmod(message.correlation_id, len(self.replicas))
             if number in self._counting:
                 counts = self._counting[number][0].counts
@@ -246,8 +247,7 @@ class RouterWorker:
         for each in self._ready():
             assert each.send is not None
             correlation_id = self._last_count * len(self.replicas) + each.replica
-            # The answer comes to this router, which `IpcAddresses.scheduler_out` lists after the tokenizer workers.
-            each.send(RequestCounts(worker=len(self._to_workers), correlation_id=correlation_id))
+            each.send(RequestCounts(worker=own, correlation_id=correlation_id))
         self._answered(self._last_count, -1)  # there may be no replica to wait for
 
     def _answered(self, number: int, replica: int) -> None:
