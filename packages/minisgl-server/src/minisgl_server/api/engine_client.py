@@ -56,7 +56,7 @@ class Generation:
         is_sending: True while output is being sent to the client. Output that arrives meanwhile counts as unsent.
     """
 
-    def __init__(self, client: "EngineClient", request_ids: Sequence[str]) -> None:
+    def __init__(self, client: "EngineClient", request_ids: Sequence[str], receive: Receive) -> None:
         self._client = client
         self.is_sending = False
         self._num_unsent_bytes = self._num_unsent_prompt_bytes = 0
@@ -68,7 +68,8 @@ class Generation:
         self._error: Exception | None = None
         self._wake: asyncio.Future[None] | None = None
         """Future that `next` awaits."""
-        self._disconnect_task: asyncio.Task[None] | None = None
+        self._disconnect_task: asyncio.Task[None] | None = asyncio.create_task(self._abort_on_disconnect(receive))
+        """Task that reads `receive`; nothing else may read it. None after the client has disconnected."""
 
     @property
     def is_over(self) -> bool:
@@ -108,10 +109,6 @@ class Generation:
         self._arrived.clear()
         self.close()
 
-    def abort_on_disconnect(self, receive: Receive) -> None:
-        """Abort when the client disconnects; nothing else may read `receive` from now on."""
-        self._disconnect_task = asyncio.create_task(self._wait_for_disconnect(receive))
-
     def deliver(self, text: Text) -> None:
         """Add new output of one of the requests."""
         index = self._running[text.request_id]
@@ -137,7 +134,7 @@ class Generation:
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
 
-    async def _wait_for_disconnect(self, receive: Receive) -> None:
+    async def _abort_on_disconnect(self, receive: Receive) -> None:
         await _disconnected(receive)
         self._disconnect_task = None
         self.fail(ClientDisconnect())
@@ -237,12 +234,11 @@ class EngineClient:
             request.api_worker_id = self._api_worker_id
         messages = [_encode(request) for request in requests]
         self._waiting_prompts.add({each.request_id: len(data) for each, data in zip(requests, messages, strict=True)})
-        generation = Generation(self, [output_id for request in requests for output_id in request.output_ids])
+        generation = Generation(self, [output_id for request in requests for output_id in request.output_ids], receive)
         for request, message in zip(requests, messages, strict=True):
             worker = next(self._next_worker)
             self._routes |= dict.fromkeys(request.output_ids, (generation, worker))
             self._workers[worker].socket.send(message)
-        generation.abort_on_disconnect(receive)
         return generation
 
     async def query(self, message: Tokenize | Detokenize, receive: Receive) -> TokenizerReply:

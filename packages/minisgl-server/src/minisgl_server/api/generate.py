@@ -70,7 +70,7 @@ class GenerateRequest(StrictModel):
     priority: Int | None = Field(None, description="Lower values run first; 0 by default.")
 
 
-@router.post("/generate", **route_docs(GenerateRequest, GenerateResponses, streams=True, errors=(400,)))
+@router.post("/generate", **route_docs(GenerateResponses, GenerateRequest))
 async def generate(request: Request) -> Response:
     """Continue one or more prompts; several prompts or outputs give a list of responses."""
     started_s = time.perf_counter()

@@ -14,34 +14,34 @@ COUNT_TIMEOUT_S = 10.0
 router = APIRouter()
 
 
-@router.get("/health", **route_docs(response=Status))
+@router.get("/health", **route_docs(Status))
 async def health(request: Request) -> Response:
     """Answer 200 while the process runs, and 503 if all replicas fail repeatedly; /ready tells if requests are served."""
     request.app.state.client.check_replicas()
     return json_response({"status": "ok"})
 
 
-@router.get("/ready", **route_docs(response=Status))
+@router.get("/ready", **route_docs(Status))
 async def ready(request: Request) -> Response:
     """Answer 200 if requests are served, and 503 while the engine starts or the server shuts down."""
     request.app.state.client.ready_info()
     return json_response({"status": "ok"})
 
 
-@router.get("/ping", **route_docs(response=Status))
-@router.post("/ping", **route_docs(response=Status))
+@router.get("/ping", **route_docs(Status))
+@router.post("/ping", **route_docs(Status))
 async def ping(request: Request) -> Response:
     """Answer as /ready does; SageMaker and clients of vLLM send GET or POST here. A body is not read."""
     return await ready(request)
 
 
-@router.get("/version", **route_docs(response=Version, needs_engine=False))
+@router.get("/version", **route_docs(Version, needs_engine=False))
 async def get_version(request: Request) -> Response:
     """Return the version of minisgl-server."""
     return json_response({"version": request.app.version})
 
 
-@router.get("/health/requests", **route_docs(response=Counts))
+@router.get("/health/requests", **route_docs(Counts))
 async def requests(request: Request) -> Response:
     """Return the requests that this API worker, its tokenizer workers, the router and the schedulers hold, and the locked pages.
 

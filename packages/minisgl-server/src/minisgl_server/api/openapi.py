@@ -38,36 +38,34 @@ _models: set[type[BaseModel]] = {Error, AnthropicErrorResponse}
 
 
 def route_docs(
+    response: type[BaseModel],
     body: type[BaseModel] | None = None,
-    response: type[BaseModel] | None = None,
     *,
-    streams: bool = False,
     errors: Iterable[int] = (),
     needs_engine: bool = True,
 ) -> dict[str, Any]:
     """Return the keyword arguments of a FastAPI route that document it.
 
     Args:
-        body: model of the request body.
         response: model of the response of status 200.
-        streams: the route can stream server-sent events, which OpenAPI 3.1 cannot describe.
-        errors: further statuses, keys of `ERRORS`. Those of any route and of the middleware are added.
+        body: model of the request body. If it has a field ``stream``, the route can stream server-sent events, which OpenAPI 3.1
+            cannot describe.
+        errors: further statuses, keys of `ERRORS`. Those of any route, of a body and of the middleware are added.
         needs_engine: the route answers 503 if the engine's state is the reason not to succeed.
     """
-    _models.update(each for each in (body, response) if each is not None)
-    responses: dict[int | str, Any] = {}
-    if response is not None:
-        content = {"application/json": {"schema": _reference(response)}}
-        responses[200] = {
-            "description": "Success.",
-            "content": content | ({"text/event-stream": {}} if streams else {}),
-        }
-    for status in sorted({*errors, 500, *([503] if needs_engine else [])}):
-        responses[status] = _error(status)
-    route: dict[str, Any] = {"responses": responses, "response_class": Response, "status_code": min(responses)}
+    _models.add(response)
+    content = {"application/json": {"schema": _reference(response)}}
+    statuses = {*errors, 500, *([503] if needs_engine else [])}
+    route: dict[str, Any] = {"response_class": Response}
     if body is not None:
+        _models.add(body)
+        statuses |= {400, 404} if "model" in body.model_fields else {400}
+        if "stream" in body.model_fields:
+            content["text/event-stream"] = {}
         request_body = {"required": True, "content": {"application/json": {"schema": _reference(body)}}}
         route["openapi_extra"] = {"requestBody": request_body}
+    success = {"description": "Success.", "content": content}
+    route["responses"] = {200: success, **{status: _error(status) for status in sorted(statuses)}}
     return route
 
 

@@ -48,7 +48,7 @@ class DetokenizeRequest(StrictModel):
     tokens: list[TokenId]
 
 
-@router.post("/tokenize", **route_docs(TokenizeRequest, TokenizeResponse, errors=(400, 404)))
+@router.post("/tokenize", **route_docs(TokenizeResponse, TokenizeRequest))
 async def tokenize(request: Request) -> Response:
     """Return the token ids of a prompt or of messages, as completions and chats use them."""
     info, _ = served_model(request.app)
@@ -92,7 +92,7 @@ def _query(body: TokenizeRequest, limits: RequestLimits) -> Tokenize:
     return message
 
 
-@router.post("/detokenize", **route_docs(DetokenizeRequest, DetokenizeResponse, errors=(400, 404)))
+@router.post("/detokenize", **route_docs(DetokenizeResponse, DetokenizeRequest))
 async def detokenize(request: Request) -> Response:
     """Return the text of token ids, including special tokens."""
     body = await parse_request(DetokenizeRequest, request)

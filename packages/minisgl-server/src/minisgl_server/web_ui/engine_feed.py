@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from minisgl_core.protocol.engine_snapshot import EngineSnapshot, StepSnapshot
+from minisgl_core.protocol.engine_snapshot import EngineSnapshot
 from minisgl_server.api.engine_client import EngineClient
 from minisgl_server.api.errors import ApiError
 
@@ -62,17 +62,11 @@ class EngineFeed:
         if state.replica != self._shown or state.step < last:  # the cached steps are those of another engine
             self._shown = state.replica
             self._steps.clear()
-        steps: list[StepSnapshot] = state.steps
-        self._steps.extend(_plain(step) for step in steps)
-        plain = _plain(state)
+        plain: dict[str, Any] = msgspec.to_builtins(state, enc_hook=np.ndarray.tolist)
+        self._steps.extend(plain.pop("steps"))
         for each in (*plain["nodes"], *plain["requests"]):
             del each["token_ids"]
         plain["has_text"] = plain.pop("has_tokens")
-        for name in ("type", "worker", "correlation_id", "steps"):
+        for name in ("type", "worker", "correlation_id"):
             del plain[name]
         return plain
-
-
-def _plain(value: msgspec.Struct) -> dict[str, Any]:
-    built: dict[str, Any] = msgspec.to_builtins(value, enc_hook=np.ndarray.tolist)
-    return built

@@ -57,7 +57,7 @@ def add_routes(app: FastAPI) -> None:
     step = Query(ge=0, lt=2**63, description="Number of a step; only later steps are returned.")
     index = Query(ge=0, lt=len(feeds), description="Index of a replica; while it is not ready, another one answers.")
 
-    @app.get("/engine/state", **route_docs(response=EngineState, errors=[400]))
+    @app.get("/engine/state", **route_docs(EngineState, errors=[400]))
     async def state(since: Annotated[int, step] = 0, replica: Annotated[int, index] = 0) -> Response:
         """Return the engine's requests, steps, pages and prefix cache; with text only if the server has --web-ui-prompts."""
         return json_response(await feeds[replica].state(since))

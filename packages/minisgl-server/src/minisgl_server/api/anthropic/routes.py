@@ -16,7 +16,7 @@ from minisgl_server.api.openapi import route_docs
 router = APIRouter()
 
 
-@router.post("/v1/messages", **route_docs(MessagesRequest, MessageResponse, streams=True, errors=(400, 404)))
+@router.post("/v1/messages", **route_docs(MessageResponse, MessagesRequest))
 async def messages(request: Request) -> Response:
     """Generate content blocks for a conversation."""
     _, model = served_model(request.app)
@@ -33,7 +33,7 @@ async def messages(request: Request) -> Response:
     return _with_request_id(response)
 
 
-@router.post("/v1/messages/count_tokens", **route_docs(CountTokensRequest, TokenCount, errors=(400, 404)))
+@router.post("/v1/messages/count_tokens", **route_docs(TokenCount, CountTokensRequest))
 async def count_tokens(request: Request) -> Response:
     """Count the tokens of the prompt of a message, without generating it."""
     body = await parse_request(CountTokensRequest, request)

@@ -92,7 +92,7 @@ async def count_prompt_tokens(request: Request, chat: ChatRequest) -> int:
     return len(tokens.token_ids)
 
 
-@router.post("/v1/chat/completions", **route_docs(ChatRequest, ChatCompletionResponse, streams=True, errors=(400, 404)))
+@router.post("/v1/chat/completions", **route_docs(ChatCompletionResponse, ChatRequest))
 async def chat_completions(request: Request) -> Response:
     """Generate the next message of a conversation."""
     chat = await parse_request(ChatRequest, request)

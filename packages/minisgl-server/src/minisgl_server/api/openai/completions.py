@@ -22,7 +22,7 @@ MAX_PROMPTS = 2048
 """Maximum number of prompts per request."""
 
 
-@router.post("/v1/completions", **route_docs(CompletionRequest, CompletionResponse, streams=True, errors=(400, 404)))
+@router.post("/v1/completions", **route_docs(CompletionResponse, CompletionRequest))
 async def completions(request: Request) -> Response:
     """Continue one or more prompts."""
     info, model = served_model(request.app)

@@ -10,13 +10,13 @@ from minisgl_server.api.response_models import Model, ModelList
 router = APIRouter()
 
 
-@router.get("/v1/models", **route_docs(response=ModelList))
+@router.get("/v1/models", **route_docs(ModelList))
 async def models(request: Request) -> Response:
     """List the served model."""
     return json_response({"object": "list", "data": [_model(request.app)]})
 
 
-@router.get("/v1/models/{name:path}", **route_docs(response=Model, errors=(404,)))
+@router.get("/v1/models/{name:path}", **route_docs(Model, errors=(404,)))
 async def model(request: Request, name: str) -> Response:
     """Describe the model of this name."""
     served = served_model(request.app)[1]

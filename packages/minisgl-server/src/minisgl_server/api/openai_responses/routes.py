@@ -51,7 +51,7 @@ _STORED_DOCS: dict[str, Any] = {"errors": (400, 404), "needs_engine": False}
 _ID_PREFIXES = {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 
-@router.post("/v1/responses", **route_docs(ResponsesRequest, ResponsesResponse, streams=True, errors=(400, 404)))
+@router.post("/v1/responses", **route_docs(ResponsesResponse, ResponsesRequest))
 async def create(request: Request) -> Response:
     """Generate output items for a conversation."""
     _, model = served_model(request.app)
@@ -80,7 +80,7 @@ async def create(request: Request) -> Response:
     return json_response(finish())
 
 
-@router.post("/v1/responses/input_tokens", **route_docs(InputTokensRequest, InputTokensResponse, errors=(400, 404)))
+@router.post("/v1/responses/input_tokens", **route_docs(InputTokensResponse, InputTokensRequest))
 async def input_tokens(request: Request) -> Response:
     """Count the tokens of the prompt of a response, without generating it."""
     body = await parse_request(InputTokensRequest, request)
@@ -90,7 +90,7 @@ async def input_tokens(request: Request) -> Response:
     return json_response({"object": "response.input_tokens", "input_tokens": count})
 
 
-@router.get("/v1/responses/{response_id}", **route_docs(response=ResponsesResponse, **_STORED_DOCS))
+@router.get("/v1/responses/{response_id}", **route_docs(ResponsesResponse, **_STORED_DOCS))
 async def retrieve(request: Request, response_id: str, query: Annotated[RetrieveQuery, Query()]) -> Response:
     """Return a stored response."""
     # `query` is not used: FastAPI has refused all values that would change the answer.
@@ -98,14 +98,14 @@ async def retrieve(request: Request, response_id: str, query: Annotated[Retrieve
     return Response(stored.body, media_type="application/json")
 
 
-@router.delete("/v1/responses/{response_id}", **route_docs(response=DeletedResponse, **_STORED_DOCS))
+@router.delete("/v1/responses/{response_id}", **route_docs(DeletedResponse, **_STORED_DOCS))
 async def delete(request: Request, response_id: str) -> Response:
     """Delete a stored response."""
     request.app.state.response_store.delete(response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
-@router.get("/v1/responses/{response_id}/input_items", **route_docs(response=InputItems, **_STORED_DOCS))
+@router.get("/v1/responses/{response_id}/input_items", **route_docs(InputItems, **_STORED_DOCS))
 async def input_items(request: Request, response_id: str, query: Annotated[InputItemsQuery, Query()]) -> Response:
     """List the input items of a stored response, without those of previous responses."""
     items = _decode_items(request.app.state.response_store.get(response_id).items)
