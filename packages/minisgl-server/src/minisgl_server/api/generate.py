@@ -87,8 +87,7 @@ async def generate(request: Request) -> Response:
             is_streamed=bool(body.stream),
             grammar_name=sampling.grammar_name,
             field_names={**sampling.field_names, "prompt": name},
-            text=prompt if isinstance(prompt, str) else None,
-            token_ids=None if isinstance(prompt, str) else prompt,
+            **prompt,
         )
         for name, prompt in prompts.items()
     ]
@@ -189,7 +188,7 @@ def _finish_reason(last: Text, token_ids: list[int]) -> dict[str, Any] | None:
     return {"type": last.finish_reason, "matched": token_ids[-1] if last.stop_reason is None else last.stop_reason}
 
 
-def _prompts(body: GenerateRequest) -> tuple[dict[str, Any], bool]:
+def _prompts(body: GenerateRequest) -> tuple[dict[str, dict[str, Any]], bool]:
     """Return the prompts by field name, see `prompts_by_field`, and True if the field holds one prompt instead of a list."""
     given = {name: value for name in ("text", "prompt", "input_ids") if (value := getattr(body, name)) is not None}
     if len(given) != 1:

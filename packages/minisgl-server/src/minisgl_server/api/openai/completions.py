@@ -32,15 +32,7 @@ async def completions(request: Request) -> Response:
         body.max_tokens = 1  # the engine generates at least one token
     sampling = request_sampling(body, info)
     prompts = [
-        make_tokenize(
-            body,
-            sampling,
-            name,
-            echo=bool(body.echo),
-            only_prompt=only_prompt,
-            text=prompt if isinstance(prompt, str) else None,
-            token_ids=None if isinstance(prompt, str) else prompt,
-        )
+        make_tokenize(body, sampling, name, echo=bool(body.echo), only_prompt=only_prompt, **prompt)
         for name, prompt in prompts_by_field("prompt", body.prompt).items()
     ]
     choices = Choices("cmpl", model, prompts, info)
@@ -53,17 +45,20 @@ async def completions(request: Request) -> Response:
     return json_response(choices.body("text_completion", joined, usage=choices.usage()))
 
 
-def prompts_by_field(name: str, prompt: Any) -> dict[str, Any]:
-    """Return each prompt by its field name: ``prompt`` for one prompt, ``prompt[0]`` and so on for a list.
+def prompts_by_field(name: str, prompt: Any) -> dict[str, dict[str, Any]]:
+    """Return the field of `Tokenize` for each prompt, by name: ``prompt`` for one prompt, ``prompt[0]`` and so on for a list.
 
     Raises:
         InvalidValueError: there are no prompts, or more than `MAX_PROMPTS`.
     """
-    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
-        return {name: prompt}
+    if isinstance(prompt, str):
+        return {name: {"text": prompt}}
+    if prompt and isinstance(prompt[0], int):
+        return {name: {"token_ids": prompt}}
     if not 1 <= len(prompt) <= MAX_PROMPTS:
         raise InvalidValueError(name, f"{len(prompt)} prompts", f"from 1 to {MAX_PROMPTS} prompts")
-    return {f"{name}[{index}]": each for index, each in enumerate(prompt)}
+    kind = "text" if isinstance(prompt[0], str) else "token_ids"
+    return {f"{name}[{index}]": {kind: each} for index, each in enumerate(prompt)}
 
 
 class _Output:
