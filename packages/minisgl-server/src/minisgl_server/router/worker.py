@@ -1,7 +1,8 @@
 """Logic of the router's process: it routes requests, and tracks which replica runs each request."""
 
+import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -95,9 +96,9 @@ class RouterWorker:
         """Requests that wait for a replica, in order."""
         self._has_failed = False
         """True if no replica is ready, and none is expected to be soon."""
-        self._counting: dict[int, tuple[RequestCounts, set[int]]] = {}
-        """By number: counts so far, and the replicas that have not answered yet."""
-        self._last_count = 0
+        self._counting: dict[int, tuple[RequestCounts, Replica]] = {}
+        """Counts so far, and a replica that has not answered yet, by the correlation id of the question to the replica."""
+        self._correlation_ids = itertools.count()
         self._asked: dict[tuple[int, int], tuple[Replica, SnapshotRequest]] = {}
         """By worker and `SnapshotRequest.replica`: the replica that was asked last, and the request."""
 
@@ -224,38 +225,34 @@ class RouterWorker:
         for to_worker, request_ids in zip(self._to_workers, lost, strict=True):
             to_worker(ReplicaLost(engine_id, request_ids))
         logger.warning("replica %d was lost with %d requests", replica.replica, sum(map(len, lost)))
-        for number in list(self._counting):
-            self._answered(number, replica.replica)
+        for correlation_id in [number for number, (_, asked) in self._counting.items() if asked is replica]:
+            self._add_counts(correlation_id, {})
         for asked, message in list(self._asked.values()):
             if asked is replica:
                 self._ask(message)  # it may have had no time to answer; a second answer is ignored
 
     def _count(self, message: RequestCounts) -> None:
         """Begin a count by asking all replicas, or add the answer of one."""
-        own = len(self._to_workers)  # this router comes after the tokenizer workers in `IpcAddresses.scheduler_out`
-        if message.worker == own:
-            number, index = divmod(message.correlation_id, len(self.replicas))
-            if number in self._counting:
-                counts = self._counting[number][0].counts
-                for name, value in message.counts.items():
-                    counts[name] = counts.get(name, 0) + value
-            self._answered(number, index)
+        # `IpcAddresses.scheduler_out` lists the router after the tokenizer workers.
+        own_index = len(self._to_workers)
+        if message.worker == own_index:
+            self._add_counts(message.correlation_id, message.counts)
             return
-        self._last_count += 1
         message.counts["router"] = len(self._requests) + len(self._waiting)
-        self._counting[self._last_count] = message, {each.replica for each in self._ready()}
-        for each in self._ready():
+        asked = {next(self._correlation_ids): each for each in self._ready()}
+        self._counting |= {correlation_id: (message, each) for correlation_id, each in asked.items()}
+        for correlation_id, each in asked.items():
             assert each.send is not None
-            correlation_id = self._last_count * len(self.replicas) + each.replica
-            each.send(RequestCounts(worker=own, correlation_id=correlation_id))
-        self._answered(self._last_count, -1)  # there may be no replica to wait for
+            each.send(RequestCounts(worker=own_index, correlation_id=correlation_id))
+        if not asked:
+            self._to_workers[message.worker](message)
 
-    def _answered(self, number: int, replica: int) -> None:
-        """Return a count to its worker once every replica has answered or ended."""
-        if number not in self._counting:
-            return
-        message, waiting = self._counting[number]
-        waiting.discard(replica)
-        if not waiting:
-            del self._counting[number]
+    def _add_counts(self, correlation_id: int, counts: Mapping[str, int]) -> None:
+        """Add the counts of a replica, which are empty if it ended. Return a count to its worker after the last replica."""
+        if correlation_id not in self._counting:
+            return  # the replica was lost
+        message, _ = self._counting.pop(correlation_id)
+        for name, value in counts.items():
+            message.counts[name] = message.counts.get(name, 0) + value
+        if all(each is not message for each, _ in self._counting.values()):
             self._to_workers[message.worker](message)
