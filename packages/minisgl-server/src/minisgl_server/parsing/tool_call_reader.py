@@ -26,16 +26,21 @@ class ToolCallReader:
     """
 
     def __init__(
-        self, known: Collection[str] | None, prefixes: Mapping[str, Collection[str]], emit: Callable[[str], None]
+        self,
+        known: Collection[str] | None,
+        prefixes: Mapping[str, Collection[str]],
+        begin: Callable[[str], None],
+        emit: Callable[[str], None],
     ) -> None:
         """Start a call.
 
         Args:
             known: function names that make a call; None for any name.
             prefixes: allowed texts before the arguments, by function; other functions may have any.
+            begin: called with the name, once it is known.
             emit: called with pieces of the arguments.
         """
-        self._known, self._prefixes, self._emit = known, prefixes, emit
+        self._known, self._prefixes, self._begin, self._emit = known, prefixes, begin, emit
         self._depth = 0
         """Number of open brackets."""
         self._in_string = self._is_escaped = False
@@ -87,6 +92,7 @@ class ToolCallReader:
             name = _loads(match[1])
             if isinstance(name, str) and self._is_allowed(name, before):
                 self.name, self.in_arguments = name, True
+                self._begin(name)
                 self._emit(char)
 
     def _is_reordered_call(self) -> bool:
@@ -99,6 +105,7 @@ class ToolCallReader:
         if not self._is_allowed(name, "") or not isinstance(_loads(text), dict):
             return False
         self.name = name
+        self._begin(name)
         self._emit(text)
         return True
 

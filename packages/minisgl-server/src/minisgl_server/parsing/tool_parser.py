@@ -1,7 +1,7 @@
 """Parses tool calls in the text of a model, in the formats of Hermes and Qwen, and of Llama 3."""
 
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Generator
 from typing import ClassVar
 
 from minisgl_core.protocol.messages import ToolCallDelta
@@ -17,6 +17,7 @@ class ToolParser:
 
     Attributes:
         num_calls: number of calls so far.
+        is_done: True once the one allowed call has ended, so that the output ends here.
     """
 
     begin: ClassVar[str]
@@ -50,132 +51,114 @@ class ToolParser:
         self._functions, self._parallel = frozenset(functions), parallel
         prefixes = [begin.removeprefix(self.begin).lstrip() for _, begin, _ in self.structural_tags]
         self._prefixes = {name: frozenset(prefix.replace("NAME", name) for prefix in prefixes) for name in strict}
-        self._finder = StopFinder((self.begin,))
-        self._reader: ToolCallReader | None = None
-        self._tag = ""
-        """Text before the current call: its tag, a separator, or nothing."""
-        self._after: list[str] | None = None
-        """Characters since the last call, as long as it may be its end tag or lead to another call."""
-        self._rest: StopFinder | None = None
-        """Finds the end tag of a call whose JSON breaks off."""
         self._space: list[str] = []
         """Whitespace that is held back."""
-        self._at_start = self.bare_start
-        """True as long as a call without a tag may begin."""
         self._content: list[str] = []
         self._calls: list[ToolCallDelta] = []
         self._arguments: list[str] = []
         self.num_calls = 0
-
-    @property
-    def is_done(self) -> bool:
-        """True if the one allowed call has ended, so that the output ends here."""
-        return not self._parallel and self.num_calls > 0 and self._reader is None
+        self.is_done = False
+        self._reading = self._read()
+        next(self._reading)
 
     def push(self, text: str, finished: bool) -> tuple[str, list[ToolCallDelta]]:
         """Add text; return new content and new parts of calls. With `finished`, nothing is held back."""
-        for char in text:
+        for char in (*text, "") if finished else text:
             if not self.is_done:
-                self._step(char)
-        if finished and not self.is_done:
-            self._end()
+                self._reading.send(char)
         self._flush_arguments()
         content, self._content = "".join(self._content), []
         calls, self._calls = self._calls, []
         return content, calls
 
-    def _step(self, char: str) -> None:
-        if self._rest is not None:
-            self._step_rest(char)
-        elif self._reader is not None:
-            self._step_call(char)
-        elif self._after is not None:
-            self._step_after(char)
-        else:
-            self._step_text(char)
+    # Each generator receives a character per `yield`, and an empty text at the end.
 
-    def _step_text(self, char: str) -> None:
-        if self._at_start and not char.isspace():
-            self._at_start = False
-            if char == "{":
-                self._start_call("", known_only=True)
-                self._step_call(char)
-                return
-        shown, tag = self._finder.push(char)
-        self._show(shown)
-        if tag is not None:
-            self._at_start = False
-            self._finder = StopFinder((self.begin,))
-            self._start_call(self.begin)
-
-    def _step_call(self, char: str) -> None:
-        reader = self._reader
-        assert reader is not None
-        is_new = reader.name is None
-        reader.push(char)
-        if is_new and reader.name is not None:
-            self._add_call(reader.name)
-        if reader.state == "open":
-            return
-        self._flush_arguments()
-        if reader.state == "text":
-            self._reader = None
-            self._add(self._tag + reader.raw)
-            if char == "<":
-                self._step_text(char)
-        elif reader.state == "complete":
-            self._reader, self._after = None, []
-        else:
-            self._rest = StopFinder((self.end,) if self.end else ())
-            self._step_rest(char)
-
-    def _step_rest(self, char: str) -> None:
-        """Read on where the JSON of a call broke off: text up to the end tag belongs to the arguments, unless they have ended."""
-        assert self._rest is not None
-        assert self._reader is not None
-        shown, tag = self._rest.push(char)
-        if self._reader.in_arguments:
-            self._arguments.append(shown)
-        if tag is not None:
-            self._flush_arguments()
-            self._rest = self._reader = None
-
-    def _step_after(self, char: str) -> None:
-        """Read the text after a call: whitespace, its end tag, or a separator before the next call."""
-        after = self._after
-        assert after is not None
-        if not after and char.isspace():
-            return
-        after.append(char)
-        if self.end and self.end.startswith("".join(after)):
-            if len(after) == len(self.end):
-                self._after, self._space = None, []
-        elif self.separators and char == "{":
-            self._after = None
-            self._start_call("".join(after[:-1]))
-            self._step_call(char)
-        elif not self.separators or char not in f"{self.separators} \n\t\r":
-            self._after = None  # neither an end tag nor a separator, so it is content
-            for each in after:
-                self._step_text(each)
-
-    def _end(self) -> None:
-        if self._rest is not None:
-            if self._reader is not None and self._reader.in_arguments:
-                self._arguments.append(self._rest.finish())
-        elif self._reader is not None:
-            if self._reader.name is None:
-                self._add(self._tag + self._reader.raw)
-        elif self._after is not None:
-            self._show("".join(self._after))
-        self._show(self._finder.finish())
+    def _read(self) -> Generator[None, str, None]:
+        finder = StopFinder((self.begin,))
+        text = yield
+        if self.bare_start:
+            while text.isspace():
+                self._show(text)
+                text = yield
+            if text == "{":
+                text = yield from self._read_calls("", text, self._functions)
+        while text:
+            shown, tag = finder.push(text)
+            self._show(shown)
+            text = yield
+            if tag is not None:
+                text = yield from self._read_calls(tag, text, None)
+        self._show(finder.finish())
         if self.num_calls == 0:
             self._flush_space()
-        self._reader = self._after = self._rest = None
+        yield
 
-    def _start_call(self, tag: str, known_only: bool = False) -> None:
-        self._tag = tag
-        self._reader = ToolCallReader(self._functions if known_only else None, self._prefixes, self._arguments.append)
+    def _read_calls(self, tag: str, char: str, known: Collection[str] | None) -> Generator[None, str, str]:
+        """Read calls that share one tag. Return the text to go on with: what was read after them, or the next character.
+
+        Args:
+            tag: text before the first call: its tag, or nothing.
+            char: first character of the call.
+            known: see `ToolCallReader`; only for the first call.
+        """
+        while True:
+            text = yield from self._read_call(tag, char, known)
+            if text is not None:
+                return text
+            text = yield from self._read_after()
+            if not self.separators or not text.endswith("{"):
+                return text
+            tag, char, known = text[:-1], "{", None
+
+    def _read_call(self, tag: str, char: str, known: Collection[str] | None) -> Generator[None, str, str | None]:
+        """Read a call. Return None if it is complete, and else the text to go on with."""
+        reader = ToolCallReader(known, self._prefixes, self._add_call, self._arguments.append)
+        while char:
+            reader.push(char)
+            if reader.state != "open":
+                break
+            char = yield
+        self._flush_arguments()
+        if reader.name is None:
+            self._add(tag + reader.raw)
+            return char if char in ("", "<") else (yield)
+        if reader.state == "truncated":
+            return (yield from self._read_rest(char, reader.in_arguments))
+        if reader.state == "open":
+            return ""
+        self.is_done = not self._parallel
+        return None
+
+    def _read_rest(self, char: str, in_arguments: bool) -> Generator[None, str, str]:
+        """Read on where a call's JSON broke off, up to its end tag. With `in_arguments`, the text belongs to the arguments."""
+        finder = StopFinder((self.end,) if self.end else ())
+        while char:
+            shown, tag = finder.push(char)
+            if in_arguments:
+                self._arguments.append(shown)
+            if tag is not None:
+                self._flush_arguments()
+                self.is_done = not self._parallel
+                return (yield)
+            char = yield
+        if in_arguments:
+            self._arguments.append(finder.finish())
+        return ""
+
+    def _read_after(self) -> Generator[None, str, str]:
+        """Read the text after a call: whitespace, and its end tag or separators. Return the text if it is something else."""
+        text = ""
+        while char := (yield):
+            if not text and char.isspace():
+                continue
+            text += char
+            if text == self.end:
+                return (yield)
+            is_separator = self.separators and char in f"{self.separators} \n\t\r"
+            if not is_separator and not self.end.startswith(text):
+                return text
+        self._show(text)
+        return ""
 
     def _add_call(self, name: str) -> None:
         """Add a new call."""
