@@ -35,7 +35,7 @@ _TOTALS = {
     "num_prompt_tokens": ("prompt_tokens", "prefix_cache_queries"),
     "num_cached_tokens": ("prefix_cache_hits",),
     "num_output_tokens": ("generation_tokens",),
-    "num_preemptions": ("preemptions",),
+    "num_preemptions": ("num_preemptions",),
 }
 """Counters that follow each total of the scheduler."""
 
@@ -93,7 +93,7 @@ class EngineMetrics:
         self._metrics = metrics
         self._num_pages = info.num_pages - 1  # one page receives the writes of padding
         self._set("kv_pages", self._num_pages)
-        for gauge in ("num_requests_running", "num_requests_waiting", "kv_pages_used", "kv_cache_usage"):
+        for gauge in ("num_requests_running", "num_requests_waiting", "kv_pages_used", "kv_cache_usage_perc"):
             self._set(gauge, 0)
 
     @hookimpl
@@ -110,10 +110,10 @@ class EngineMetrics:
         if plan.num_decodes:
             latencies = now_s - self._last_step_s[plan.rows[: plan.num_decodes]]
             for latency, count in zip(*np.unique(latencies, return_counts=True), strict=True):
-                metrics.inter_token_latency.observe_many(float(latency), int(count))
+                metrics.inter_token_latency_seconds.observe_many(float(latency), int(count))
         self._last_step_s[plan.rows] = now_s
-        metrics.iteration_tokens.observe_many(plan.num_tokens, 1)
-        metrics.iteration_requests.observe_many(plan.num_requests, 1)
+        metrics.iteration_tokens_total.observe_many(plan.num_tokens, 1)
+        metrics.iteration_num_requests.observe_many(plan.num_requests, 1)
         self._update(state)
 
     @hookimpl
@@ -122,19 +122,19 @@ class EngineMetrics:
         metrics = self._metrics
         if metrics is None:
             return
-        metrics.requests(record.finish_reason).inc()
-        metrics.latency.observe(record.finish_s - record.arrival_s)
+        metrics.request_success(record.finish_reason).inc()
+        metrics.e2e_request_latency_seconds.observe(record.finish_s - record.arrival_s)
         metrics.request_prompt_tokens.observe(record.num_prompt_tokens)
         metrics.request_generation_tokens.observe(record.num_output_tokens)
         if record.scheduled_s is not None:
-            metrics.queue_time.observe(record.scheduled_s - record.arrival_s)
+            metrics.request_queue_time_seconds.observe(record.scheduled_s - record.arrival_s)
             if record.first_token_s is not None:
                 decode_s = record.finish_s - record.first_token_s
-                metrics.prefill_time.observe(record.first_token_s - record.scheduled_s)
-                metrics.decode_time.observe(decode_s)
-                metrics.time_to_first_token.observe(record.first_token_s - record.arrival_s)
+                metrics.request_prefill_time_seconds.observe(record.first_token_s - record.scheduled_s)
+                metrics.request_decode_time_seconds.observe(decode_s)
+                metrics.time_to_first_token_seconds.observe(record.first_token_s - record.arrival_s)
                 if record.num_output_tokens > 1:
-                    metrics.time_per_output_token.observe(decode_s / (record.num_output_tokens - 1))
+                    metrics.request_time_per_output_token_seconds.observe(decode_s / (record.num_output_tokens - 1))
         self._update(state)
 
     def _update(self, state: EngineState) -> None:
@@ -152,7 +152,7 @@ class EngineMetrics:
         self._set("num_requests_waiting", state.num_waiting)
         num_used = state.num_pages_used
         if self._set("kv_pages_used", num_used):
-            self._set("kv_cache_usage", num_used / self._num_pages)
+            self._set("kv_cache_usage_perc", num_used / self._num_pages)
 
     def _set(self, name: str, value: float) -> bool:
         if self._gauges.get(name) == value:
