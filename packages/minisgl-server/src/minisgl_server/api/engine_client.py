@@ -223,7 +223,7 @@ class EngineClient:
 
         Args:
             requests: requests to run together; their ids must be new.
-            receive: ASGI channel of the HTTP request, to detect that the client disconnected.
+            receive: ASGI channel of the HTTP request, to detect that the client disconnects.
 
         Raises:
             ApiError: 400, a value of a free-form field cannot be encoded; 429, see `WaitingPrompts`; 503, the server shuts down.
@@ -245,7 +245,6 @@ class EngineClient:
         """Have a tokenizer worker tokenize or detokenize; the scheduler is not involved. The id must be new.
 
         Args:
-            message: the query.
             receive: ASGI channel of the HTTP request. If its client disconnects, a text that still waits is not tokenized.
 
         Raises:

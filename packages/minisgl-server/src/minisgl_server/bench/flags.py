@@ -33,13 +33,7 @@ json_option = file_option("--json", "json_file", help="Also write the results to
 
 
 def refuse_flags(ctx: click.Context, condition: object, allowed: str, *flags: str) -> None:
-    """Refuse flags of the command line if a condition holds, under which they have no effect.
-
-    Args:
-        condition: nothing is refused if it is false.
-        allowed: what is allowed instead, as a phrase that follows "must be".
-        flags: flags to refuse.
-    """
+    """Refuse flags of the command line if a condition holds, under which they have no effect. `allowed` follows "must be"."""
     for param in ctx.command.params if condition else ():
         name = param.name or ""
         if param.opts[0] in flags and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:

@@ -13,7 +13,6 @@ class Workload:
     """Prompts that are all submitted at the start, each with a fixed number of output tokens.
 
     Attributes:
-        name: name in reports.
         prompts: token ids of each prompt.
         output_lens: tokens to generate per prompt; EOS tokens are ignored.
         temperature: 0 is greedy.

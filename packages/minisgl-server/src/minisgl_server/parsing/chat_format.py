@@ -80,7 +80,6 @@ class ChatFormat:
         """Inspect the chat template.
 
         Args:
-            tokenizer: a transformers tokenizer.
             tool_parser: a key of `TOOL_PARSERS`, ``auto`` to detect it from the template, or ``none``.
             reasoning_parser: a key of `REASONING_PARSERS`, or None.
             template: chat template of a request, instead of the tokenizer's.

@@ -66,7 +66,6 @@ class API:
     """Replica of the API. It takes requests of the tokenizer workers in place of a router process.
 
     Args:
-        config: options of the engines.
         options: options of the server. `replicas` is the maximum number of replicas.
         api_key_digests: see `add_middleware`.
         engines: the deployment Engine, or the name of the application that has it.

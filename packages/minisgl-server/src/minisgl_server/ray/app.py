@@ -55,8 +55,6 @@ def engines(
     """Return the deployment Engine, whose replicas each reserve what their ranks need.
 
     Args:
-        config: options of the engines.
-        options: options of the server.
         scaling: fields of Serve's AutoscalingConfig.
         environment: environment variables of the replicas.
 

@@ -45,12 +45,7 @@ class Chunks(msgspec.Struct):
 
 
 class DirectStreams:
-    """ASGI middleware of the API that sends event streams directly to the proxies that ask for it.
-
-    Args:
-        app: the application.
-        proxies: connections to the proxies.
-    """
+    """ASGI middleware of the API that sends event streams directly to the proxies that ask for it."""
 
     def __init__(self, app: ASGIApp, proxies: Connections) -> None:
         self._app, self._proxies = app, proxies

@@ -40,11 +40,7 @@ def middlewares() -> list[Middleware]:
 
 
 class ProxyMiddleware:
-    """Passes event streams of the API on, and ends responses with an error if their replica or the head of the cluster is lost.
-
-    Args:
-        app: Serve's proxy.
-    """
+    """Passes event streams of the API on, and ends responses with an error if their replica or the cluster's head is lost."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

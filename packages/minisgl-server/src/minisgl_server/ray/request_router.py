@@ -85,7 +85,6 @@ class RoutingTable:
 
     Args:
         router: the router of ``--router``, with an index for each replica that may run, and more for those that are stopping.
-        info: description of an engine.
     """
 
     def __init__(self, router: Router, info: EngineInfo) -> None:
@@ -112,7 +111,6 @@ class RoutingTable:
         """Select an engine for a request and count the request as its load; None if none has room or the request has ended.
 
         Args:
-            request_id: id of the request.
             available: ids of the replicas that have room.
             running: ids of all running replicas.
         """

@@ -37,7 +37,6 @@ class Conversation:
     """Conversation of the shell, and its settings.
 
     Args:
-        system: system prompt of every conversation.
         settings: sampling parameters by name; the model's defaults apply to the others.
     """
 

@@ -72,13 +72,7 @@ MAX_ATTEMPTS = 3
 
 @dataclass(slots=True)
 class _Retry:
-    """Request that is submitted again if its engine is lost.
-
-    Attributes:
-        submit: message that submits it.
-        new_output: factory of its output state.
-        num_attempts: number of times that it was submitted.
-    """
+    """Request that is submitted again if its engine is lost; `num_attempts` counts how often it was submitted."""
 
     submit: Submit
     new_output: Callable[[str], RequestOutput]
@@ -89,14 +83,12 @@ class TokenizerWorker:
     """Logic of one worker, without its sockets.
 
     Args:
-        index: number of this worker.
         to_scheduler: sends `Submit`, `Abort`, `Ended`, `RequestCounts` and `SnapshotRequest`, to the router if there is one.
         to_api: sends `TextBatch`, `TokenizerReply`, `Rejected`, `RequestCounts`, `EngineSnapshot` and `NoSnapshot`.
         chat_format: chat template and parsers; by default those of the tokenizer's template, without a reasoning parser.
         registry: has the grammar backend.
         num_replicas: number of replicas. If there are several, a router is told when requests end. Requests of a replica that
             died are submitted again if they have sent nothing.
-        api_worker_id: id of the API worker.
         connect_api: connects `to_api` to the API worker with a given id, which has replaced the previous one.
     """
 

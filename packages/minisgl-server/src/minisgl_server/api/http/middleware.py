@@ -44,7 +44,6 @@ def add_middleware(
     Args:
         request_counts: number of POST requests that each API worker serves, int32, in memory that all of them share. By default,
             there is one worker.
-        worker_index: index of this worker.
     """
 
     def max_body_bytes() -> int:

@@ -62,7 +62,6 @@ def arrivals(rate_per_s: float, burstiness: float, seed: int) -> Iterator[float]
         rate_per_s: mean arrivals per second; infinite for all at once.
         burstiness: shape of the gamma distribution: 1 is a Poisson process, smaller values are burstier, larger ones are more
             regular, and infinity is a fixed rate.
-        seed: seed of the random times.
     """
     if math.isinf(rate_per_s):
         return itertools.repeat(0.0)
@@ -81,7 +80,6 @@ def random_conversations(
 
     Args:
         options: flags of the command. All variants of a seed have equal lengths.
-        num_content_ids: exclusive upper bound of the content ids.
         variant: number of the variant, which determines the content.
     """
     lengths, random = (np.random.default_rng([options.seed, *key]) for key in ((0,), (1, variant)))
@@ -118,7 +116,6 @@ def trace_conversations(
     Args:
         requests: requests in order of time; the first is sent at once.
         time_scale: factor on the times between requests; values below 1 are faster.
-        num_content_ids: exclusive upper bound of the content ids.
         num_template_tokens: tokens that the server's chat template adds, which count to the trace's lengths.
         variant: number of the variant, which determines the content.
     """

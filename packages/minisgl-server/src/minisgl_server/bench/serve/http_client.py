@@ -37,14 +37,7 @@ class HttpClient:
         self._idle: list[_Connection] = []
 
     async def request(self, method: str, path: str, body: bytes, on_data: OnData) -> int:
-        """Send a request and wait for the end of its response.
-
-        Args:
-            path: path below that of the URL.
-            on_data: called for each piece of the response's body.
-
-        Returns:
-            HTTP status.
+        """Send a request to a path below the URL's, and call `on_data` for each piece of the response's body. Return the status.
 
         Raises:
             HttpError: there was no complete response.

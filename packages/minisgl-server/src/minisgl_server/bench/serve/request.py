@@ -101,7 +101,6 @@ class ApiClient:
     """Client of an OpenAI-compatible API, with the parameters that all requests share.
 
     Attributes:
-        http: client of the server.
         endpoint: ``completions`` or ``chat``.
         ignore_eos: request outputs of exactly the given length, by an extension of vLLM, SGLang and minisgl.
         timeout_s: time after which a request fails.
@@ -126,14 +125,9 @@ class ApiClient:
         return _encode(body | self.extra_body)
 
     async def send(self, prompt: Prompt, record: Record, start_s: float) -> str:
-        """Send a request and fill in its record.
+        """Send a request and fill in its record. Return the text of the response.
 
-        Args:
-            prompt: prompt in the form of the endpoint.
-            start_s: `time.perf_counter` at the start of the run.
-
-        Returns:
-            Text of the response.
+        `start_s` is `time.perf_counter` at the start of the run.
         """
         body = self.body(prompt, record.asked_output_tokens)
         record.num_prompt_tokens = record.asked_prompt_tokens or 0
