@@ -1,7 +1,10 @@
-"""Capture of CUDA graphs for several sizes that share one memory pool."""
+"""CUDA graphs of several capture sizes, which share one memory pool."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+import numpy as np
 
 from minisgl_core.errors import MinisglError
 from minisgl_core.utils.exceptions import one_line_with_type
@@ -19,43 +22,60 @@ class CapturedStep(Protocol):
 Captured = TypeVar("Captured", bound=CapturedStep)
 
 
-def capture_sizes(
-    sizes: Sequence[int],
-    capture: Callable[[int, Any], Captured],
-    *,
-    what: str,
-    remedy: str,
-    progress: bool,
-    pool: Any = None,
-) -> dict[int, Captured]:
-    """Capture the graphs of all sizes, the largest first, so that smaller ones reuse its memory pool.
+class CapturedSizes(ABC, Generic[Captured]):
+    """Graphs of several capture sizes. A step runs in the smallest size that fits.
 
-    Args:
-        sizes: capture sizes.
-        capture: captures one size, given the size and the memory pool to share.
-        what: name of the graphs, for the progress bar and errors.
+    Attributes:
+        name: name of the graphs, for the progress bar and errors.
         remedy: remedy in error messages.
-        progress: show a progress bar on stderr if that is a terminal.
-        pool: memory pool of other graphs; None if there is none yet.
-
-    Raises:
-        MinisglError: a size cannot be captured.
     """
-    captured: dict[int, Captured] = {}
-    try:
-        with progress_bar(progress) as bar:
-            for size in bar.track(sorted(sizes, reverse=True), description=f"Capturing {what}"):
-                captured[size] = capture(size, pool)
-                pool = pool or captured[size].graphs[0].pool()
-    except BaseException as error:
-        free_graphs(captured)
-        if isinstance(error, Exception):
-            raise MinisglError(f"{what} cannot be captured: {one_line_with_type(error)} ({remedy})") from error
-        raise
-    return captured
+
+    name: ClassVar[str]
+    remedy: ClassVar[str]
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        """Start without graphs; see `_capture_sizes`."""
+        self._sizes = np.array(sorted(sizes))
+        self._captured: dict[int, Captured] = {}
+
+    @abstractmethod
+    def _capture(self, size: int, pool: Any) -> Captured:
+        """Capture the graphs of one size in a memory pool; None for a new one."""
+
+    def _capture_sizes(self, sizes: Sequence[int], progress: bool) -> None:
+        """Capture sizes, the largest first, so that smaller ones reuse its memory pool.
+
+        With `progress`, a bar is shown on stderr if that is a terminal.
+
+        Raises:
+            MinisglError: a size cannot be captured. None of these sizes is captured then.
+        """
+        captured: dict[int, Captured] = {}
+        pool = next((each.graphs[0].pool() for each in self._captured.values()), None)
+        try:
+            with progress_bar(progress) as bar:
+                for size in bar.track(sorted(sizes, reverse=True), description=f"Capturing {self.name}"):
+                    captured[size] = self._capture(size, pool)
+                    pool = pool or captured[size].graphs[0].pool()
+        except BaseException as error:
+            _free(captured)
+            if isinstance(error, Exception):
+                why = one_line_with_type(error)
+                raise MinisglError(f"{self.name} cannot be captured: {why} ({self.remedy})") from error
+            raise
+        self._captured |= captured
+
+    def _size_of(self, count: int) -> int:
+        """Return the smallest capture size of at least `count`."""
+        return int(self._sizes[np.searchsorted(self._sizes, count)])
+
+    def close(self) -> None:
+        """Free all graphs."""
+        _free(self._captured)
+        self._captured.clear()
 
 
-def free_graphs(captured: Mapping[int, CapturedStep]) -> None:
+def _free(captured: Mapping[int, CapturedStep]) -> None:
     """Free the graphs even if references exist. A rank can leave a communicator only when no graph has its collectives."""
     for step in captured.values():
         for graph in step.graphs:

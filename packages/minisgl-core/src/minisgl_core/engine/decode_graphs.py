@@ -19,7 +19,7 @@ from minisgl_core.contracts.model import Model
 from minisgl_core.contracts.ops import Ops
 from minisgl_core.contracts.platform import Platform
 from minisgl_core.engine.bound_attention import BoundAttention
-from minisgl_core.engine.capture import capture_sizes, free_graphs
+from minisgl_core.engine.capture import CapturedSizes
 from minisgl_core.engine.step import ForwardOutput, update_table
 from minisgl_core.engine.zero_copy_io import ZeroCopyIO
 from minisgl_core.errors import MinisglError
@@ -75,8 +75,11 @@ def decode_new_pages(plan: BatchPlan, page_size: int) -> np.ndarray | None:
     return found
 
 
-class DecodeGraphs:
+class DecodeGraphs(CapturedSizes[_Captured]):
     """CUDA graphs of decode steps, captured at start-up or at the first use of a size."""
+
+    name = "CUDA graphs"
+    remedy = "--cuda-graph-max-bs 0 captures none"
 
     def __init__(
         self,
@@ -89,30 +92,17 @@ class DecodeGraphs:
         sizes: Sequence[int],
         progress: bool,
     ) -> None:
-        """Capture one graph per size; see `capture_sizes`. `attention` must support CUDA graphs.
+        """Capture one graph per size. `attention` must support CUDA graphs.
 
         With `has_host_graphs`, each size is captured at its first use. If the replay of a size is wrong, this size and all
         larger ones run without graphs.
         """
+        super().__init__(sizes)
         self._platform, self._model, self._attention, self._ops = platform, model, attention, ops
         self._table, self._last_tokens = table, last_tokens
         self._reads_page_table = attention.capabilities.graph_reads_page_table
-        self._sizes = np.array(sorted(sizes))
-        self._captured: dict[int, _Captured] = {}
         if not platform.has_host_graphs:
-            self._capture_all(sizes, progress)
-
-    def _capture_all(self, sizes: Sequence[int], progress: bool) -> None:
-        remedy = "--cuda-graph-max-bs 0 captures none"
-        pool = next((each.graphs[0].pool() for each in self._captured.values()), None)
-        self._captured |= capture_sizes(
-            sizes, self._capture, what="CUDA graphs", remedy=remedy, progress=progress, pool=pool
-        )
-
-    def close(self) -> None:
-        """Free the graphs."""
-        free_graphs(self._captured)
-        self._captured.clear()
+            self._capture_sizes(sizes, progress)
 
     def fits(self, plan: BatchPlan) -> bool:
         """Return True if a graph can run the step: only decodes, all of which sample, and not too many.
@@ -125,14 +115,11 @@ class DecodeGraphs:
         size = self._size_of(count)
         if size not in self._captured:
             try:
-                self._capture_all([size], progress=False)
+                self._capture_sizes([size], progress=False)
             except MinisglError as error:
                 logger.info("decodes of %d and more requests run without graphs: %s", size, error)
                 self._sizes = self._sizes[self._sizes < size]
         return size in self._captured
-
-    def _size_of(self, count: int) -> int:
-        return int(self._sizes[np.searchsorted(self._sizes, count)])
 
     def run(self, plan: BatchPlan) -> ForwardOutput:
         """Run a step that `fits`. Its device tensors are valid until the next step."""

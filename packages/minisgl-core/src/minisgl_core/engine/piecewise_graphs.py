@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from minisgl_core.contracts.attention import AttentionBackend, AttentionLayer
@@ -21,7 +20,7 @@ from minisgl_core.contracts.model import Model
 from minisgl_core.contracts.ops import Rope, RotaryOps
 from minisgl_core.contracts.platform import Platform
 from minisgl_core.engine.bound_attention import has_fused_store, rope_and_store
-from minisgl_core.engine.capture import capture_sizes, free_graphs
+from minisgl_core.engine.capture import CapturedSizes
 from minisgl_core.engine.step import StepInputs
 from minisgl_core.protocol.batch_plan import BatchPlan
 
@@ -98,12 +97,15 @@ class _Captured:
     hidden: torch.Tensor
 
 
-class PiecewiseGraphs:
+class PiecewiseGraphs(CapturedSizes[_Captured]):
     """Piecewise CUDA graphs of all sizes, captured at start-up.
 
     All sizes share their input buffers. Padding tokens are stored in slot 0 of the padding page. If a size has more tokens than
     there can be requests, the last layer computes only the tokens that are sampled from.
     """
+
+    name = "piecewise CUDA graphs"
+    remedy = "--piecewise-cuda-graph-max-tokens 0 captures none"
 
     def __init__(
         self,
@@ -115,35 +117,24 @@ class PiecewiseGraphs:
         max_requests: int | None,
         progress: bool,
     ) -> None:
-        """Capture all sizes; see `capture_sizes`.
+        """Capture all sizes.
 
         `max_requests` is the maximum number of requests in a step. If it is None, the last layer computes all tokens.
         """
+        super().__init__(sizes)
         self._platform, self._model, self._attention, self._rotary = platform, model, attention, rotary
-        self._sizes = np.array(sorted(sizes))
         device, largest = platform.device, max(sizes)
         self._ids, self._positions = torch.zeros(2, largest, dtype=torch.int32, device=device).unbind(0)
         self._slots = torch.zeros(largest, dtype=torch.int64, device=device)
         num_indices = largest if max_requests is None else max_requests
         self._logits_index = torch.zeros(num_indices, dtype=torch.int32, device=device)
-        remedy = "--piecewise-cuda-graph-max-tokens 0 captures none"
-        self._captured = capture_sizes(
-            sizes, self._capture, what="piecewise CUDA graphs", remedy=remedy, progress=progress
-        )
-
-    def close(self) -> None:
-        """Free the graphs."""
-        free_graphs(self._captured)
-        self._captured.clear()
+        self._capture_sizes(sizes, progress)
 
     def fits(self, plan: BatchPlan) -> bool:
         """Return True if graphs exist for the step's tokens and compute all hidden states that it needs."""
         if plan.num_tokens > int(self._sizes[-1]):
             return False
-        return len(plan.prompt_logprobs) == 0 or not self._uses_logits_index(self._size(plan.num_tokens))
-
-    def _size(self, count: int) -> int:
-        return int(self._sizes[np.searchsorted(self._sizes, count)])
+        return len(plan.prompt_logprobs) == 0 or not self._uses_logits_index(self._size_of(plan.num_tokens))
 
     def _uses_logits_index(self, size: int) -> bool:
         """Return True if the last layer computes only the tokens that are sampled from."""
@@ -156,7 +147,7 @@ class PiecewiseGraphs:
             Hidden states, valid until the next step: of all tokens, [T, hidden_size], or of the sampled ones, [N, hidden_size].
         """
         count, num_sampled = len(inputs.input_ids), len(inputs.logits_index)
-        size = self._size(count)
+        size = self._size_of(count)
         captured = self._captured[size]
         plan = self._attention.plan(inputs.batch)
         self._ids[:count].copy_(inputs.input_ids)
