@@ -46,7 +46,6 @@ class CombinedAttention(AttentionBackend):
         return []
 
     def plan(self, batch: AttentionBatch) -> _Plan:
-        """Plan both parts."""
         num_decodes = batch.num_decodes
         decode = self._decode.plan(batch.decodes()) if num_decodes else None
         prefill = self._prefill.plan(batch.prefills()) if num_decodes < batch.num_requests else None
@@ -57,7 +56,6 @@ class CombinedAttention(AttentionBackend):
         return _Plan(batch.num_decode_tokens, batch.slots, self._decode.plan_capture(batch), None)
 
     def plan_replay(self, batch: AttentionBatch) -> None:
-        """Plan a replay with the backend for decodes."""
         self._decode.plan_replay(batch)
 
     def forward(
@@ -78,15 +76,12 @@ class CombinedAttention(AttentionBackend):
     def attend_fused_rope(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, rope: Rope, plan: _Plan
     ) -> torch.Tensor:
-        """Attend with the backend for decodes, which applies RoPE."""
         return self._decode.attend_fused_rope(q, k, v, layer, rope, plan.decode)
 
     def kv_slots(self, plan: _Plan) -> torch.Tensor:
-        """Return the slots of both parts."""
         return plan.slots
 
     def attend_stored(self, q: torch.Tensor, layer: AttentionLayer, plan: _Plan, out: torch.Tensor) -> None:
-        """Attend in each part with its backend."""
         prefill, decode, n = self._prefill, self._decode, plan.num_decode_tokens
         if plan.decode is not None:
             decode.attend_stored(q[:n], layer, plan.decode, out[:n])

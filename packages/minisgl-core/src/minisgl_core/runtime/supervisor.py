@@ -100,11 +100,9 @@ class Supervisor:
         self._processes[name], self._pipes[name] = process, ours
 
     def pid(self, name: str) -> int:
-        """Return the process id of a child."""
         return int(self._processes[name].pid)
 
     def is_alive(self, name: str) -> bool:
-        """Return True if a child still runs."""
         return bool(self._processes[name].is_alive())
 
     def end(self, name: str) -> None:

@@ -166,7 +166,6 @@ class NormChecks(OpsChecks):
         self.compare(norm, normed(total, weight), x.dtype, f"norms of sums {of}", roundings=2)
 
     def check_activations(self, ops: NormOps, gate_up: torch.Tensor) -> None:
-        """Check both activations."""
         self.check(ops.silu_and_mul, silu_and_mul, gate_up, f"SiLU of {list(gate_up.shape)}", roundings=2)
         self.check(ops.gelu_tanh_and_mul, gelu_tanh_and_mul, gate_up, f"GELU of {list(gate_up.shape)}", roundings=2)
 

@@ -83,23 +83,19 @@ class ThreadCommunicator(Communicator):
         return self.all_gather(norm, 0), new_residual
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """Concatenate the ranks' tensors."""
         gathered = torch.cat(self._exchange.swap(self.rank, x), dim)
         self._exchange.swap(self.rank, None)  # wait until all ranks have read x
         return gathered
 
     def send(self, x: torch.Tensor, dst: int) -> None:
-        """Send a copy to the other rank."""
         self._exchange.messages[self.rank, dst].put(x.clone())
 
     def recv(self, x: torch.Tensor, src: int) -> torch.Tensor:
-        """Receive the next tensor of that rank."""
         with self._exchange.unlocked():
             received = self._exchange.messages[src, self.rank].get(timeout=_TIMEOUT_S)
         return x.copy_(received)
 
     def broadcast_object(self, value: object) -> object:
-        """Return rank 0's value."""
         return self._exchange.swap(self.rank, value)[0]
 
 

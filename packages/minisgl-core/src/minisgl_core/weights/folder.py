@@ -35,12 +35,10 @@ class FolderSource(WeightSource):
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """``config.json``."""
         return self._config
 
     @property
     def generation_config(self) -> Mapping[str, Any]:
-        """``generation_config.json``."""
         return self._generation_config
 
     def tokenizer(self) -> Any:
