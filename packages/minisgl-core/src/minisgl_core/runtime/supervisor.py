@@ -68,8 +68,7 @@ class Supervisor:
     """
 
     def __init__(self, directory: str | None = None, log_level: str | None = None, log_format: str = "text") -> None:
-        self.log_level, self.log_format = log_level, log_format
-        self._setup = (directory, log_level, log_format)
+        self.log_level, self.log_format, self._directory = log_level, log_format, directory
         self._context = get_context("spawn")
         self._processes: dict[str, Any] = {}
         self._pipes: dict[str, Any] = {}
@@ -86,7 +85,7 @@ class Supervisor:
         A target of the form ``module:function`` is imported in the child only. `END_SIGNAL` raises `SystemExit` in the child.
         """
         ours, theirs = self._context.Pipe()
-        child_args = name, theirs, self._setup, target, args
+        child_args = name, theirs, self._directory, self.log_level, self.log_format, target, args
         process = self._context.Process(target=_child, args=child_args, name=name, daemon=True)
         # The child inherits a signal mask, as a signal before it sets its handlers would end it. Multiprocessing's resource
         # tracker must not inherit the mask, so it is started first.
@@ -238,12 +237,13 @@ def _describe_failure(name: str, failed: _Failed) -> str:
 def _child(
     name: str,
     pipe: Any,
-    setup: tuple[str | None, str | None, str],
+    directory: str | None,
+    log_level: str | None,
+    log_format: str,
     target: Callable[..., None] | str,
     args: tuple[Any, ...],
 ) -> None:
     """Run a child: set up logging and signals, call the target, and report an exception that ends it."""
-    directory, log_level, log_format = setup
     setproctitle.setproctitle(f"minisgl: {name}")
     if log_level is not None:
         logs.configure(name, log_level, log_format)

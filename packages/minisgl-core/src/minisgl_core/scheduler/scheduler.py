@@ -116,7 +116,6 @@ class Scheduler:
             QueueFullError: the queue is at its bound, or too much text of grammars waits to be compiled.
         """
         self.validate(submit)
-        limits = self.limits
         if self.is_full:
             raise QueueFullError(f"{self.num_waiting} requests are waiting already; try again later")
         self._num_arrived += 1
@@ -128,7 +127,7 @@ class Scheduler:
             self._running,
             arrival=self._num_arrived,
             seed=random.getrandbits(64),
-            eos_ids=limits.eos_ids,
+            eos_ids=self.limits.eos_ids,
             constraint=constraint,
         )
         self._by_id[request.request_id] = request
