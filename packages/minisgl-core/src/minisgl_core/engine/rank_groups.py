@@ -92,6 +92,10 @@ def join_groups(
 ) -> RankGroups:
     """Join this rank's groups. Each group is passed to `on_joined` as soon as there is one.
 
+    A group of all ranks uses the placement's URL for its rendezvous. If that is a ``file:`` URL, each smaller group has a file of
+    its own. With other URLs, the first rank of each smaller group chooses a free port of its host. The other ranks read it from a
+    `torch.distributed.Store` at the placement's URL, which must live until all ranks have joined.
+
     Raises:
         ProviderUnsupportedError: a communicator does not support its group.
         RuntimeError: a rank did not join in time.
@@ -100,17 +104,31 @@ def join_groups(
     stage, tp_rank = divmod(placement.rank, tp)
     # ``--communicator a,b`` takes `a` within a stage and `b` between stages.
     within, between = config.backends.communicator.split(",")[0], config.backends.communicator.split(",")[-1]
-    urls = _GroupUrls(placement, has_subgroups=tp > 1 and pp > 1)
+    init_method, has_subgroups, store = placement.init_method, tp > 1 and pp > 1, None
+    if has_subgroups and not init_method.startswith("file:"):
+        timeout = timedelta(seconds=_TIMEOUT_S)
+        store, _, _ = next(rendezvous(init_method, placement.rank, placement.size, timeout=timeout))
+
+    def url_of(group: str, is_leader: bool) -> str:
+        """Return the rendezvous URL of a group of this rank; its first rank is the leader."""
+        if not has_subgroups:
+            return init_method
+        if store is None:
+            return f"{init_method}-{group}"
+        if is_leader:
+            store.set(group, _free_address(init_method))
+        return str(store.get(group).decode())
+
     tensor: Communicator = SingleRank()
     if tp > 1:
-        url = urls.of(f"stage-{stage}", is_leader=tp_rank == 0)
+        url = url_of(f"stage-{stage}", is_leader=tp_rank == 0)
         spec = CommunicatorSpec(tp_rank, tp, device, url, _TIMEOUT_S, spans_hosts=placement.spans_hosts(tp))
         tensor = registry.load_supported("communicator", within, spec)(spec)
     on_joined(tensor)
     if pp == 1:
         return RankGroups(tensor)
     try:
-        url = urls.of(f"pipeline-{tp_rank}", is_leader=stage == 0)
+        url = url_of(f"pipeline-{tp_rank}", is_leader=stage == 0)
         spans_hosts = placement.spans_hosts(placement.size)
         spec = CommunicatorSpec(stage, pp, device, url, _TIMEOUT_S, is_p2p_only=True, spans_hosts=spans_hosts)
         pipeline: Communicator = registry.load_supported("communicator", between, spec)(spec)
@@ -118,35 +136,7 @@ def join_groups(
         RankGroups(tensor).abandon()
         raise
     on_joined(pipeline)
-    return RankGroups(tensor, pipeline, urls.store)
-
-
-class _GroupUrls:
-    """Rendezvous URLs of groups that consist of some of the ranks.
-
-    A group of all ranks uses the placement's URL for its rendezvous. If that is a ``file:`` URL, each smaller group has a file of
-    its own. With other URLs, the first rank of each smaller group chooses a free port of its host. The other ranks read it from a
-    `torch.distributed.Store` at the placement's URL.
-
-    Attributes:
-        store: this store, which must live until all ranks have joined; None if none is needed.
-    """
-
-    def __init__(self, placement: RankPlacement, has_subgroups: bool) -> None:
-        self._url, self._has_subgroups, self.store = placement.init_method, has_subgroups, None
-        if has_subgroups and not self._url.startswith("file:"):
-            timeout = timedelta(seconds=_TIMEOUT_S)
-            self.store, _, _ = next(rendezvous(self._url, placement.rank, placement.size, timeout=timeout))
-
-    def of(self, group: str, is_leader: bool) -> str:
-        """Return the URL of a group of this rank; its first rank is the leader."""
-        if not self._has_subgroups:
-            return self._url
-        if self.store is None:
-            return f"{self._url}-{group}"
-        if is_leader:
-            self.store.set(group, _free_address(self._url))
-        return str(self.store.get(group).decode())
+    return RankGroups(tensor, pipeline, store)
 
 
 def _free_address(url: str) -> str:
