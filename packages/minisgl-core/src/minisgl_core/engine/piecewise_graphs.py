@@ -52,39 +52,6 @@ class _Call:
     is_stored: bool
 
 
-class _CapturingAttend:
-    """`Attend` that appends the attention calls to `calls` while a size is captured; see `minisgl_core.contracts.model`.
-
-    Steps of this size have more tokens than `smaller_size`, the next smaller capture size. `between` ends one graph and begins
-    the next, at each attention call.
-    """
-
-    def __init__(
-        self,
-        platform: Platform,
-        backend: AttentionBackend,
-        rotary: RotaryOps,
-        slots: torch.Tensor,
-        smaller_size: int,
-        between: Callable[[], None],
-        calls: list[_Call],
-    ) -> None:
-        self._platform, self._backend, self._rotary = platform, backend, rotary
-        self._slots = slots if has_fused_store(backend, rotary) else None
-        self._smaller_size, self._between, self._calls = smaller_size, between, calls
-
-    def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, rope: Rope | None = None
-    ) -> torch.Tensor:
-        q, k, is_stored = rope_and_store(self._backend, self._rotary, q, k, v, layer, rope, self._slots)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        out[self._smaller_size :].zero_()  # attention does not write the output of padding tokens
-        weak_ref = self._platform.weak_ref
-        self._calls.append(_Call(weak_ref(q), weak_ref(k), weak_ref(v), weak_ref(out), layer, is_stored))
-        self._between()
-        return out
-
-
 @dataclass(frozen=True, slots=True)
 class _Captured:
     """Graphs of one size. A call follows each graph but the last, which returns the hidden states.
@@ -168,8 +135,21 @@ class PiecewiseGraphs(CapturedSizes[_Captured]):
         return captured.hidden[: num_sampled if self._uses_logits_index(size) else count]
 
     def _run(self, size: int, between: Callable[[], None], calls: list[_Call]) -> torch.Tensor:
-        smaller_size, slots = int(max(self._sizes[self._sizes < size], default=0)), self._slots[:size]
-        attend = _CapturingAttend(self._platform, self._attention, self._rotary, slots, smaller_size, between, calls)
+        """Run the model for `size` tokens. At each attention call, append it to `calls` and call `between`."""
+        smaller_size = int(max(self._sizes[self._sizes < size], default=0))  # steps of this size have more tokens
+        slots = self._slots[:size] if has_fused_store(self._attention, self._rotary) else None
+        weak_ref = self._platform.weak_ref
+
+        def attend(
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, rope: Rope | None = None
+        ) -> torch.Tensor:
+            q, k, is_stored = rope_and_store(self._attention, self._rotary, q, k, v, layer, rope, slots)
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+            out[smaller_size:].zero_()  # attention does not write the output of padding tokens
+            calls.append(_Call(weak_ref(q), weak_ref(k), weak_ref(v), weak_ref(out), layer, is_stored))
+            between()
+            return out
+
         index = self._logits_index if self._uses_logits_index(size) else None
         return self._model.forward(self._ids[:size], self._positions[:size], attend, index)
 

@@ -295,9 +295,8 @@ class AttentionRig:
             q, k, v = self.split(self.inputs(batch))
             q_rotated, k_rotated = ops.qk_norm_rope(q.clone(), k.clone(), rope)
             out = self.backend.attend_fused_rope(q, k, v, layer, rope, plan)
-            pages, slots = self.pool.k(layer.index), batch.slots.cpu()
-            pages = pages.transpose(1, 2) if self.layout == "HND" else pages
-            stored, wanted = pages.flatten(0, 1).cpu()[slots].float(), k_rotated.cpu().float()
+            slots = batch.slots.cpu()
+            stored, wanted = self._stored(layer)[0, slots], k_rotated.cpu().float()
             allowed = self.tolerances[spec.dtype]
             assert (stored - wanted).abs().max() <= allowed * wanted.abs().max(), f"{self}: the stored key is wrong"
             self._set_expected(layer, slots, torch.stack((stored, v.cpu().float())))
@@ -351,9 +350,7 @@ class AttentionRig:
         self._before_storing[layer.index][:, slots] = given
         if self.spec.kv_dtype == FP8:
             wanted = (given / self._scales[layer.index]).clamp(-FP8_MAX, FP8_MAX)
-            pages = self.pool.kv(layer.index).cpu().float()
-            pages = pages.transpose(2, 3) if self.layout == "HND" else pages
-            given = pages.flatten(1, 2)[:, slots]
+            given = self._stored(layer)[:, slots]
             # 15.9 instead of 16, as the quotient by the scale was rounded, too.
             is_near = (given - wanted).abs() <= torch.clamp(wanted.abs() / 15.9, min=2**-9)
             assert is_near.all(), f"{self}: stored {given[~is_near][:4]} instead of {wanted[~is_near][:4]}"
@@ -390,6 +387,11 @@ class AttentionRig:
         """Return random float32 values that both dtypes of the spec represent exactly."""
         values = torch.randn(shape, generator=self.random)
         return values.to(self.spec.dtype).to(self.spec.kv_dtype).float()
+
+    def _stored(self, layer: AttentionLayer) -> torch.Tensor:
+        """Return K and V of a layer in the pool, float32 [2, N, Hkv, D] on the CPU."""
+        pages = self.pool.kv(layer.index).cpu().float()
+        return (pages.transpose(2, 3) if self.layout == "HND" else pages).flatten(1, 2)
 
     def _laid_out(self, known: torch.Tensor) -> torch.Tensor:
         """Return a tensor with the pool's shape and dtype."""

@@ -2,7 +2,7 @@
 
 import gc
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
 from typing import ClassVar, TypeVar
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from minisgl_core.contracts.communicator import Communicator, SingleRank
-from minisgl_core.contracts.layer import FusedProjections, Layer, prepare_all
+from minisgl_core.contracts.layer import FusedProjections
 from minisgl_core.contracts.layer_methods import ExpertsMethod, ExpertsSpec
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.moe import ExpertWeights, MoeKernel, MoeSpec
@@ -241,7 +241,8 @@ class QuantizationTests:
                 for layer in layers:
                     fill(layer.weight_targets("m.proj", {}), {"m.proj": module})
                 loaded = memory.live
-                prepare_all(_Layers(layers))
+                for layer in layers:
+                    layer.prepare()
                 if checkpoint is PLAIN:
                     factor = 0.75 if type(provider).linear is not Quantization.linear else 1.1
                     _check_live(memory, factor * loaded, f"weights of {loaded} bytes")
@@ -408,8 +409,3 @@ def _check_live(memory: LiveBytes, limit: float, weights: str) -> None:
     if memory.live > limit:
         gc.collect()
     assert memory.live <= limit, f"{memory.live} bytes are allocated for {weights}"
-
-
-class _Layers(Layer):
-    def __init__(self, layers: Sequence[Layer]) -> None:
-        self.layers = list(layers)
