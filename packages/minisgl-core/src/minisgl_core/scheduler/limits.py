@@ -48,8 +48,7 @@ class SchedulerLimits:
         if num_tokens == 0:
             raise InvalidValueError("prompt", "", "at least one token long")
         if num_tokens >= self.max_seq_len:
-            is_limited = is_limited_by_pool(self.num_pages, self.page_size, self.max_seq_len)
-            remedy = "A larger --num-pages gives a longer context." if is_limited else ""
+            remedy = longer_context_remedy(self.num_pages, self.page_size, self.max_seq_len)
             raise ContextLengthError("prompt", num_tokens, 1, self.max_seq_len, remedy=remedy)
         if num_tokens + submit.sampling.max_tokens > self.max_seq_len:
             raise ContextLengthError("max_tokens", num_tokens, submit.sampling.max_tokens, self.max_seq_len)
@@ -89,6 +88,6 @@ class SchedulerLimits:
         return InvalidValueError(name, token, f"a token id from 0 to {self.vocab_size - 1}")
 
 
-def is_limited_by_pool(num_pages: int, page_size: int, max_seq_len: int) -> bool:
-    """Return True if the size of the pool limits the context. One page of the pool is for padding."""
-    return max_seq_len == (num_pages - 1) * page_size
+def longer_context_remedy(num_pages: int, page_size: int, max_seq_len: int) -> str:
+    """Return what gives a longer context if the size of the pool limits it, else nothing. One page of the pool is for padding."""
+    return "A larger --num-pages gives a longer context." if max_seq_len == (num_pages - 1) * page_size else ""

@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.protocol.messages import Rejected
+from minisgl_core.utils.exceptions import shortened
 from minisgl_core.utils.logs import REQUEST_ID
 from minisgl_server.api.http.request_log import access_record
 from minisgl_server.api.unsupported_fields import UNSUPPORTED_PARTS, UNSUPPORTED_REASONS
@@ -63,7 +64,7 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        message, param = _truncate(message, MAX_MESSAGE), param and _truncate(param, MAX_PARAM)
+        message, param = shortened(message, MAX_MESSAGE), param and shortened(param, MAX_PARAM)
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = {"Retry-After": "1", **(headers or {})} if status in (429, 503) else dict(headers or {})
@@ -92,10 +93,6 @@ def anthropic_body(error: ApiError, request_id: str) -> dict[str, Any]:
     """Return the JSON body of an error in Anthropic's format."""
     kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
-
-
-def _truncate(text: str, max_chars: int) -> str:
-    return text if len(text) <= max_chars else f"{text[: max_chars - 3]}..."
 
 
 def no_replica(retry_after_s: float = 1) -> ApiError:
@@ -152,10 +149,10 @@ def invalid_fields(errors: Sequence[ErrorDetails]) -> ApiError:
     if first["type"] == "extra_forbidden":
         # `_field` would leave out an unknown name that looks like a type.
         parent, name = _field(first["loc"][:-1]), str(first["loc"][-1])
-        param = _truncate(f"{parent}.{name}" if parent else name, MAX_PARAM)
+        param = shortened(f"{parent}.{name}" if parent else name, MAX_PARAM)
         message = f"The field {param!r} is not supported.{_reason(param)}"
         return ApiError(400, message, param, "unsupported_field")
-    where = _truncate(param or "", MAX_PARAM)
+    where = shortened(param or "", MAX_PARAM)
     if first["type"] == "beyond_context":
         message = f"{first['msg']}. Please reduce the length of the field {where!r}."
         return ApiError(400, message, param, "context_length_exceeded")

@@ -11,7 +11,7 @@ from minisgl_core.errors import ContextLengthError, InvalidValueError, PluginErr
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.protocol.messages import EngineInfo, Tokenize
 from minisgl_core.sampling_params import SamplingParams
-from minisgl_core.scheduler.limits import is_limited_by_pool
+from minisgl_core.scheduler.limits import longer_context_remedy
 from minisgl_core.text.prompt import encode_prompt
 from minisgl_server.parsing.chat_format import ChatFormat
 
@@ -111,8 +111,7 @@ class PromptEncoder:
         limit_name = "min_tokens" if message.max_tokens_is_default else "max_tokens"
         num_output = max(getattr(sampling, limit_name), 1)
         if room < 1:
-            is_limited = is_limited_by_pool(self._info.num_pages, self._info.page_size, limit)
-            remedy = "A larger --num-pages gives a longer context." if is_limited else ""
+            remedy = longer_context_remedy(self._info.num_pages, self._info.page_size, limit)
             raise self._too_long(message, token_ids, num_output, name, remedy)
         self.check_token_ids("stop_token_ids", sampling.stop_token_ids)
         self.check_token_ids("logit_bias", sampling.logit_bias)

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from minisgl_core.utils.exceptions import shortened
 from minisgl_server.bench.serve.http_client import HttpClient, HttpError
 
 Prompt = Sequence[int] | str | list[dict[str, str]]
@@ -233,5 +234,4 @@ def _error_message(body: bytes) -> str:
 
 
 def _shortened(data: bytes) -> str:
-    text = " ".join(data.decode("utf-8", "replace").split())
-    return text if len(text) <= 200 else f"{text[:197]}..."
+    return shortened(" ".join(data.decode("utf-8", "replace").split()), 200)
