@@ -168,23 +168,18 @@ class ToolParser:
         self.num_calls += 1
 
     def _flush_arguments(self) -> None:
-        arguments = "".join(self._arguments)
-        self._arguments.clear()
-        if not arguments:
-            return
-        last = self._calls[-1] if self._calls else None
-        if last is not None and last.index == self.num_calls - 1:
-            last.arguments += arguments
-        else:
-            self._calls.append(ToolCallDelta(index=self.num_calls - 1, arguments=arguments))
+        if arguments := "".join(self._arguments):
+            if not self._calls:
+                self._calls.append(ToolCallDelta(index=self.num_calls - 1, arguments=""))
+            self._calls[-1].arguments += arguments
+            self._arguments.clear()
 
     def _show(self, text: str) -> None:
         """Add content. Whitespace is held back, as it is dropped before a call."""
-        for char in text:
-            if char.isspace():
-                self._space.append(char)
-            else:
-                self._add(char)
+        shown = text.rstrip()
+        if shown:
+            self._add(shown)
+        self._space.append(text[len(shown) :])
 
     def _add(self, text: str) -> None:
         self._flush_space()
