@@ -19,7 +19,7 @@ from minisgl_core.contracts.attention import AttentionBackend, AttentionLayer
 from minisgl_core.contracts.model import Model
 from minisgl_core.contracts.ops import Rope, RotaryOps
 from minisgl_core.contracts.platform import Platform
-from minisgl_core.engine.bound_attention import has_fused_store, rope_and_store
+from minisgl_core.engine.bound_attention import RopeAndStore
 from minisgl_core.engine.capture import CapturedSizes
 from minisgl_core.engine.step import StepInputs
 from minisgl_core.protocol.batch_plan import BatchPlan
@@ -137,13 +137,13 @@ class PiecewiseGraphs(CapturedSizes[_Captured]):
     def _run(self, size: int, between: Callable[[], None], calls: list[_Call]) -> torch.Tensor:
         """Run the model for `size` tokens. At each attention call, append it to `calls` and call `between`."""
         smaller_size = int(max(self._sizes[self._sizes < size], default=0))  # steps of this size have more tokens
-        slots = self._slots[:size] if has_fused_store(self._attention, self._rotary) else None
+        rope_and_store = RopeAndStore(self._attention, self._rotary, lambda: self._slots[:size])
         weak_ref = self._platform.weak_ref
 
         def attend(
             q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, rope: Rope | None = None
         ) -> torch.Tensor:
-            q, k, is_stored = rope_and_store(self._attention, self._rotary, q, k, v, layer, rope, slots)
+            q, k, is_stored = rope_and_store(q, k, v, layer, rope)
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
             out[smaller_size:].zero_()  # attention does not write the output of padding tokens
             calls.append(_Call(weak_ref(q), weak_ref(k), weak_ref(v), weak_ref(out), layer, is_stored))

@@ -1,7 +1,5 @@
 """Remedies for providers that are missing or fail to import."""
 
-from minisgl_core.plugins.kinds import KINDS
-
 _SHIPPED = {
     "minisgl-backends": {
         "attention": "native torch",
@@ -50,7 +48,6 @@ def install(requirement: str) -> str:
 
 def shipped_names(kind: str) -> list[str]:
     """Return names of a kind in the shipped distributions, installed or not."""
-    assert kind in KINDS
     return [name for each, name in _REQUIREMENTS if each == kind]
 
 
