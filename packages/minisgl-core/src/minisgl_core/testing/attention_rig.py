@@ -6,7 +6,7 @@ Shape legend: T tokens, Hq and Hkv heads, D head dimension, S tokens per page, N
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from minisgl_core.contracts.kv_cache import KVLayout, KVPoolSpec
 from minisgl_core.contracts.ops import Rope, RotaryOps
 from minisgl_core.kv.page_table import PageTable
 from minisgl_core.kv.pool import KVPool
+from minisgl_core.testing.known_fields import check_fields
 from minisgl_core.utils.fp8 import FP8, FP8_MAX
 
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -31,8 +32,6 @@ STALE = 1000.0
 """Magnitude of the values in slots that must not be read. Others have about unit magnitude, so a read changes the output."""
 _UNTOUCHED = 7.0
 """Initial value of memory around an output, which must not change."""
-_KNOWN_FIELDS = {"index", "scale", "sliding_window", "kv_scales", "soft_cap", "sinks"}
-"""Fields that `dense_attention` uses. If one is added to `AttentionLayer`, it must use that, too."""
 
 
 def dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
@@ -47,8 +46,7 @@ def dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: At
     Raises:
         AssertionError: the layer has a field that this function would ignore, such as one of a subclass.
     """
-    unknown = {each.name for each in fields(layer)} ^ _KNOWN_FIELDS
-    assert not unknown, f"dense_attention does not support the fields {sorted(unknown)} of attention layers"
+    check_fields(layer)
     group = q.shape[1] // k.shape[1]
     query_at = torch.arange(len(k) - len(q), len(k))[:, None]
     key_at = torch.arange(len(k))

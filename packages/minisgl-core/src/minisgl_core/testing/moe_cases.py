@@ -3,32 +3,18 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from minisgl_core.contracts.moe import UINT4, ExpertWeights, MoeSpec, RoutingSpec
+from minisgl_core.testing.known_fields import check_fields
 from minisgl_core.utils.fp8 import FP8, FP8_MAX, LEAST_SCALE, to_fp8
 
 StoredWeight = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 """Weight as it is stored, its scales and its zero points."""
 Shape = tuple[int, int, int, int, int]
 """Tokens, experts, experts per token, hidden size, intermediate size."""
-
-_KNOWN_FIELDS = {
-    "MoeSpec": "num_experts top_k hidden_size intermediate_size dtype device activation has_bias swiglu_limit weight_dtype",
-    "ExpertWeights": "gate_up down gate_up_bias down_bias gate_up_scales down_scales gate_up_zeros down_zeros",
-    "RoutingSpec": "top_k renormalize scoring num_groups topk_groups scaling_factor",
-}
-"""Fields that the references use. If a field is added to a contract, the references must use it."""
-
-
-def check_fields(value: Any) -> None:
-    """Raise AssertionError if `value` has a field that the references would ignore, such as one of a subclass."""
-    kind = next(each.__name__ for each in type(value).__mro__ if each.__name__ in _KNOWN_FIELDS)
-    unknown = {each.name for each in fields(value)} ^ set(_KNOWN_FIELDS[kind].split())
-    assert not unknown, f"the kits' references do not know {sorted(unknown)} of {kind}"
 
 
 def _uniform(num_tokens: int, num_experts: int, top_k: int, random: torch.Generator) -> torch.Tensor:
