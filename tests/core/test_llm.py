@@ -313,7 +313,7 @@ def submit_interrupted(llm: LLM, target: int) -> bool:
         return trace
 
     request_ids: dict[str, None] = {}
-    submit = llm._checked(PROMPTS[0], greedy(1))[0]
+    submit = llm._checked(PROMPTS[0], greedy(1))
     sys.settrace(trace)
     try:
         llm._submit(submit, request_ids, is_incremental=False)

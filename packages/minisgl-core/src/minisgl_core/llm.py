@@ -254,7 +254,7 @@ class LLM:
         if params.n != 1:
             raise InvalidValueError("n", params.n, "1 for a stream", "Use generate, or open several streams.")
         _ = self.tokenizer  # raises if there is no tokenizer to make text
-        return self._stream(*self._checked(prompt, params))
+        return self._stream(self._checked(prompt, params))
 
     def stream_chat(
         self,
@@ -267,7 +267,7 @@ class LLM:
         """Stream the answer to one conversation; see `stream` and `chat`."""
         return self.stream(encode_chat(self.tokenizer, messages, chat_template_kwargs, tools), sampling)
 
-    def _checked(self, prompt: Prompt, params: SamplingParams) -> tuple[Submit, SamplingParams]:
+    def _checked(self, prompt: Prompt, params: SamplingParams) -> Submit:
         """Return the checked request, without an id yet."""
         self._check_open()
         if self._tokenizer is None:
@@ -280,13 +280,13 @@ class LLM:
         if grammar is not None:
             grammar.check_size()
             self._loop.scheduler.grammars.check(grammar)
-        return submit, params
+        return submit
 
     def _check_open(self) -> None:
         if not self._is_open:
             raise MinisglError("this LLM is closed")
 
-    def _stream(self, submit: Submit, params: SamplingParams) -> Iterator[str]:
+    def _stream(self, submit: Submit) -> Iterator[str]:
         with self._requests() as request_ids:
             running = self._submit(submit, request_ids, is_incremental=True)
             while not running.output.finish_reason or running.fresh:
@@ -299,7 +299,7 @@ class LLM:
                 why = running.output.error or "a step failed, or the LLM was closed"
                 raise MinisglError(f"the stream cannot continue: {why}")
 
-    def _run(self, work: list[tuple[Submit, SamplingParams]], progress: bool) -> list[GenerationOutput]:
+    def _run(self, work: list[Submit], progress: bool) -> list[GenerationOutput]:
         todo, scheduler = deque(work), self._loop.scheduler
         with self._requests() as request_ids, progress_bar(progress) as bar:
             task = bar.add_task("Generating", total=len(work))
@@ -307,9 +307,9 @@ class LLM:
             num_done = 0
             while num_done < len(work):
                 while todo and not scheduler.is_full:
-                    submit, params = todo[0]
+                    is_incremental = bool(todo[0].sampling.stop)
                     try:
-                        outputs.append(self._submit(submit, request_ids, is_incremental=bool(params.stop)).output)
+                        outputs.append(self._submit(todo[0], request_ids, is_incremental).output)
                     except QueueFullError:  # long grammars wait to be compiled
                         break
                     todo.popleft()
