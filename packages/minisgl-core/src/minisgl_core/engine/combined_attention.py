@@ -40,11 +40,6 @@ class CombinedAttention(AttentionBackend):
         stores = prefill.capabilities.fused_kv_store and decode.capabilities.fused_kv_store
         self.capabilities = replace(decode.capabilities, fused_kv_store=stores)
 
-    @classmethod
-    def unsupported(cls, spec: AttentionSpec) -> list[str]:
-        """Return no reasons, since both backends were checked before."""
-        return []
-
     def plan(self, batch: AttentionBatch) -> _Plan:
         num_decodes = batch.num_decodes
         decode = self._decode.plan(batch.decodes()) if num_decodes else None
