@@ -417,16 +417,11 @@ class Scheduler:
         if request.first_token_s is None:
             request.first_token_s = time.monotonic()
         reason = self._reason_to_stop(request, token)
-        if reason is not None:
+        if reason is None:
+            output = _new_tokens(request, [token])
+        else:
             output = self._finish(request, reason, [token])
             output.stop_token_id = token if token in request.stop_ids else None
-        else:
-            output = TokenOut(
-                request_id=request.request_id,
-                token_ids=[token],
-                num_prompt_tokens=request.num_prompt_tokens,
-                num_cached_tokens=max(request.num_cached, 0),
-            )
         if logprobs is not None:
             output.logprobs = [logprobs]
         if request.num_output == 1 and request.sampling.prompt_logprobs is not None:
@@ -458,13 +453,7 @@ class Scheduler:
             self._running.end(request)
             if request.num_inflight == 0:
                 self._release(request)
-        output = TokenOut(
-            request_id=request.request_id,
-            token_ids=token_ids,
-            finish_reason=reason,
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_cached_tokens=max(request.num_cached, 0),
-        )
+        output = _new_tokens(request, token_ids)
         if request.constraint is not None and (why := request.constraint.error):
             param = request.constraint.param
             kind = "internal" if param is None else "invalid"
@@ -489,3 +478,13 @@ class Scheduler:
         assert all(id(r) in live or r.num_inflight for r in running), "a finished request still runs"
         assert len(live) == self.num_waiting + sum(id(r) in live for r in running), "a request is nowhere"
         self._running.check()
+
+
+def _new_tokens(request: Request, token_ids: list[int]) -> TokenOut:
+    return TokenOut(
+        request_id=request.request_id,
+        token_ids=token_ids,
+        finish_reason=request.finish_reason,
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_cached_tokens=max(request.num_cached, 0),
+    )
