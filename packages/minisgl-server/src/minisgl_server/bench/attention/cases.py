@@ -52,18 +52,8 @@ class Case:
         size, device = spec.page_size, spec.device
         counts = [-(-length // size) for length in lengths]
         num_pages = 1 + sum(counts)
-        self._pool = KVPool(
-            KVPoolSpec(
-                NUM_LAYERS,
-                num_pages,
-                size,
-                spec.num_kv_heads,
-                spec.head_dim,
-                spec.kv_dtype,
-                device,
-                backend.capabilities.layouts[0],
-            )
-        )
+        sizes = NUM_LAYERS, num_pages, size, spec.num_kv_heads, spec.head_dim
+        self._pool = KVPool(KVPoolSpec(*sizes, spec.kv_dtype, device, backend.capabilities.layouts[0]))
         for part in self._pool.data.flatten(0, 1):
             part.copy_(torch.randn(part.shape, dtype=spec.dtype, device=device))
         self._table = PageTable(len(lengths), spec.max_seq_len, size, device)
