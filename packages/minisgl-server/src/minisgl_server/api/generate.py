@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from minisgl_core.errors import InvalidValueError
-from minisgl_core.protocol.messages import EngineInfo, Logprob, Text, Tokenize
+from minisgl_core.protocol.messages import EngineInfo, Logprob, Text
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_server.api.limits import Bound
 from minisgl_server.api.openai.choices import Choices
@@ -79,16 +79,7 @@ async def generate(request: Request) -> Response:
     prompts, is_single = _prompts(body)
     sampling = generate_sampling(body, info)
     messages = [
-        Tokenize(
-            request_id="",
-            sampling=sampling.sampling,
-            max_tokens_is_default=sampling.max_tokens_is_default,
-            priority=body.priority or 0,
-            is_streamed=bool(body.stream),
-            grammar_name=sampling.grammar_name,
-            field_names={**sampling.field_names, "prompt": name},
-            **prompt,
-        )
+        sampling.tokenize(name, priority=body.priority or 0, is_streamed=bool(body.stream), **prompt)
         for name, prompt in prompts.items()
     ]
     choices = Choices("gen", model, messages, info, is_buffered=True)

@@ -208,19 +208,15 @@ def _check_copies(prompt: Tokenize, num_outputs: int) -> None:
 def make_tokenize(
     request: GenerationRequest, sampling: RequestSampling, prompt_name: str = "prompt", **fields: Any
 ) -> Tokenize:
-    """Return the message to a tokenizer worker for one prompt, without id; `prompt_name` is the field that holds it."""
-    return Tokenize(
-        request_id="",
-        sampling=sampling.sampling,
-        max_tokens_is_default=sampling.max_tokens_is_default,
+    """Return the message of `RequestSampling.tokenize`, with the fields that chats and completions share."""
+    return sampling.tokenize(
+        prompt_name,
         priority=request.priority or 0,
         user=request.user or "",
         is_streamed=bool(request.stream),
         cache_salt=request.cache_salt or "",
-        grammar_name=sampling.grammar_name,
         add_special_tokens=request.add_special_tokens,
         truncate_prompt_tokens=request.truncate_prompt_tokens,
         return_prompt_ids=bool(request.return_token_ids),
-        field_names={**sampling.field_names, "prompt": prompt_name},
         **fields,
     )

@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from minisgl_core.errors import InvalidValueError
-from minisgl_core.protocol.messages import EngineInfo
+from minisgl_core.protocol.messages import EngineInfo, Tokenize
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_server.api.openai.response_format import requested_structured_outputs
 from minisgl_server.api.openai.schemas import ChatRequest, CompletionRequest, GenerationRequest, SamplingFields
@@ -28,6 +28,17 @@ class RequestSampling(NamedTuple):
     max_tokens_is_default: bool
     field_names: dict[str, str]
     grammar_name: str = ""
+
+    def tokenize(self, prompt_name: str, **fields: Any) -> Tokenize:
+        """Return the message to a tokenizer worker for one prompt, without id; `prompt_name` is the field that holds it."""
+        return Tokenize(
+            request_id="",
+            sampling=self.sampling,
+            max_tokens_is_default=self.max_tokens_is_default,
+            grammar_name=self.grammar_name,
+            field_names={**self.field_names, "prompt": prompt_name},
+            **fields,
+        )
 
 
 def request_sampling(request: GenerationRequest, info: EngineInfo) -> RequestSampling:
