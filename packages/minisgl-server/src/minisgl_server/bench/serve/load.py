@@ -40,79 +40,64 @@ class Outcome:
         return [record for record in self.records if record.error is None and not record.is_interrupted]
 
 
-class Load:
-    """Load generator of one run.
+async def run_load(
+    client: ApiClient,
+    prompts: Prompts,
+    conversations: Iterator[Conversation],
+    max_concurrency: int = sys.maxsize,
+    duration_s: float = math.inf,
+    report: Callable[[Outcome], None] = lambda outcome: None,
+) -> Outcome:
+    """Send all conversations. If it is cancelled, return the outcome so far.
 
     Args:
         max_concurrency: maximum concurrent conversations; others wait.
         duration_s: time after which no request is sent; running ones are awaited.
         report: called whenever a request was sent or has ended.
     """
+    outcome, slots = Outcome(), asyncio.Semaphore(max_concurrency)
+    cpu_before, start_s = time.process_time(), time.perf_counter()
 
-    def __init__(
-        self,
-        client: ApiClient,
-        prompts: Prompts,
-        max_concurrency: int = sys.maxsize,
-        duration_s: float = math.inf,
-        report: Callable[[Outcome], None] = lambda outcome: None,
-    ) -> None:
-        self._client, self._prompts = client, prompts
-        self._slots = asyncio.Semaphore(max_concurrency)
-        self._duration_s = duration_s
-        self._report = report
-        self._outcome = Outcome()
-        self._start_s = 0.0
+    def is_over() -> bool:
+        return time.perf_counter() - start_s >= duration_s
 
-    async def run(self, conversations: Iterator[Conversation]) -> Outcome:
-        """Send all conversations. If it is cancelled, it returns the outcome so far."""
-        outcome = self._outcome
-        cpu_before = time.process_time()
-        self._start_s = time.perf_counter()
+    async def run_conversation(conversation: Conversation) -> None:
         try:
-            async with asyncio.TaskGroup() as group:
-                for conversation in conversations:
-                    if not await self._acquire_slot(conversation):
-                        break
-                    group.create_task(self._run_conversation(conversation))
-        except asyncio.CancelledError:
-            outcome.is_interrupted = True
-        outcome.seconds = max((record.sent_s + record.latency_s for record in outcome.records), default=0.0)
-        outcome.client_cpu_s = time.process_time() - cpu_before
-        return outcome
-
-    async def _acquire_slot(self, conversation: Conversation) -> bool:
-        """Wait until a conversation has arrived and has a slot. Return False if the run has ended by then."""
-        if conversation.arrival_s >= self._duration_s:
-            return False
-        await asyncio.sleep(max(0.0, self._start_s + conversation.arrival_s - time.perf_counter()))
-        await self._slots.acquire()
-        return not self._is_over()
-
-    def _is_over(self) -> bool:
-        return time.perf_counter() - self._start_s >= self._duration_s
-
-    async def _run_conversation(self, conversation: Conversation) -> None:
-        try:
-            history = self._prompts.start(conversation.prefix)
+            history = prompts.start(conversation.prefix)
             for number, turn in enumerate(conversation.turns):
                 if number:
                     await asyncio.sleep(conversation.delay_s)
-                    if self._is_over():
+                    if is_over():
                         return
                 prompt, num_tokens = history.next_prompt(turn.content)
                 record = Record(conversation.number, number, num_tokens, turn.output_len)
                 if number == 0:
-                    record.wait_s = max(0.0, time.perf_counter() - self._start_s - conversation.arrival_s)
-                self._outcome.records.append(record)
-                self._report(self._outcome)
-                text = await self._client.send(prompt, record, self._start_s)
-                self._outcome.num_ended += 1
-                self._outcome.num_failed += record.error is not None
-                self._report(self._outcome)
+                    record.wait_s = max(0.0, time.perf_counter() - start_s - conversation.arrival_s)
+                outcome.records.append(record)
+                report(outcome)
+                text = await client.send(prompt, record, start_s)
+                outcome.num_ended += 1
+                outcome.num_failed += record.error is not None
+                report(outcome)
                 if record.error is not None:
-                    self._outcome.num_unsent += len(conversation.turns) - number - 1
+                    outcome.num_unsent += len(conversation.turns) - number - 1
                     return
                 history.add_response(text, turn.placeholder)
         finally:
-            self._slots.release()
+            slots.release()
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for conversation in conversations:
+                if conversation.arrival_s >= duration_s:
+                    break
+                await asyncio.sleep(max(0.0, start_s + conversation.arrival_s - time.perf_counter()))
+                await slots.acquire()
+                if is_over():
+                    break
+                group.create_task(run_conversation(conversation))
+    except asyncio.CancelledError:
+        outcome.is_interrupted = True
+    outcome.seconds = max((record.sent_s + record.latency_s for record in outcome.records), default=0.0)
+    outcome.client_cpu_s = time.process_time() - cpu_before
+    return outcome

@@ -27,7 +27,7 @@ from minisgl_server.bench.serve.conversations import (
 )
 from minisgl_server.bench.serve.cpu import ServerCpuTimer, local_server_pid
 from minisgl_server.bench.serve.http_client import HttpClient
-from minisgl_server.bench.serve.load import Load, Outcome
+from minisgl_server.bench.serve.load import Outcome, run_load
 from minisgl_server.bench.serve.options import Run, runs
 from minisgl_server.bench.serve.prompts import COMMON_WORDS, Prompts, chats_of
 from minisgl_server.bench.serve.report import Measured, as_json, print_report
@@ -126,17 +126,16 @@ async def _measure(
     """Warm up, then append each run to `measured`."""
     pids = options.server_pids or tuple(filter(None, [local_server_pid(client.http.url)]))
     try:
-        warm_up = Load(client, prompts, max_concurrency=1)
-        if (await warm_up.run(_warm_up(workload, options.num_warmups))).is_interrupted:
+        warm_up = _warm_up(workload, options.num_warmups)
+        if (await run_load(client, prompts, warm_up, max_concurrency=1)).is_interrupted:
             return
         for run in runs(options):
             with progress_bar() as bar:
                 task = bar.add_task(run.label, total=workload.num_requests)
                 show = partial(_show, bar, task, run.label)
                 limits = run.max_concurrency or sys.maxsize, options.duration or math.inf
-                load = Load(client, prompts, *limits, show)
                 server = ServerCpuTimer(pids)
-                outcome = await load.run(workload.conversations(run))
+                outcome = await run_load(client, prompts, workload.conversations(run), *limits, show)
             summary = summarize(outcome, options.goodput, options.ignore_eos, server.seconds())
             measured.append(Measured(run, outcome, summary))
             if outcome.is_interrupted:
