@@ -69,7 +69,7 @@ class Generation:
         self._wake: asyncio.Future[None] | None = None
         """Future that `next` awaits."""
         self._disconnect_task: asyncio.Task[None] | None = asyncio.create_task(self._abort_on_disconnect(receive))
-        """Task that reads `receive`; nothing else may read it. None after the client has disconnected."""
+        """Task that reads `receive`; nothing else may read it. None once it has ended."""
 
     @property
     def is_over(self) -> bool:
