@@ -110,6 +110,13 @@ async def test_complete_responses_pass(messages: list[Message]) -> None:
     assert await response_to(proxy(messages)) == messages
 
 
+async def test_the_request_id_of_the_api_is_the_only_one() -> None:
+    """Serve's proxy appends the id that the client sent, which the API may have refused."""
+    both = {**start(), "headers": [*start()["headers"], (b"x-request-id", b"new"), (b"x-request-id", b"sent")]}
+    first, *_ = await response_to(proxy([both, CHUNK, LAST]))
+    assert first["headers"] == [*start()["headers"], (b"x-request-id", b"new")]
+
+
 @pytest.mark.parametrize("messages", [[], [start(), CHUNK], [start("text/plain", 503), LAST]])
 async def test_responses_of_other_applications_pass(messages: list[Message]) -> None:
     assert await response_to(proxy(messages, "another")) == messages

@@ -14,7 +14,7 @@ from itertools import count
 
 import ray
 from ray.serve.context import _get_serve_request_context
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -149,6 +149,9 @@ class ProxiedResponse:
             if self._is_of_api and message["status"] >= 500 and content_type.startswith("text/plain"):
                 await self.fail(replica_lost())
                 return
+            headers = MutableHeaders(scope=message)
+            if self._is_of_api and (ids := headers.getlist("x-request-id")):
+                headers["x-request-id"] = ids[0]  # Serve's proxy appends another one
             self._is_started = True
             self._is_event_stream = content_type.startswith("text/event-stream")
             is_direct = message.pop(EXTENSION, False)
