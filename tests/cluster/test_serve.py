@@ -21,11 +21,12 @@ from ray_node import RayNode
 from serve_launch import Launch, Service, engines, wait_for_engines, wait_for_two_replicas
 
 from minisgl_core import LLM, SamplingParams
+from minisgl_core.errors import InvalidValueError
 
 pytest.importorskip("ray", reason="ray is not installed")
 
 PROMPTS = ["w5 w9", "w5 w9 w7", "w40 w41 w42 w43", "w5 w9 w8"]
-NUM_RUNNING, NUM_QUEUED = 4, 6
+NUM_RUNNING, NUM_QUEUED = 4, 2
 """Running requests per replica, of which each takes twice as many, and requests that wait for a replica."""
 
 
@@ -35,6 +36,16 @@ def launch(nodes: list[RayNode]) -> Iterator[Launch]:
     made = Launch(nodes[0], *flags.split(), "--model", tiny_folder.llama()).wait_started()
     yield made
     made.close()
+
+
+@pytest.mark.parametrize(
+    "options", [{"api_workers": 2, "response_store_size": 1000}, {"cors_origin": ["no-origin"]}], ids=str
+)
+def test_a_serve_config_file_has_the_checks_of_launch(options: dict[str, Any]) -> None:
+    from minisgl_server.ray import build_app
+
+    with pytest.raises(InvalidValueError, match=list(options)[-1].replace("_", "-")):
+        build_app({"replicas": 2, **options})
 
 
 def test_streams_of_two_replicas_are_the_text_of_one_engine(launch: Launch, nodes: list[RayNode]) -> None:
@@ -108,6 +119,11 @@ def test_errors_have_the_format_of_openai(
     found = response.json()["error"]
     assert found.keys() == {"message", "type", "param", "code"}
     assert found | error == found
+
+
+def test_responses_have_one_request_id(launch: Launch) -> None:
+    response = httpx.get(f"{launch.url}/models", headers={"X-Request-Id": "a"}, timeout=DEADLINE_S)
+    assert response.headers.get_list("X-Request-Id") == ["a"]
 
 
 @pytest.mark.parametrize("is_stream", [True, False])

@@ -16,7 +16,9 @@ from minisgl_core.contracts.executor import ExecutorSpec
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.utils.suggestions import did_you_mean
+from minisgl_server.launch.allowed_hosts import check_origins
 from minisgl_server.launch.api_keys import api_key_digests
+from minisgl_server.launch.api_workers import check_api_workers
 from minisgl_server.options import ServerOptions
 from minisgl_server.ray import SERVE_ENVIRONMENT
 from minisgl_server.ray.api import API, requests_per_replica
@@ -41,7 +43,10 @@ def parse(config: dict[str, Any]) -> tuple[EngineConfig, ServerOptions, dict[str
             known = [*server_fields, *engine_options(), "autoscaling"]
             raise InvalidValueError(name, value, "an option of minisgl launch, by name", did_you_mean(name, known))
     server_values = {name: check_value(name, value, server_fields[name]) for name, value in config.items()}
-    return EngineConfig.from_flat(**engine_values), ServerOptions(**server_values), scaling
+    options = ServerOptions(**server_values)
+    check_origins(options)
+    check_api_workers(options)
+    return EngineConfig.from_flat(**engine_values), options, scaling
 
 
 def application(config: EngineConfig, options: ServerOptions, scaling: dict[str, Any]) -> Application:
@@ -76,6 +81,8 @@ def engines(
         actor["num_cpus"] = 0  # the ranks take all CPUs of the placement group
         deployment_options = {"placement_group_bundles": bundles, "placement_group_strategy": strategy}
     max_running = config.scheduler.max_running_requests
+    # Serve limits the requests of a replica, of which this many wait; --max-queued-requests is a limit of the API.
+    config = replace(config, scheduler=replace(config.scheduler, max_queued_requests=max_running))
     low, high = options.replica_range
     if low < high:
         scaling = {"target_ongoing_requests": max_running, **scaling, "min_replicas": low, "max_replicas": high}
