@@ -92,6 +92,30 @@ def test_replicas_follow_the_load_and_no_request_is_lost(scaled: Service, nodes:
     stream(scaled, 0)
 
 
+@pytest.mark.parametrize(
+    ("address", "model", "message"),
+    [
+        (
+            None,
+            "/no/such/model",
+            "minisgl: The replicas did not start: --model='/no/such/model': there is no such file",
+        ),
+        ("ray://127.0.0.1:1", "m", "minisgl: the executor provider 'ray' cannot be used here: RAY_ADDRESS=ray://"),
+    ],
+)
+def test_errors_of_the_start_are_one_line(
+    nodes: list[RayNode], monkeypatch: pytest.MonkeyPatch, address: str | None, model: str, message: str
+) -> None:
+    if address:
+        monkeypatch.setattr(nodes[0], "head", address)
+    launch = Launch(nodes[0], "--replicas", "2", "--model", model)
+    try:
+        assert launch.process.wait(2 * DEADLINE_S) != 0
+        assert launch.stderr().splitlines()[-1].startswith(message)
+    finally:
+        launch.close()
+
+
 def test_stages_of_replicas_on_two_hosts(nodes: list[RayNode]) -> None:
     flags = "--replicas 2 --pp 2 --placement strict-spread --max-running-requests 16"
     launch = Launch(nodes[0], *flags.split(), "--model", tiny_folder.llama()).wait_started()

@@ -6,6 +6,7 @@ first. Then Serve replaces the API: its old replicas finish their requests with 
 
 import logging
 import os
+import re
 import secrets
 import signal
 import socket
@@ -20,7 +21,8 @@ import click
 import setproctitle
 
 from minisgl_core.config.options import EngineConfig
-from minisgl_core.errors import WorkerDiedError
+from minisgl_core.contracts.executor import ExecutorSpec
+from minisgl_core.errors import ProviderUnsupportedError, WorkerDiedError
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.protocol.messages import EngineInfo, decoder
 from minisgl_server.launch.allowed_hosts import allowed_hosts
@@ -60,8 +62,10 @@ def serve_on_ray(config: EngineConfig, options: ServerOptions, registry: Registr
     check_api_workers(options)
     executor = registry.load("executor", "ray")
     num_cpus = config.parallel.size * options.replica_range[1] + options.api_workers + 1  # one spare
-    require_serve()
+    if reasons := executor.unsupported(ExecutorSpec()):
+        raise ProviderUnsupportedError("executor", "ray", reasons)
     owns_cluster = executor.connect(num_cpus) and not os.environ.get("RAY_ADDRESS")
+    require_serve()  # after `connect`, which sets variables that Ray reads when it is imported
     import ray
 
     name = f"{ENGINES_APP}{secrets.token_hex(4)}"
@@ -128,7 +132,9 @@ def _deploy(config: EngineConfig, options: ServerOptions, name: str, environment
         info: EngineInfo = decoder(EngineInfo)(handle.describe.remote().result())
         serve.run(app.api(config, options, name, environment), name=API_APP, route_prefix="/")
     except RuntimeError as error:
-        raise WorkerDiedError(f"The replicas did not start: {error} {_reasons()}", "replicas") from None
+        # If a replica has failed, Serve's message is a traceback.
+        reason = re.sub(r"^[\w.]+Error: ", "", f"{error} {_reasons()}".strip().splitlines()[-1])
+        raise WorkerDiedError(f"The replicas did not start: {reason}", "replicas") from None
     deadline = time.monotonic() + options.drain_timeout
     while _is_replacing() and time.monotonic() < deadline:
         time.sleep(POLL_S)
