@@ -171,11 +171,12 @@ class Request:
         """Tokens known to the host whose KV is in the pool, or will be once all planned steps are done."""
         return self.tokens[: self.num_computed]
 
-    def record(self, finish_reason: str) -> RequestRecord:
+    def record(self) -> RequestRecord:
         """Return the record of this request, which has ended."""
+        assert self.finish_reason is not None
         return RequestRecord(
             request_id=self.request_id,
-            finish_reason=finish_reason,
+            finish_reason=self.finish_reason,
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=max(self.num_cached, 0),
             num_output_tokens=self.num_output,

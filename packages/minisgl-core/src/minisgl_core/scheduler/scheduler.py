@@ -465,9 +465,8 @@ class Scheduler:
         self._report(request)
 
     def _report(self, request: Request) -> None:
-        if self._request_finished is None or request.finish_reason is None:
-            return
-        self._request_finished(record=request.record(request.finish_reason), state=self)
+        if self._request_finished is not None:
+            self._request_finished(record=request.record(), state=self)
 
     def check(self) -> None:
         """Verify that pages, page-table rows and the map of requests agree. For tests."""
