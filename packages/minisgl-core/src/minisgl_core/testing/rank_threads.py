@@ -4,7 +4,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -21,13 +21,13 @@ class _Exchange:
     """Shared state in which ranks exchange values.
 
     Attributes:
-        lock: lock that serializes the ranks: a rank releases it only while it waits for others. None if ranks run concurrently.
+        running: semaphore that a rank holds unless it waits for others. It limits how many ranks run at a time.
         barrier: barrier of the ranks, which an error of a rank breaks.
         messages: tensors that were sent and not received yet, by sender and receiver.
     """
 
-    def __init__(self, size: int, lock: "threading.Lock | None") -> None:
-        self.lock = lock
+    def __init__(self, size: int, max_running: int) -> None:
+        self.running = threading.Semaphore(max_running)
         self._values: list[Any] = [None] * size
         self.messages: defaultdict[tuple[int, int], SimpleQueue[torch.Tensor]] = defaultdict(SimpleQueue)
         self.barrier = threading.Barrier(size, timeout=_TIMEOUT_S)
@@ -35,23 +35,21 @@ class _Exchange:
     def swap(self, rank: int, value: Any) -> list[Any]:
         """Return all ranks' values in rank order."""
         self._values[rank] = value
-        with self.unlocked():
+        with self.waiting():
             self.barrier.wait()
         values = list(self._values)
-        with self.unlocked():
+        with self.waiting():
             self.barrier.wait()  # no rank may set its next value before all have read these
         return values
 
     @contextmanager
-    def unlocked(self) -> Iterator[None]:
-        """Release the lock while this rank waits for others."""
-        if self.lock is not None:
-            self.lock.release()
+    def waiting(self) -> Iterator[None]:
+        """Let another rank run while this one waits for others."""
+        self.running.release()
         try:
             yield
         finally:
-            if self.lock is not None:
-                self.lock.acquire()
+            self.running.acquire()
 
 
 class ThreadCommunicator(Communicator):
@@ -91,7 +89,7 @@ class ThreadCommunicator(Communicator):
         self._exchange.messages[self.rank, dst].put(x.clone())
 
     def recv(self, x: torch.Tensor, src: int) -> torch.Tensor:
-        with self._exchange.unlocked():
+        with self._exchange.waiting():
             received = self._exchange.messages[src, self.rank].get(timeout=_TIMEOUT_S)
         return x.copy_(received)
 
@@ -106,11 +104,11 @@ def run_ranks(size: int, function: Callable[[Communicator], Result], *, one_at_a
     """
     if size == 1:
         return [function(SingleRank())]
-    exchange = _Exchange(size, threading.Lock() if one_at_a_time else None)
+    exchange = _Exchange(size, max_running=1 if one_at_a_time else size)
 
     def run(rank: int) -> Result:
         try:
-            with exchange.lock or nullcontext():
+            with exchange.running:
                 return function(ThreadCommunicator(rank, size, exchange))
         except BaseException:
             exchange.barrier.abort()  # wakes ranks that wait for this one
