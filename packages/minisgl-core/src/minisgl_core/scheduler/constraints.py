@@ -242,7 +242,7 @@ class GrammarManager:
         self,
         constraints: Sequence[Constraint | None],
         banned: Sequence[Collection[int]],
-        rules: Sequence[TokenRules | None] = (),
+        rules: Sequence[TokenRules] = (),
     ) -> Masks:
         """Return masks [len(constraints), W] of the tokens that may come next.
 
@@ -251,7 +251,7 @@ class GrammarManager:
         """
         masks = np.full((len(constraints), mask_width(self._vocab_size)), -1, np.int32)
         for mask, rule in zip(masks, rules, strict=False):
-            if rule is not None and (allowed := rule.allowed_mask(len(mask))) is not None:
+            if (allowed := rule.allowed_mask(len(mask))) is not None:
                 mask[:] = allowed
         active = [
             (mask, each.reasoning_begin_token, state)

@@ -55,9 +55,9 @@ class Planner:
         self._seed[row] = request.seed
         self._num_logprobs[row] = -1 if sampling.logprobs is None else sampling.logprobs
         self._penalties[:, row] = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty)
-        has_mask = request.constraint is not None or request.token_rules is not None
-        has_changes = sampling.has_penalties or len(request.bias_ids) > 0 or sampling.min_tokens > 0
-        self._has_logit_adjustments[row] = has_mask or has_changes
+        has_changes = sampling.has_penalties or len(request.bias_ids) > 0
+        may_ban = request.needs_mask or len(request.token_rules.banned) > 0 or sampling.min_tokens > 0
+        self._has_logit_adjustments[row] = has_changes or may_ban
 
     def plan(self, decodes: Int32Array, chunks: list[Chunk], page_table_writes: Int32Array) -> BatchPlan:
         """Return the plan of a step: the rows that decode, and the chunks after them."""
@@ -147,7 +147,7 @@ class Planner:
 
 def _banned(request: Request) -> Int32Array:
     """Return the tokens that a request without a mask must not sample next."""
-    banned: frozenset[int] = frozenset() if request.token_rules is None else request.token_rules.banned
+    banned = request.token_rules.banned
     if request.length - request.num_prompt_tokens < request.sampling.min_tokens:
         banned |= request.stop_ids
     return np.fromiter(banned, np.int32, len(banned)) if banned else _NO_INTS

@@ -41,7 +41,7 @@ class Request:
         row: page-table row; 0 while waiting.
         arrival_s, scheduled_s, first_token_s, num_preemptions: for the request's record; times by ``time.monotonic()``.
         constraint: state of the output's grammar, if there is one; it has accepted the output tokens known to the host.
-        token_rules: further restrictions of the tokens that may be generated, if there are any.
+        token_rules: further restrictions of the tokens that may be generated.
         prompt_logprobs: entries of the prompt's log-probabilities so far; None if they are not requested or were returned.
         sampler_state_sent: True once a plan has set the row's penalty counts and logit biases.
         finish_reason: set once; the request is released when `num_inflight` is 0.
@@ -153,14 +153,12 @@ class Request:
     @property
     def needs_mask(self) -> bool:
         """True if a mask restricts its tokens. The host builds that mask once it knows all earlier tokens."""
-        return self.constraint is not None or (self.token_rules is not None and self.token_rules.needs_mask)
+        return self.constraint is not None or self.token_rules.needs_mask
 
     def banned_tokens(self, eos_ids: frozenset[int]) -> frozenset[int]:
         """Return the tokens that the mask of the next token has to exclude."""
-        rules, has_grammar = self.token_rules, self.constraint is not None
-        banned: frozenset[int] = (
-            frozenset() if rules is None else rules.banned_after(self.tokens[self.num_prompt_tokens :])
-        )
+        has_grammar = self.constraint is not None
+        banned = self.token_rules.banned_after(self.tokens[self.num_prompt_tokens :])
         if self.num_output < self.sampling.min_tokens:
             return banned | self.stop_ids | (eos_ids if has_grammar else frozenset())
         # A grammar allows EOS tokens wherever the output may end. With ignore_eos, it has to continue there.

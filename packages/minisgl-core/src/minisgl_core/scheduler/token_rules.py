@@ -33,10 +33,8 @@ class TokenRules:
     _mask: Masks | None = None
 
     @classmethod
-    def of(cls, submit: Submit) -> Self | None:
-        """Return the rules of a request; None if it has none."""
-        if submit.allowed_ids is None and not submit.bad_words:
-            return None
+    def of(cls, submit: Submit) -> Self:
+        """Return the rules of a request."""
         rules = cls(submit.allowed_ids, frozenset(each[0] for each in submit.bad_words if len(each) == 1))
         for sequence in submit.bad_words:
             if len(sequence) > 1:
