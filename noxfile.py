@@ -13,6 +13,7 @@ import shutil
 from pathlib import Path
 
 import nox
+from packaging.requirements import Requirement
 
 nox.needs_version = ">=2025.5"
 nox.options.default_venv_backend = "uv|virtualenv"
@@ -194,6 +195,25 @@ def wheels(session: nox.Session) -> None:
     session.run("scripts/build-wheels", "dist", external=True, env=by_dev)
     session.install(*CONSTRAINTS, *glob.glob("dist/minisgl_[!e]*.whl"))
     session.run("python", "scripts/serve_once.py", "--dtype", "float32", env=THREADS)
+
+
+@nox.session(reuse_venv=True, requires=["wheels"], default=False)
+def lowest(session: nox.Session) -> None:
+    """Run tests of the command line, the API and the engine with the lowest versions that the packages allow.
+
+    Only torch has its pinned version. Left out are tests that compare with transformers, whose releases 4 compute less than 5.
+    """
+    projects = [nox.project.load_toml(f"{package}/pyproject.toml")["project"] for package in PACKAGES]
+    texts = {text for project in projects for text in project["dependencies"]}
+    asked = [Requirement(text) for text in texts if not text.startswith(("minisgl", "torch>"))]
+    pins = [f"{each.name}=={low.version}" for each in asked for low in each.specifier if low.operator == ">="]
+    install_torch_and_model(session)
+    tools = ("anthropic", "jsonschema", "openai", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "hypothesis")
+    session.install(*pins, *tools, *glob.glob("dist/minisgl_[!e]*.whl"))
+    env = {**THREADS, "OMP_NUM_THREADS": "1"}
+    spread = ["-n", "2", "--dist", "loadfile"]
+    selected = ["-m", "not gpu and not nightly", *PYPROJECT["tool"]["minisgl"]["lowest"], *session.posargs]
+    session.run("python", "-m", "pytest", "-q", *spread, *selected, env=env)
 
 
 @nox.session(venv_backend="none", requires=["wheels"])

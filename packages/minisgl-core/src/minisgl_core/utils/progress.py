@@ -8,4 +8,6 @@ def progress_bar(wanted: bool = True) -> Progress:
     """Return a transient progress bar on stderr. It shows nothing if not `wanted` or if stderr is not a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console, disable=not (wanted and console.is_terminal), transient=True)
+    # For a disabled bar, releases of rich before 15 print a newline.
+    console.quiet = not (wanted and console.is_terminal)
+    return Progress(*columns, console=console, disable=console.quiet, transient=True)
