@@ -93,10 +93,16 @@ def pack_gptq(
 
 
 def pack_compressed(
-    weight: torch.Tensor, size: int = 32, symmetric: bool = True, act_order: bool = False, seed: int = 0
+    weight: torch.Tensor,
+    size: int = 32,
+    symmetric: bool = True,
+    act_order: bool = False,
+    seed: int = 0,
+    group_of: np.ndarray | None = None,
 ) -> Packed:
-    """compressed-tensors' pack-quantized: signed codes, stored plus 8."""
-    group_of = groups(weight.shape[1], size, shuffled=act_order, seed=seed)
+    """compressed-tensors' pack-quantized: signed codes, stored plus 8. `group_of` has the group of each input, if it is given."""
+    if group_of is None:
+        group_of = groups(weight.shape[1], size, shuffled=act_order, seed=seed)
     codes, scales, zeros, known = quantize(weight, group_of, symmetric=symmetric)
     tensors = {
         "weight_packed": pack_words(codes, 1),

@@ -6,6 +6,7 @@ import itertools
 import json
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -87,37 +88,57 @@ def test_experts_of_several_ranks(name: str, num_ranks: int) -> None:
     kit.check(output, expected, f"{num_ranks} ranks", 1e-4)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_experts_with_and_without_an_order(num_ranks: int) -> None:
-    """Of two experts, one has whole groups on each of three ranks, and the other has parts of them."""
-    sizes = {"gate": (192, 128), "up": (192, 128), "down": (128, 192)}
+def in_order(count: int) -> np.ndarray:
+    return np.arange(count) // 64
+
+
+def shuffled(count: int) -> np.ndarray:
+    return np.random.default_rng(count).permutation(in_order(count))
+
+
+def unequal(*sizes: int) -> np.ndarray:
+    return np.random.default_rng(0).permutation(np.repeat(np.arange(len(sizes)), sizes))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "inner", "num_ranks"),
+    [
+        *(((in_order(128), shuffled(128)), (in_order(192), shuffled(192)), ranks) for ranks in (1, 2, 3)),
+        ((in_order(128), shuffled(128)), (in_order(200), shuffled(200)), 3),
+        ((in_order(128), shuffled(128)), (in_order(504), shuffled(504)), 16),
+        ((in_order(128), shuffled(128)), (in_order(200), unequal(50, 60, 60, 30)), 1),
+        ((shuffled(128), shuffled(128)), (shuffled(200), unequal(50, 60, 60, 30)), 1),
+        ((shuffled(128), unequal(96, 32)), (shuffled(192), shuffled(192)), 1),
+        ((unequal(96, 32), shuffled(128)), (shuffled(192), shuffled(192)), 1),
+        ((np.sort(unequal(96, 32)), in_order(128)), (in_order(192), in_order(192)), 1),
+    ],
+)
+def test_orders_of_experts(inputs: tuple[np.ndarray, ...], inner: tuple[np.ndarray, ...], num_ranks: int) -> None:
+    """The groups of the inputs of two experts. A rank may have whole groups of one expert and parts of groups of the other."""
+    sizes = {"gate": (len(inner[0]), 128), "up": (len(inner[0]), 128), "down": (128, len(inner[0]))}
     spec = QuantizationSpec(torch.float32, CPU, 2, FORMATS["compressed-act-order"].quantization())
-    packed = {
-        (expert, name): pack_compressed(torch.randn(size), 64, act_order=True, seed=expert)
-        for expert in range(2)
-        for name, size in sizes.items()
-    }
-    for name, (rows, columns) in sizes.items():
-        weight, index = torch.randn(rows, columns), torch.arange(columns, dtype=torch.int32) // 64
-        tensors, known = pack_compressed(weight, 64)
-        packed[0, name] = tensors | {"weight_g_idx": index}, known
-    x, weights = torch.randn(5, 128), torch.rand(5, 1)
-    ids = torch.tensor([[0], [1], [1], [0], [1]])
+    modules = {}
+    for expert in range(2):
+        for name, size in sizes.items():
+            groups = inner[expert] if name == "down" else inputs[expert]
+            modules[expert, name] = pack_compressed(torch.randn(size), act_order=True, group_of=groups)
+    biases = {"gate": torch.randn(2, len(inner[0])), "up": torch.randn(2, len(inner[0])), "down": torch.zeros(2, 128)}
+    x, weights, ids = torch.randn(5, 128), torch.rand(5, 1), torch.tensor([[0], [1], [1], [0], [1]])
     found = torch.zeros(5, 128)
     for rank in range(num_ranks):
-        size = 192 // num_ranks
-        inner = Shard(rank * size, (rank + 1) * size, size, 192)
-        moe = MoeSpec(2, 1, 128, inner.size, torch.float32, CPU)
-        method = Int4(spec, Ops.of(CPU, torch.float32)).experts(ExpertsSpec("m", moe, inner, tuple(sizes)), TorchMoe)
-        for name, target in method.targets():
-            _, expert, projection, kind = name.split(".")
-            fill_target(name, packed[int(expert), projection][0][kind], target)
+        shard = Shard.of(len(inner[0]), SimpleNamespace(tp_rank=rank, tp_size=num_ranks))
+        moe = MoeSpec(2, 1, 128, shard.size, torch.float32, CPU, has_bias=True)
+        method = Int4(spec, Ops.of(CPU, torch.float32)).experts(ExpertsSpec("m", moe, shard, tuple(sizes)), TorchMoe)
+        for target_name, target in method.targets():
+            _, expert, name, kind = target_name.split(".")
+            tensors = modules[int(expert), name][0] | {"bias": biases[name][int(expert)]}
+            fill_target(target_name, tensors[kind], target)
         found += method.prepare()(x, weights, ids)
     for token, expert in enumerate(ids[:, 0].tolist()):
-        gate, up, down = (packed[expert, name][1].double() for name in sizes)
+        gate, up, down = (modules[expert, name][1].double() for name in sizes)
         row = x[token].double()
-        expected = weights[token] * (down @ (F.silu(gate @ row) * (up @ row)))
-        torch.testing.assert_close(found[token].double(), expected, rtol=1e-4, atol=1e-3)
+        inside = F.silu(gate @ row + biases["gate"][expert]) * (up @ row + biases["up"][expert])
+        torch.testing.assert_close(found[token].double(), weights[token] * (down @ inside), rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["order", "size"])

@@ -20,7 +20,7 @@ from minisgl_core.contracts.layer_methods import (
 )
 from minisgl_core.contracts.moe import UINT4, MoeKernel
 from minisgl_core.contracts.shard import Shard
-from minisgl_core.errors import ModelFormatError
+from minisgl_core.errors import ModelFormatError, ProviderUnsupportedError
 
 
 class _StackedWeight:
@@ -76,8 +76,9 @@ class CheckpointInt4Experts(PackedExperts):
 
         Raises:
             ModelFormatError: the gate and the up projection of an expert have different orders, or groups of different sizes.
+            ProviderUnsupportedError: with act-order, the kernel cannot serve the rank's number of inputs.
         """
-        inputs, inner = _columns(self._gate_up), _with_one_block(_columns(self._down))
+        inputs, inner = (_with_one_block(_columns(experts)) for experts in (self._gate_up, self._down))
         has_order = not all(each.is_plain for each in (*inputs, *inner))
         if has_order and any(len(each.source) != self.spec.moe.hidden_size for each in inputs):
             raise ModelFormatError(f"{self.spec.name}: with act-order, all groups of inputs must have the same size")
@@ -88,9 +89,17 @@ class CheckpointInt4Experts(PackedExperts):
             gate_up.take_rows(rows)
             if self.gate_up_bias is not None:
                 self.gate_up_bias = _take_rows(self.gate_up_bias, rows)
-            self.kernel = type(self.kernel)(replace(self.kernel.spec, top_k=1, intermediate_size=rows.shape[1] // 2))
+            self._replace_kernel(rows.shape[1] // 2)
         forward = self.operation(gate_up.codes, down.codes, gate_up.scales, down.scales, gate_up.zeros, down.zeros)
         return self._with_gather(forward, inputs) if has_order else forward
+
+    def _replace_kernel(self, intermediate_size: int) -> None:
+        """Make the kernel for one expert per row, with this many inputs of the down projection."""
+        kernel = type(self.kernel)
+        spec = replace(self.kernel.spec, top_k=1, intermediate_size=intermediate_size)
+        if reasons := kernel.unsupported(spec):
+            raise ProviderUnsupportedError("moe", kernel.__name__, reasons)
+        self.kernel = kernel(spec)
 
     def _with_gather(self, forward: ExpertsOp, inputs: list[Columns]) -> ExpertsOp:
         """Return the operation of experts whose inputs have these orders; `forward` takes one expert per row."""
@@ -98,9 +107,9 @@ class CheckpointInt4Experts(PackedExperts):
         orders = torch.stack([each.source for each in inputs]).to(device, torch.int32)
         gather = gather_columns
         if device.type == "cuda":
-            from minisgl_backends.kernels import gather_columns as kernel  # imports triton
+            from minisgl_backends.kernels import gather_columns as triton_version
 
-            gather = kernel.gather_columns
+            gather = triton_version.gather_columns
 
         def experts(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
             outputs = forward(gather(x, orders, topk_ids), topk_weights.reshape(-1, 1), topk_ids.reshape(-1, 1))
@@ -111,13 +120,13 @@ class CheckpointInt4Experts(PackedExperts):
     def _rows_in_order(self, inner: list[Columns]) -> torch.Tensor:
         """Return the row of each output of gate and up, in the order of the down projection's inputs, int64 [E, 2 * I].
 
-        Inputs whose weights are 0 fill the experts up to one number of inputs.
+        Experts with fewer inputs than others are filled up with -1.
         """
         most = max(len(each.source) for each in inner)
-        rows = torch.zeros(len(inner), 2, most, dtype=torch.long)
+        rows = torch.full((len(inner), 2, most), -1)
         for expert, columns in enumerate(inner):
-            rows[expert, :, : len(columns.source)] = columns.source
-        rows[:, 1] += self.spec.inner.size
+            rows[expert, 0, : len(columns.source)] = columns.source
+            rows[expert, 1, : len(columns.source)] = columns.source + self.spec.inner.size
         return rows.flatten(1).to(self.spec.moe.device)
 
     def _repacked(self, experts: list[list[CheckpointPart]], columns: list[Columns]) -> _StackedWeight:
@@ -184,8 +193,12 @@ def _with_one_block(experts: list[Columns]) -> list[Columns]:
 
 
 def _take_rows(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return the rows of each expert, [E, R, ...], from [E, N, ...] and their indices [E, R]."""
-    return torch.stack([each[index] for each, index in zip(tensor, rows, strict=True)])
+    """Return the rows of each expert, [E, R, ...], from [E, N, ...] and their indices [E, R]. At index -1, they are 0."""
+    taken = tensor.new_empty(*rows.shape, *tensor.shape[2:])
+    for expert, indices in enumerate(rows):
+        taken[expert] = tensor[expert, indices]
+    taken[rows < 0] = 0
+    return taken
 
 
 class Int4Experts(PlainExperts):
