@@ -90,13 +90,14 @@ def test_generation_config_is_read(tmp_path: Path) -> None:
     assert model_config(source.config, source.generation_config).eos_token_ids == (2, 5, 7)
 
 
-def test_pointers_to_git_lfs_are_refused(tmp_path: Path) -> None:
+def test_the_remedy_for_pointers_to_git_lfs(tmp_path: Path) -> None:
     pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 5\n"
     folder = folder_with(tmp_path, a=torch.zeros(1))
-    assert not SafetensorsWeights.unsupported(folder)
-    for name in ("tokenizer.json", "model.safetensors"):
+    source = SafetensorsWeights(folder)
+    for name in ("config.json", "model.safetensors"):
         (folder / name).write_text(pointer)
-        assert f"{name} is a pointer to a file in Git LFS" in SafetensorsWeights.unsupported(folder)[0]
+        with pytest.raises(ModelFormatError, match=f"{name} cannot be read: it is a pointer to a file in Git LFS"):
+            list((SafetensorsWeights(folder) if name == "config.json" else source).tensors(model_config(source.config)))
 
 
 def test_a_damaged_folder_is_reported(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from minisgl_core.utils.exceptions import is_rust_panic, one_line
 
 _TOKENIZER_FILES = ("tokenizer*", "*vocab*", "merges.txt", "tekken.json", "*.model", "*.tiktoken", "*.spm")
 """Patterns of the files that transformers reads tokenizers from."""
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\n"
 
 
 class FolderSource(WeightSource):
@@ -131,7 +133,15 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelFormatError(f"{path} cannot be read: {error}") from error
+        raise ModelFormatError(f"{path} cannot be read: {lfs_remedy(path) or error}") from error
     if not isinstance(value, dict):
         raise ModelFormatError(f"{path} is not a JSON object")
     return value
+
+
+def lfs_remedy(path: Path) -> str:
+    """Return what to do about a file that a clone without Git LFS has left as a pointer; empty for other files."""
+    with suppress(OSError), path.open("rb") as file:
+        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            return "it is a pointer to a file in Git LFS; run 'git lfs pull' in the folder"
+    return ""

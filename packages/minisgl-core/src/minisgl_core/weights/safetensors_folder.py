@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.weights import LazyTensor
 from minisgl_core.errors import ModelFormatError
-from minisgl_core.weights.folder import FolderSource, read_json
+from minisgl_core.weights.folder import FolderSource, lfs_remedy, read_json
 from minisgl_core.weights.fp8_checkpoint import join_scales, reasons_against_dequantization
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\n"
 _PLAIN = (".weight", ".bias", ".sinks", "_bias", ".gate_up_proj", ".down_proj")
 """Suffixes of the names of tensors that are not packed; the last two are for tensors with all experts of a layer."""
 
@@ -33,16 +32,10 @@ class SafetensorsWeights(FolderSource):
 
     @classmethod
     def unsupported(cls, path: Path) -> list[str]:
-        """Return the reasons: no config, no safetensors, or only pointers to them in Git LFS.
-
-        Unsupported quantization is an error of `tensors`.
-        """
+        """Return the reasons: no config, or no safetensors. Unsupported quantization is an error of `tensors`."""
         reasons = super().unsupported(path)
         if path.is_dir() and not (path / _INDEX).is_file() and not any(path.glob("*.safetensors")):
             reasons.append("the folder has no *.safetensors file")
-        for pattern in ("*.safetensors", "tokenizer*"):
-            if pointer := next(filter(_is_lfs_pointer, sorted(path.glob(pattern))), None):
-                return [*reasons, f"{pointer.name} is a pointer to a file in Git LFS; run 'git lfs pull' in the folder"]
         return reasons
 
     def _files(self) -> Mapping[Path, set[str] | None]:
@@ -109,15 +102,7 @@ class SafetensorsWeights(FolderSource):
                         if wanted is None or name in wanted:
                             yield name, _Slice(file.get_slice(name))
             except (OSError, SafetensorError, UnicodeError) as error:
-                raise ModelFormatError(f"{path} cannot be read: {error}") from error
-
-
-def _is_lfs_pointer(path: Path) -> bool:
-    """Return True if a clone of a repository has, in place of a file, the text that locates it in Git LFS."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        return file.read(len(_LFS_POINTER)) == _LFS_POINTER
+                raise ModelFormatError(f"{path} cannot be read: {lfs_remedy(path) or error}") from error
 
 
 class _Slice:
