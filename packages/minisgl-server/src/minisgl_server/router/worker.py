@@ -65,6 +65,14 @@ class Replica:
         )
 
 
+@dataclass(slots=True)
+class _Count:
+    """Counts of requests that a worker asked for, and the number of replicas that have not answered."""
+
+    message: RequestCounts
+    num_open: int
+
+
 class _Routed(NamedTuple):
     """Request at a replica: the worker that its output goes to, and its load."""
 
@@ -96,7 +104,7 @@ class RouterWorker:
         """Requests that wait for a replica, in order."""
         self._has_failed = False
         """True if no replica is ready, and none is expected to be soon."""
-        self._counting: dict[int, tuple[RequestCounts, Replica]] = {}
+        self._counting: dict[int, tuple[_Count, Replica]] = {}
         """Counts so far, and a replica that has not answered yet, by the correlation id of the question to the replica."""
         self._correlation_ids = itertools.count()
         self._asked: dict[tuple[int, int], tuple[Replica, SnapshotRequest]] = {}
@@ -240,7 +248,8 @@ class RouterWorker:
             return
         message.counts["router"] = len(self._requests) + len(self._waiting)
         asked = {next(self._correlation_ids): each for each in self._ready()}
-        self._counting |= {correlation_id: (message, each) for correlation_id, each in asked.items()}
+        count = _Count(message, len(asked))
+        self._counting |= {correlation_id: (count, each) for correlation_id, each in asked.items()}
         for correlation_id, each in asked.items():
             assert each.send is not None
             each.send(RequestCounts(worker=own_index, correlation_id=correlation_id))
@@ -251,8 +260,9 @@ class RouterWorker:
         """Add the counts of a replica, which are empty if it ended. Return a count to its worker after the last replica."""
         if correlation_id not in self._counting:
             return  # the replica was lost
-        message, _ = self._counting.pop(correlation_id)
+        count, _ = self._counting.pop(correlation_id)
         for name, value in counts.items():
-            message.counts[name] = message.counts.get(name, 0) + value
-        if all(each is not message for each, _ in self._counting.values()):
-            self._to_workers[message.worker](message)
+            count.message.counts[name] = count.message.counts.get(name, 0) + value
+        count.num_open -= 1
+        if count.num_open == 0:
+            self._to_workers[count.message.worker](count.message)
