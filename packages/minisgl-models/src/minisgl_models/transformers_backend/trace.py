@@ -142,7 +142,7 @@ def build_on_meta(config: PreTrainedConfig, dtype: torch.dtype, attention: str) 
         attention: name of a registered attention function.
 
     Raises:
-        ModelFormatError: transformers cannot build it with that function.
+        ModelFormatError: transformers cannot build it.
     """
     falcon.register()
     try:
@@ -150,7 +150,7 @@ def build_on_meta(config: PreTrainedConfig, dtype: torch.dtype, attention: str) 
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).eval()
     except Exception as error:
         cause = one_line_with_type(error)
-        raise ModelFormatError(f"transformers cannot build it with another attention function: {cause:.300}") from error
+        raise ModelFormatError(f"transformers cannot build the model: {cause:.300}") from error
     # With a padding token, a forward without a mask looks for padding among the tokens, on the host.
     vars(model.config)["pad_token_id"] = None  # some configs refuse to set it to None
     return model
