@@ -128,12 +128,15 @@ def _deploy(config: EngineConfig, options: ServerOptions, name: str, environment
     earlier = [each for each in _applications() if each.startswith(ENGINES_APP)]
     logging.getLogger("ray.serve").setLevel(options.log_level.upper())
     try:
+        started = name
         handle = serve.run(app.engines(config, options, {}, environment), name=name, route_prefix=None)
         info: EngineInfo = decoder(EngineInfo)(handle.describe.remote().result())
+        started = API_APP
         serve.run(app.api(config, options, name, environment), name=API_APP, route_prefix="/")
     except RuntimeError as error:
         # If a replica has failed, Serve's message is a traceback.
-        reason = re.sub(r"^[\w.]+Error: ", "", f"{error} {_reasons()}".strip().splitlines()[-1])
+        *_, reason = ["no reason is known", *f"{error} {_reasons(started)}".strip().splitlines()]
+        reason = re.sub(r"^minisgl[\w.]*Error: ", "", reason)
         raise WorkerDiedError(f"The replicas did not start: {reason}", "replicas") from None
     deadline = time.monotonic() + options.drain_timeout
     while _is_replacing() and time.monotonic() < deadline:
@@ -191,11 +194,12 @@ def _delete(name: str, options: ServerOptions) -> None:
         time.sleep(0.2)
 
 
-def _reasons() -> str:
-    """Return the messages of the deployments that are not healthy."""
+def _reasons(name: str) -> str:
+    """Return the messages of an application's deployments that are not healthy."""
     from ray import serve
 
-    deployments = [each for app in serve.status().applications.values() for each in app.deployments.values()]
+    application = serve.status().applications.get(name)
+    deployments = [] if application is None else application.deployments.values()
     messages = [each.message.strip() for each in deployments if each.status != "HEALTHY"]
     return " ".join(message for message in messages if message)
 
