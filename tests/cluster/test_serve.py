@@ -15,12 +15,14 @@ import httpx
 import openai
 import psutil
 import pytest
+import tiny
 import tiny_folder
 from launched import DEADLINE_S
 from ray_node import RayNode
 from serve_launch import Launch, Service, engines, wait_for_engines, wait_for_two_replicas
 
 from minisgl_core import LLM, SamplingParams
+from minisgl_core.config.options import EngineConfig
 from minisgl_core.errors import InvalidValueError
 
 pytest.importorskip("ray", reason="ray is not installed")
@@ -46,6 +48,47 @@ def test_a_serve_config_file_has_the_checks_of_launch(options: dict[str, Any]) -
 
     with pytest.raises(InvalidValueError, match=list(options)[-1].replace("_", "-")):
         build_app({"replicas": 2, **options})
+
+
+@pytest.mark.parametrize(
+    ("scaling", "found"),
+    [
+        ({"upscale_delay": 1}, r"autoscaling\.upscale_delay=1 .*Did you mean 'upscale_delay_s'"),
+        ({"upscale_delay_s": -1}, "autoscaling=.*upscale_delay_s"),
+        ({"max_replicas": 3}, r"autoscaling\.max_replicas=3 .*`replicas` sets"),
+        (3, "autoscaling=3"),
+    ],
+    ids=str,
+)
+def test_fields_of_autoscaling_are_checked(scaling: Any, found: str) -> None:
+    from minisgl_server.ray import build_app
+
+    with pytest.raises(InvalidValueError, match=found):
+        build_app({"replicas": 2, "autoscaling": scaling})
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_replica_refuses_none_of_the_requests_that_serve_sends(overlap: bool) -> None:
+    """An aborted request keeps its row until the running step ends, while Serve sends the next one at once."""
+    from minisgl_server.ray.api import requests_per_replica
+    from minisgl_server.ray.app import with_queue_of_serve
+
+    given = EngineConfig.from_flat(model="m", max_running_requests=NUM_RUNNING, max_queued_requests=1)
+    limits = with_queue_of_serve(given).scheduler
+    loop = tiny.new_loop(
+        page_size=1,
+        num_pages=400,
+        max_running_requests=limits.max_running_requests,
+        max_queued_requests=limits.max_queued_requests,
+        disable_overlap=not overlap,
+    )
+    sampling = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    for number in range(requests_per_replica(given)):
+        tiny.submit(loop, f"r{number}", (5, number + 6), sampling)
+    for _ in range(6):
+        loop.step()
+    loop.scheduler.abort("r1", "abort")
+    tiny.submit(loop, "next", (5,), sampling)
 
 
 def test_streams_of_two_replicas_are_the_text_of_one_engine(launch: Launch, nodes: list[RayNode]) -> None:

@@ -15,6 +15,7 @@ from minisgl_core.config.provider_picker import check_providers
 from minisgl_core.contracts.executor import ExecutorSpec
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.plugins.registry import Registry
+from minisgl_core.utils.exceptions import one_line
 from minisgl_core.utils.suggestions import did_you_mean
 from minisgl_server.launch.allowed_hosts import check_origins
 from minisgl_server.launch.api_keys import api_key_digests
@@ -46,7 +47,24 @@ def parse(config: dict[str, Any]) -> tuple[EngineConfig, ServerOptions, dict[str
     options = ServerOptions(**server_values)
     check_origins(options)
     check_api_workers(options)
+    _check_scaling(scaling)
     return EngineConfig.from_flat(**engine_values), options, scaling
+
+
+def _check_scaling(scaling: Any) -> None:
+    """Check the names and values of Serve's AutoscalingConfig, which itself ignores unknown names."""
+    if not isinstance(scaling, dict):
+        raise InvalidValueError("autoscaling", scaling, "a mapping")
+    known = [name for name in AutoscalingConfig.__fields__ if name not in ("min_replicas", "max_replicas")]
+    for name, value in scaling.items():
+        if name not in known:
+            allowed = "a field of Ray Serve's AutoscalingConfig, without those that `replicas` sets"
+            raise InvalidValueError(f"autoscaling.{name}", value, allowed, did_you_mean(name, known))
+    try:
+        AutoscalingConfig(**scaling)
+    except ValueError as error:
+        allowed = f"valid for Ray Serve's AutoscalingConfig ({one_line(error)})"
+        raise InvalidValueError("autoscaling", scaling, allowed) from None
 
 
 def application(config: EngineConfig, options: ServerOptions, scaling: dict[str, Any]) -> Application:
@@ -81,8 +99,7 @@ def engines(
         actor["num_cpus"] = 0  # the ranks take all CPUs of the placement group
         deployment_options = {"placement_group_bundles": bundles, "placement_group_strategy": strategy}
     max_running = config.scheduler.max_running_requests
-    # Serve limits the requests of a replica, of which this many wait; --max-queued-requests is a limit of the API.
-    config = replace(config, scheduler=replace(config.scheduler, max_queued_requests=max_running))
+    config = with_queue_of_serve(config)
     low, high = options.replica_range
     if low < high:
         scaling = {"target_ongoing_requests": max_running, **scaling, "min_replicas": low, "max_replicas": high}
@@ -105,6 +122,14 @@ def engines(
         **deployment_options,
     )
     return deployment.bind(config, _deployed_options(options))
+
+
+def with_queue_of_serve(config: EngineConfig) -> EngineConfig:
+    """Return the config of a replica, whose scheduler never refuses a request: Serve and the API limit their number.
+
+    All requests of a replica may wait in the scheduler. With overlap, ended ones keep their rows until the running step ends.
+    """
+    return replace(config, scheduler=replace(config.scheduler, max_queued_requests=requests_per_replica(config)))
 
 
 def api(
