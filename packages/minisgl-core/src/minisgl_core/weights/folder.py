@@ -141,7 +141,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def lfs_remedy(path: Path) -> str:
     """Return what to do about a file that a clone without Git LFS has left as a pointer; empty for other files."""
-    with suppress(OSError), path.open("rb") as file:
+    with suppress(OSError, UnicodeError), path.open("rb") as file:
         if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
             return "it is a pointer to a file in Git LFS; run 'git lfs pull' in the folder"
     return ""
