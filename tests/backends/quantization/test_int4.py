@@ -61,7 +61,7 @@ class TestCompressedTensors(Stored):
 
 def with_orders(stored: PackedCheckpoint) -> PackedCheckpoint:
     """Return the format with another order of inputs for each three matrices; act-order formats have one."""
-    if "act_order" not in stored.pack.keywords or not stored.pack.keywords["act_order"]:
+    if not stored.pack.keywords.get("act_order"):
         return stored
     number = itertools.count()
     return replace(stored, pack=lambda weight: stored.pack(weight, seed=next(number) // 3))

@@ -20,7 +20,7 @@ from minisgl_core.contracts.layer_methods import (
 )
 from minisgl_core.contracts.moe import UINT4, MoeKernel
 from minisgl_core.contracts.shard import Shard
-from minisgl_core.errors import ModelFormatError, ProviderUnsupportedError
+from minisgl_core.errors import ModelFormatError
 
 
 class _StackedWeight:
@@ -89,17 +89,10 @@ class CheckpointInt4Experts(PackedExperts):
             gate_up.take_rows(rows)
             if self.gate_up_bias is not None:
                 self.gate_up_bias = _take_rows(self.gate_up_bias, rows)
-            self._replace_kernel(rows.shape[1] // 2)
+            moe = replace(self.kernel.spec, top_k=1, intermediate_size=rows.shape[1] // 2)  # one expert per row
+            self._make_kernel(type(self.kernel), moe)
         forward = self.operation(gate_up.codes, down.codes, gate_up.scales, down.scales, gate_up.zeros, down.zeros)
         return self._with_gather(forward, inputs) if has_order else forward
-
-    def _replace_kernel(self, intermediate_size: int) -> None:
-        """Make the kernel for one expert per row, with this many inputs of the down projection."""
-        kernel = type(self.kernel)
-        spec = replace(self.kernel.spec, top_k=1, intermediate_size=intermediate_size)
-        if reasons := kernel.unsupported(spec):
-            raise ProviderUnsupportedError("moe", kernel.__name__, reasons)
-        self.kernel = kernel(spec)
 
     def _with_gather(self, forward: ExpertsOp, inputs: list[Columns]) -> ExpertsOp:
         """Return the operation of experts whose inputs have these orders; `forward` takes one expert per row."""

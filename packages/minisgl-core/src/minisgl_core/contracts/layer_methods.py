@@ -214,9 +214,8 @@ class ExpertsMethod(ABC):
             ProviderUnsupportedError: the kernel cannot serve these experts.
         """
         moe = replace(spec.moe, weight_dtype=self.weight_dtype)
-        if reasons := kernel.unsupported(moe):
-            raise ProviderUnsupportedError("moe", kernel.__name__, reasons)
-        self.spec, self.kernel = spec, kernel(moe)
+        self.spec = spec
+        self._make_kernel(kernel, moe)
         has_bias = moe.has_bias
         self.gate_up_bias = spec.empty(moe.num_experts, 2 * moe.intermediate_size) if has_bias else None
         self.down_bias = spec.empty(moe.num_experts, moe.hidden_size) if has_bias else None
@@ -228,6 +227,16 @@ class ExpertsMethod(ABC):
     @abstractmethod
     def prepare(self) -> ExpertsOp:
         """Return the layer's operation; see `LinearMethod.prepare`."""
+
+    def _make_kernel(self, kernel: type[MoeKernel], moe: MoeSpec) -> None:
+        """Set `kernel` for these requirements.
+
+        Raises:
+            ProviderUnsupportedError: the kernel does not support them.
+        """
+        if reasons := kernel.unsupported(moe):
+            raise ProviderUnsupportedError("moe", kernel.__name__, reasons)
+        self.kernel = kernel(moe)
 
     def bias_targets(self) -> Targets:
         """Yield ``NAME.0.gate_proj.bias`` and so on, if there are biases."""
