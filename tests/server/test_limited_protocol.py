@@ -35,7 +35,7 @@ Address = tuple[str, int]
 def application() -> FastAPI:
     app = FastAPI()
     errors.add_error_handlers(app)
-    app.state.release = threading.Event()
+    app.state.release, app.state.stream_ended = threading.Event(), threading.Event()
 
     @app.get("/")
     async def get(request: Request) -> dict[str, int]:
@@ -54,8 +54,11 @@ def application() -> FastAPI:
     async def stream(request: Request) -> StreamingResponse:
         async def parts() -> AsyncIterator[str]:
             yield "begun"
-            while not await request.is_disconnected():
-                await asyncio.sleep(0.05)
+            try:
+                while not await request.is_disconnected() and not app.state.release.is_set():
+                    await asyncio.sleep(0.05)
+            finally:
+                app.state.stream_ended.set()
 
         return StreamingResponse(parts())
 
@@ -202,6 +205,19 @@ def test_too_many_pipelined_requests_end_the_connection(address: Address) -> Non
     with socket.create_connection(address) as connection:
         connection.sendall((GET + b"\r\n") * 1000)
         assert read_or_reset(connection).count(b"HTTP/1.1") <= MAX_PIPELINED
+
+
+def test_a_closed_connection_ends_the_request_before_a_pipelined_one() -> None:
+    app = application()
+    with serving(app) as (address, _), socket.create_connection(address) as connection:
+        connection.sendall(b"GET /stream HTTP/1.1\r\nHost: x\r\n\r\n")
+        while b"begun" not in connection.recv(65536):
+            pass
+        connection.sendall(GET + b"\r\n\x00\x00")
+        assert read_or_reset(connection) == b""
+        has_ended = app.state.stream_ended.wait(20)
+        app.state.release.set()  # otherwise a stream that goes on would keep the server from ending
+        assert has_ended
 
 
 @pytest.mark.parametrize("name", [b"websocket", b"h2c"])

@@ -11,7 +11,8 @@ from typing import ClassVar, cast
 
 import httptools
 import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from minisgl_server.api.errors import ApiError
 from minisgl_server.api.http.connection_limits import ConnectionLimits
@@ -53,12 +54,18 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._write_timer: asyncio.TimerHandle | None = None
         self._num_unsent = 0
         """Bytes that the client had not read when the write timer was started."""
+        self._running_cycle: RequestResponseCycle | None = None
+        """Request that the application handles, or the last one; `cycle` is the last pipelined request."""
         if error := self.limits.add(self._host, len(self.connections)):
             self._refuse(error)
         else:
             self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Also tell the running request, as uvicorn tells the last pipelined request only."""
+        if self._running_cycle is not None and not self._running_cycle.response_complete:
+            self._running_cycle.disconnected = True
+            self._running_cycle.message_event.set()
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
         self._stop_timer()
@@ -66,6 +73,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._count_unfinished_bytes(0)
         self.limits.remove_unread(self.transport)
         self.limits.remove(self._host)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._running_cycle = cycle
+        super()._start_asgi_task(cycle, app)
 
     def pause_writing(self) -> None:
         """Start the timeout of a client that does not read, and count what it has not read."""
