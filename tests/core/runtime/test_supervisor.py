@@ -73,7 +73,7 @@ def test_wait_ends_at_its_timeout_and_when_woken(supervisor: Supervisor) -> None
     ("target", "args", "words"),
     [
         (children.fail_by_user, (), "--attn='nope' is not valid: must be one of torch. (in the process 'bad')"),
-        (children.fail_by_bug, (), "'bad' failed: KeyError: 'oops' (MINISGL_DEBUG=1 shows the traceback)"),
+        (children.fail_by_bug, (), "'bad' failed: KeyError: 'oops'"),
         (children.fail_by_text, ("\ud800.json cannot be read",), "\\ud800.json cannot be read (in the process 'bad')"),
         (children.end_with, (7,), "'bad' ended unexpectedly with exit code 7"),
         (children.end_with, (0,), "'bad' ended unexpectedly with exit code 0"),
@@ -89,11 +89,16 @@ def test_a_failure_is_raised_in_the_parent(supervisor: Supervisor, target, args,
     assert isinstance(caught.value, WorkerRefusedError) == (target is children.fail_by_user)
 
 
-def test_debug_adds_the_traceback(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MINISGL_DEBUG", "1")
-    supervisor.start("bad", children.fail_by_bug)
-    with pytest.raises(WorkerDiedError, match="Traceback"):
+@pytest.mark.parametrize("debug", ["0", "1"])
+@pytest.mark.parametrize("target", [children.fail_by_bug, children.fail_by_user])
+def test_the_traceback_of_a_bug_is_logged_and_debug_logs_that_of_any_error(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, debug: str, target
+) -> None:
+    monkeypatch.setenv("MINISGL_DEBUG", debug)
+    supervisor.start("bad", target)
+    with pytest.raises(WorkerDiedError):
         supervisor.wait()
+    assert ("Traceback" in caplog.text) == (target is children.fail_by_bug or debug == "1")
 
 
 def test_children_log_under_their_name(capfd: pytest.CaptureFixture[str]) -> None:

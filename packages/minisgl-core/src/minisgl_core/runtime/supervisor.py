@@ -10,6 +10,7 @@ signals, because the parent decides when each child ends. It ends them with `END
 import atexit
 import contextlib
 import gc
+import logging
 import os
 import shutil
 import signal
@@ -29,6 +30,8 @@ from minisgl_core.errors import USER_ERRORS, MinisglError, WorkerDiedError, Work
 from minisgl_core.protocol.messages import Ready, decoder, encode
 from minisgl_core.utils import logs
 from minisgl_core.utils.exit_status import describe_exit
+
+logger = logging.getLogger(__name__)
 
 END_SIGNAL = signal.SIGUSR1
 """Signal that asks a child to end."""
@@ -52,6 +55,7 @@ class _Failed(msgspec.Struct, tag=True):
     kind: str
     text: str
     trace: str
+    """The traceback; empty for a `MinisglError` unless MINISGL_DEBUG is 1."""
     is_minisgl_error: bool
     """True for a `MinisglError`, whose message is written for users."""
     is_user_error: bool
@@ -208,6 +212,8 @@ class Supervisor:
                 if isinstance(message, Ready):
                     self.ready[name] = message
                 elif name not in self._ending:
+                    if message.trace:
+                        logger.error("The process '%s' failed:\n%s", name, message.trace.rstrip())
                     kind = WorkerRefusedError if message.is_user_error else WorkerDiedError
                     raise kind(_describe_failure(name, message), name)
         except (EOFError, OSError):
@@ -225,13 +231,10 @@ def _ask_to_end(process: Any) -> None:
 
 def _describe_failure(name: str, failed: _Failed) -> str:
     """Return a message about a failed child. It begins with the text of an error for users, else with the child's name."""
-    if failed.is_minisgl_error:
-        # The message of a rank on another host names the process already.
-        text = failed.text if f"'{name}'" in failed.text else f"{failed.text} (in the process '{name}')"
-    else:
-        hint = "" if failed.trace else " (MINISGL_DEBUG=1 shows the traceback)"
-        text = f"The process '{name}' failed: {failed.kind}: {failed.text}{hint}"
-    return f"{text}\n{failed.trace}" if failed.trace else text
+    if not failed.is_minisgl_error:
+        return f"The process '{name}' failed: {failed.kind}: {failed.text}"
+    # The message of a rank on another host names the process already.
+    return failed.text if f"'{name}'" in failed.text else f"{failed.text} (in the process '{name}')"
 
 
 def _child(
@@ -263,8 +266,8 @@ def _child(
         assert callable(target)
         target(*args, report)
     except Exception as error:
-        trace = traceback.format_exc() if os.environ.get("MINISGL_DEBUG") == "1" else ""
         kinds = isinstance(error, MinisglError), isinstance(error, USER_ERRORS)
+        trace = "" if kinds[0] and os.environ.get("MINISGL_DEBUG") != "1" else traceback.format_exc()
         # Paths that are not UTF-8 and strings of a config.json may have lone surrogates, which cannot be encoded.
         text, trace = (each.encode(errors="backslashreplace").decode() for each in (str(error), trace))
         pipe.send_bytes(encode(_Failed(type(error).__name__, text, trace, *kinds)))
