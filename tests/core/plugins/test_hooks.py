@@ -57,6 +57,7 @@ def test_a_hook_module_is_called_with_the_arguments_it_names(site):
         ("from minisgl_core import hookimpl\n@hookimpl\ndef engine_startd(info): pass", "engine_startd"),
         ("from minisgl_core import hookimpl\n@hookimpl\ndef engine_started(inf): pass", "inf"),
         ("def engine_started(info): pass", "minisgl_core.hookimpl"),
+        ("from minisgl_core import hookimpl\n@hookimpl\nasync def api_routes(app): pass", "without async"),
     ],
 )
 def test_a_bad_module_is_skipped_with_one_warning(site, caplog, source, cause):
@@ -155,6 +156,24 @@ def api_routes(app):
     assert hooks.api_routes is not None
     with pytest.raises(RuntimeError, match="no such app"):
         hooks.api_routes(app=None)
+
+
+def test_a_failing_wrapper_is_logged_once_and_goes_no_further(site, caplog):
+    source = """
+from minisgl_core import hookimpl
+
+@hookimpl(wrapper=True)
+def engine_stopped():
+    yield
+    raise RuntimeError("out of ideas")
+"""
+    site.install("bad", {"hooks": {"bad": "bad_hooks"}}, bad_hooks=source)
+    hooks = Hooks(Registry.from_environment())
+    assert hooks.engine_stopped is not None
+    for _ in range(2):
+        assert hooks.engine_stopped() is None
+    assert len(caplog.records) == 1
+    assert "bad_hooks.py" in caplog.text
 
 
 def test_the_specs_are_documented_and_the_marker_is_the_projects():

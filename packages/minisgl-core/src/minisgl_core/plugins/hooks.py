@@ -4,6 +4,7 @@ The registry loads the hook modules, not pluggy's own loader, so that a module t
 """
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -56,7 +57,8 @@ class Hooks:
         for name, caller in vars(manager.hook).items():
             if isinstance(caller, pluggy.HookCaller) and caller.get_hookimpls():
                 assert hasattr(Hooks, name), f"Hooks has no attribute for the hook {name}"
-                setattr(self, name, caller)
+                # The exception of a wrapper ends the whole call.
+                setattr(self, name, caller if name == "api_routes" else _log_errors(caller, name))
 
 
 def check_hooks(registry: Registry, entry: Entry) -> None:
@@ -94,7 +96,11 @@ def _add(manager: pluggy.PluginManager, registry: Registry, entry: Entry) -> Non
         for attribute in dir(module):
             if options := manager.parse_hookimpl_opts(module, attribute):
                 function = getattr(module, attribute)
-                # A wrapper is a generator, whose exceptions come from the implementations that it wraps.
+                if inspect.iscoroutinefunction(function):
+                    raise PluginError(
+                        f"{attribute} is a coroutine function, which is not awaited; define it without async"
+                    )
+                # A wrapper is a generator: calling it raises nothing yet.
                 is_plain = not options["hookwrapper"] and not options["wrapper"] and attribute != "api_routes"
                 setattr(hooks, attribute, _log_errors(function, f"{attribute} of {name}") if is_plain else function)
         if not vars(hooks):
@@ -113,10 +119,10 @@ def _log_errors(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     failed = False
 
     @functools.wraps(function)
-    def call(*arguments: Any) -> Any:
+    def call(*arguments: Any, **named: Any) -> Any:
         nonlocal failed
         try:
-            return function(*arguments)
+            return function(*arguments, **named)
         except (Exception, SystemExit):
             if not failed:
                 failed = True
