@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cmp_to_key
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from kit_runner import iter_failures
@@ -103,9 +104,15 @@ class ComparesByTheCache(Policy):
         return sorted(waiting, key=cmp_to_key(compare))
 
 
+class ReturnsAnIterator(Policy):
+    def order(self, waiting: Waiting, running: Waiting, num_cached: NumCached) -> Any:
+        return reversed(waiting)
+
+
 @pytest.mark.parametrize(
     ("broken", "caught_by"),
     [
+        (ReturnsAnIterator, "test_order_has_each_waiting_request_once"),
         (LeavesOneOut, "test_order_has_each_waiting_request_once"),
         (TakesOneTwice, "test_order_has_each_waiting_request_once"),
         (ForgetsPriorities, "test_lower_priorities_run_first"),

@@ -252,7 +252,7 @@ def test_a_policy_that_loses_requests_is_a_plugin_error(change: Callable[[Any], 
     )()
     for name in ("a", "b"):
         tiny.submit(loop, name, prompt(1, 4), greedy(2))
-    with pytest.raises(PluginError, match="the policy Odd"):
+    with pytest.raises(PluginError, match=r"the policy .*Odd'> must"):
         loop.step()
 
 
@@ -348,7 +348,7 @@ def test_a_cache_that_keeps_pages_is_a_plugin_error() -> None:
     tiny.submit(loop, "a", prompt(1, 30), greedy(2))
     tiny.run(loop)
     tiny.submit(loop, "b", prompt(2, 30), greedy(2))
-    with pytest.raises(PluginError, match="prefix cache Hoards"):
+    with pytest.raises(PluginError, match=r"prefix cache .*Hoards'>"):
         tiny.run(loop)
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from minisgl_backends.prefix_cache.radix import RadixPrefixCache
 from minisgl_core.contracts.prefix_cache import DEFAULT_NAMESPACE
 from minisgl_core.contracts.router import RouterSpec, block_keys
+from minisgl_core.errors import PluginError
 from minisgl_core.protocol.engine_snapshot import SnapshotRequest
 from minisgl_core.protocol.messages import (
     Abort,
@@ -314,6 +315,18 @@ def test_a_waiting_request_keeps_its_place_when_a_full_replica_refuses_another(r
     assert rig.names(full) == []
     rig.send(Ended([first]), Ended([second]))
     assert rig.names(full) == lost[:2]
+
+
+@pytest.mark.parametrize("chosen", [-1, 2, None])
+def test_a_router_that_chooses_none_of_the_replicas_is_named(rig: Rig, chosen: Any) -> None:
+    class Odd(PrefixRouter):
+        def route(self, *_: Any) -> Any:
+            return chosen
+
+    rig.worker = RouterWorker(Odd(RouterSpec(2, 256)), info(), rig.connect, [])
+    rig.send(ReplicaReady(0, 0), ReplicaReady(1, 1))
+    with pytest.raises(PluginError, match=f"Odd'> must return .*, not {chosen}"):
+        rig.submit("a")
 
 
 def test_events_follow_a_real_cache() -> None:

@@ -302,7 +302,7 @@ class GrammarManager:
         num_bytes = 0 if self._checker is None else self._checker.check(source, is_quick)
         state = backend.compile(source.kind, source.text, source.name)
         if not isinstance(state, GrammarState):
-            raise PluginError(f"{type(backend).__qualname__}.compile() must return a GrammarState, not {state!r}")
+            raise PluginError(f"compile() of {type(backend)} must return a GrammarState, not {state!r}")
         return CompiledGrammar(state, max(num_bytes, _MIN_BYTES_PER_CHARACTER * len(source.text)))
 
 

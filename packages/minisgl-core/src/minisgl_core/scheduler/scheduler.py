@@ -317,7 +317,7 @@ class Scheduler:
             raise PluginError(
                 f"no waiting request can be admitted, although no request runs: {self.num_pages_used} of "
                 f"{self.pages.allocator.capacity} pages are not free, and the prefix cache "
-                f"{type(self.pages.cache).__qualname__} cannot evict them"
+                f"{type(self.pages.cache)} cannot evict them"
             )
         schedulable = self._running.schedulable()
         if not any(map(len, schedulable)) or self._running.num_inflight.any():
@@ -363,7 +363,7 @@ class Scheduler:
         has_all = isinstance(ordered, Sequence) and len(ordered) == len(waiting)
         if not has_all or (ordered is not given and set(map(id, ordered)) != set(map(id, waiting))):
             raise PluginError(
-                f"the policy {type(self.policy).__qualname__} must return exactly the requests that it was given, reordered"
+                f"the policy {type(self.policy)} must return exactly the requests that it was given, reordered"
             )
         return cast(Sequence[Request], ordered)
 

@@ -76,6 +76,7 @@ class PolicyTests:
         for seed in range(5):
             queue = Queue(length, num_priorities, seed)
             order = queue.ordered_by(self.provider())
+            assert isinstance(order, Sequence), "the order is not a sequence, such as a list"
             assert sorted(map(id, order)) == sorted(map(id, queue.waiting)), "not a permutation of the waiting requests"
 
     def test_lower_priorities_run_first(self) -> None:

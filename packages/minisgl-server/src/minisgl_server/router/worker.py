@@ -10,6 +10,7 @@ import msgspec
 
 from minisgl_core.contracts.prefix_cache import CacheNamespace
 from minisgl_core.contracts.router import RoutedPrompt, Router, block_size_for
+from minisgl_core.errors import PluginError
 from minisgl_core.protocol.engine_snapshot import ReplicaState, SnapshotRequest
 from minisgl_core.protocol.messages import (
     Abort,
@@ -165,8 +166,11 @@ class RouterWorker:
                 return
         namespace = CacheNamespace(submit.cache_salt, submit.adapter_id)
         prompt = RoutedPrompt(submit.token_ids, self._block_size, namespace, submit.user)
-        replica = self.replicas[self._router.route(prompt, candidates)]
-        assert replica.send is not None, f"the router chose replica {replica.replica}, which is not ready"
+        chosen = self._router.route(prompt, candidates)
+        replica = next((each for each in candidates if each.replica == chosen), None)
+        if replica is None:
+            raise PluginError(f"route of {type(self._router)} must return the index of a replica given, not {chosen!r}")
+        assert replica.send is not None, "only ready replicas are candidates"
         replica.send(submit)
         self._requests[submit.request_id] = _Routed(replica, submit.worker, len(submit.token_ids))
         replica.num_requests += 1
