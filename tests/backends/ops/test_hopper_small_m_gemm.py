@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,12 +14,19 @@ from hopper_reference import HAS_HOPPER, reference
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minisgl_backends.cuda.gemm_common import BLOCK_K
-from minisgl_backends.cuda.gemm_tiling import MAX_SMALL_M_ROWS, choose_tiling, worthwhile_rows
+from minisgl_backends.cuda.gemm_common import BLOCK_K, LINE_BYTES
+from minisgl_backends.cuda.gemm_tiling import (
+    MAX_SMALL_M_ROWS,
+    GemmTiling,
+    choose_fp8_tiling,
+    choose_tiling,
+    worthwhile_rows,
+)
 from minisgl_backends.cuda.small_m_gemm import HopperSmallMGemm, StreamKWorkspace, Variant, supports_weight
 from minisgl_backends.ops.hopper import HopperOps
 from minisgl_backends.ops.triton_linear import TritonLinear
 from minisgl_core.testing.ops_kit import OpsTests
+from minisgl_core.utils.fp8 import FP8_MAX, to_fp8
 
 MATRICES = [
     (rows, inputs, gated, bias)
@@ -41,9 +49,13 @@ MATRICES = [
     st.integers(1, 20_000).map(lambda n: 8 * n),
     st.integers(1, 400),
     st.integers(78, 160),
+    st.sampled_from([(choose_tiling, BLOCK_K), (choose_fp8_tiling, LINE_BYTES)]),
 )
-def test_tilings_give_work_to_every_thread_block(rows: int, outputs: int, depth: int, num_sms: int) -> None:
-    tiling = choose_tiling(rows, outputs, depth * BLOCK_K, num_sms)
+def test_tilings_give_work_to_every_thread_block(
+    rows: int, outputs: int, depth: int, num_sms: int, kind: tuple[Callable[[int, int, int, int], GemmTiling], int]
+) -> None:
+    choose, line = kind
+    tiling = choose(rows, outputs, depth * line, num_sms)
     tiles = -(-outputs // tiling.outputs)
     assert tiling.outputs in (64, 128)
     assert 1 <= tiling.cluster * tiling.splits * tiling.row_parts <= 8  # the portable cluster size
@@ -92,6 +104,8 @@ def test_the_ring_fits_its_stages_and_the_exchanged_sums(rows: int, row_parts: i
         Variant(160, 64, 1, 2, 2, gated=False, has_bias=False),
         Variant(MAX_SMALL_M_ROWS, 64, 1, 3, 2, gated=False, has_bias=True),
         Variant(MAX_SMALL_M_ROWS, 64, 1, 1, 2, gated=True, has_bias=False),
+        Variant(232, 128, 2, 1, 1, gated=True, has_bias=False, fp8=True),
+        Variant(MAX_SMALL_M_ROWS, 64, 1, 6, 1, gated=False, has_bias=True, fp8=True),
     ],
 )
 def test_variants_compile_without_spilling(variant: Variant, tmp_path: Path) -> None:
@@ -109,7 +123,7 @@ def test_gated_layers_prepare_gated_kernels_only(monkeypatch: pytest.MonkeyPatch
     small_m = SimpleNamespace(
         ROW_SIZES=(16,),
         supports_weight=lambda weight, bias, *, gated: True,
-        HopperSmallMGemm=lambda *args, gated, row_sizes: prepared.append(gated),
+        HopperSmallMGemm=lambda *args, scales, gated, row_sizes: prepared.append(gated),
     )
     monkeypatch.setattr(HopperOps, "__init__", TritonLinear.__init__)
     ops = HopperOps(torch.device("cpu"), torch.bfloat16)
@@ -118,6 +132,12 @@ def test_gated_layers_prepare_gated_kernels_only(monkeypatch: pytest.MonkeyPatch
     ops._hopper_gated_gemm = SimpleNamespace(supports_weight=lambda weight, bias: False)  # type: ignore[assignment]
     ops.prepare_gated(torch.zeros(32, 64, dtype=torch.bfloat16), None)
     assert prepared == [True]
+
+
+def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return x in FP8 and a scale per row, [rows, 1]."""
+    scales = x.abs().amax(1, keepdim=True).float() / FP8_MAX
+    return to_fp8(x, scales), scales
 
 
 @pytest.mark.gpu
@@ -145,6 +165,33 @@ class TestOnHopper:
             assert all(torch.equal(result, results[0]) for result in results)
             error = (results[0].double() - wanted).norm() / wanted.norm()
             assert error < 5e-3, (num_rows, float(error))
+        assert not workspace.arrived.any()
+
+    @pytest.mark.parametrize(("rows", "inputs", "gated", "has_bias"), [case for case in MATRICES if case[1] % 128 == 0])
+    def test_fp8_results_match_a_float64_reference(self, rows: int, inputs: int, gated: bool, has_bias: bool) -> None:
+        device = torch.device("cuda")
+        weight, scales = quantize_rows(torch.randn(rows, inputs, device=device) / inputs**0.5)
+        bias = torch.randn(rows, device=device, dtype=torch.bfloat16) if has_bias else None
+        workspace = StreamKWorkspace(device)
+        assert supports_weight(weight, bias, gated=gated)
+        sizes = (16, 32, 64, 128, 160, 224, MAX_SMALL_M_ROWS)
+        gemm = HopperSmallMGemm(weight, bias, workspace, scales=scales.view(-1), gated=gated, row_sizes=sizes)
+        for num_rows in (1, 7, 17, 64, 90, 128, 145, 190, MAX_SMALL_M_ROWS):
+            # Rows of all magnitudes: a mistaken scale is no small error.
+            x = (
+                torch.randn(num_rows, inputs, device=device)
+                * torch.rand(num_rows, 1, device=device).mul(8).sub(4).exp()
+            )
+            x_q, x_scales = quantize_rows(x.bfloat16())
+            assert gemm.supports_input(x)
+            wanted = reference(x_q.double() * x_scales, weight.double() * scales, bias, gated=gated)
+            results = []
+            for _ in range(3):
+                torch.full_like(wanted, float("nan"), dtype=torch.bfloat16)
+                results.append(gemm(x_q, x_scales))
+            assert all(torch.equal(result, results[0]) for result in results)
+            errors = (results[0].double() - wanted).norm(dim=1) / wanted.norm(dim=1)
+            assert errors.max() < 1e-2, (num_rows, float(errors.max()))
         assert not workspace.arrived.any()
 
     @pytest.mark.parametrize(("num_rows", "hidden"), [(72, 2048), (200, 1024)])

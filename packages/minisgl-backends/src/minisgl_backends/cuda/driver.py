@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from minisgl_core.contracts.kv_cache import KVPages
+from minisgl_core.utils.fp8 import FP8
 
 _PROTOTYPES: dict[str, tuple[Any, ...]] = {}
 """Argument types by function. Each function returns a CUresult, 0 for success."""
@@ -130,14 +131,15 @@ class Kernel:
 
 
 class TensorMap:
-    """A CUtensorMap: describes a bfloat16 tensor to Hopper's TMA, which loads boxes of it with 128-byte swizzle.
+    """A CUtensorMap: describes a tensor in bfloat16 or FP8 to Hopper's TMA, which loads boxes of it with 128-byte swizzle.
 
     Attributes:
         address: address of the 128 bytes that are passed to the kernel.
     """
 
     # Values of CUtensorMapDataType, CUtensorMapSwizzle and CUtensorMapL2promotion.
-    _BFLOAT16, _SWIZZLE_128 = 9, 3
+    _DTYPES: ClassVar = {torch.bfloat16: 9, FP8: 0}  # FP8 as bytes
+    _SWIZZLE_128 = 3
     _PROMOTIONS: ClassVar = {128: 2, 256: 3}
 
     def __init__(self, tensor: torch.Tensor, box: Sequence[int], *, promote: int = 256) -> None:
@@ -145,7 +147,7 @@ class TensorMap:
 
         Args:
             tensor: contiguous in the last dimension; the other strides and the address are multiples of 16 bytes.
-            box: size of a box in each dimension, at most 64 in the last.
+            box: size of a box in each dimension, at most 128 bytes in the last.
             promote: L2 promotion in bytes, 128 or 256.
         """
         self._bytes = ctypes.create_string_buffer(128 + 64)
@@ -153,9 +155,9 @@ class TensorMap:
         num, size = tensor.dim(), tensor.element_size()
         pitches = [stride * size for stride in tensor.stride()[-2::-1]]
         call(
-            "cuTensorMapEncodeTiled", self.address, self._BFLOAT16, num, tensor.data_ptr(), (c_uint64 * num)(*tensor.shape[::-1]),
-            (c_uint64 * (num - 1))(*pitches), (c_uint32 * num)(*box[::-1]), (c_uint32 * num)(*[1] * num), 0, self._SWIZZLE_128,
-            self._PROMOTIONS[promote], 0,
+            "cuTensorMapEncodeTiled", self.address, self._DTYPES[tensor.dtype], num, tensor.data_ptr(),
+            (c_uint64 * num)(*tensor.shape[::-1]), (c_uint64 * (num - 1))(*pitches), (c_uint32 * num)(*box[::-1]),
+            (c_uint32 * num)(*[1] * num), 0, self._SWIZZLE_128, self._PROMOTIONS[promote], 0,
         )  # fmt: skip
 
 
@@ -171,14 +173,17 @@ def kv_maps(pool: KVPages, num_lines: int, *, promote: int = 256) -> list[tuple[
     """Return the maps of each layer's K and V: two for boxes of up to 64 tokens of a page, then two for boxes of 8 tokens.
 
     Args:
-        pool: KV pool in bfloat16, of layout NHD.
-        num_lines: lines of 64 elements per token in a box; a head of 128 has two.
+        pool: KV pool in bfloat16 or FP8, of layout NHD.
+        num_lines: lines of 128 bytes per token in a box; a head of 128 has two in bfloat16.
         promote: see `TensorMap`.
     """
     spec, maps = pool.spec, []
+    size = 128 // spec.dtype.itemsize  # elements per line
     for layer in range(spec.num_layers):
-        lines = [each.view(-1, spec.num_kv_heads * spec.head_dim // 64, 64) for each in (pool.k(layer), pool.v(layer))]
-        boxes = [(num_tokens, num_lines, 64) for num_tokens in (min(spec.page_size, 64), 8)]
+        lines = [
+            each.view(-1, spec.num_kv_heads * spec.head_dim // size, size) for each in (pool.k(layer), pool.v(layer))
+        ]
+        boxes = [(num_tokens, num_lines, size) for num_tokens in (min(spec.page_size, 64), 8)]
         maps.append(tuple(TensorMap(each, box, promote=promote) for box in boxes for each in lines))
     return maps
 

@@ -14,7 +14,7 @@
 #include "gemm_common.cuh"
 
 constexpr int ROWS = 128, OUTPUTS = 128, STAGES = 4, LAG = 2, HEIGHT = 8;
-constexpr int X_BYTES = ROWS * BLOCK_K * 2, HALF_BYTES = OUTPUTS * BLOCK_K * 2, STAGE_BYTES = X_BYTES + 2 * HALF_BYTES;
+constexpr int X_BYTES = ROWS * LINE_BYTES, HALF_BYTES = OUTPUTS * LINE_BYTES, STAGE_BYTES = X_BYTES + 2 * HALF_BYTES;
 constexpr int SUMS = OUTPUTS;                      // per thread: gates of two rows, then their ups
 constexpr int BOX = 64, BOX_BYTES = 64 * BOX * 2;  // outputs of 64 rows per TMA store
 

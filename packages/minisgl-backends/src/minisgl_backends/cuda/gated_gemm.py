@@ -92,4 +92,9 @@ class HopperGatedGemm:
 
 def supports_weight(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Return True if `HopperGatedGemm` supports this weight; a bias is not supported."""
-    return bias is None and can_load_weight(weight) and len(weight) % 16 == 0 and weight.shape[1] >= 2 * BLOCK_K
+    return (
+        bias is None
+        and can_load_weight(weight, torch.bfloat16)
+        and len(weight) % 16 == 0
+        and weight.shape[1] >= 2 * BLOCK_K
+    )

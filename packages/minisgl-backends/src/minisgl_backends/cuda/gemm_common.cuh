@@ -1,12 +1,16 @@
 // Shared parts of small_m_gemm.cu, gated_gemm.cu and int4_gemm.cu. WGMMA stands for the generated source of
-// wgmma(float (&sums)[], A a, u64 b, int keep): a wgmma of 64 rows of a, a fixed number of rows of b, and 16 inputs. A is u64, a
+// wgmma(float (&sums)[], A a, u64 b, int keep): a wgmma of 64 rows of a, a fixed number of rows of b, and 32 bytes of inputs. A is u64, a
 // descriptor of shared memory, or in int4_gemm.cu const u32 (&)[4], the registers of this thread. The wgmma accumulates into sums if
 // `keep`, else it overwrites them.
 
 #include "common.cuh"
 #include WGMMA
 
-constexpr int BLOCK_K = 64;     // inputs per stage: 128 bytes, the width of the swizzle
+#ifndef FP8
+#define FP8 0  // 1 for operands in float8 e4m3 instead of bfloat16
+#endif
+constexpr int LINE_BYTES = 128;                  // of a row of x or of the weight per stage: the width of the swizzle
+constexpr int BLOCK_K = LINE_BYTES / (2 - FP8);  // inputs per stage
 constexpr int CONSUMERS = 256;  // consumer threads, two warpgroups
 
 // No .release.cluster: the stage was only read, and the fence would take a microsecond.
@@ -40,7 +44,7 @@ template <int SUMS> __device__ __forceinline__ void wgmma_stage(float (&sums)[SU
     for (int i = 0; i < SUMS; i++) asm volatile("" : "+f"(sums[i])::"memory");
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
     #pragma unroll
-    for (int i = 0; i < BLOCK_K / 16; i++) wgmma(sums, a + 2 * i, b + 2 * i, keep || i > 0);
+    for (int i = 0; i < LINE_BYTES / 32; i++) wgmma(sums, a + 2 * i, b + 2 * i, keep || i > 0);
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 template <int LEFT> __device__ __forceinline__ void wgmma_wait() {

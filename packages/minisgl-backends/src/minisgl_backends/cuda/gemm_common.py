@@ -10,8 +10,10 @@ import torch
 from minisgl_backends.cuda.compiler import compile_async
 from minisgl_backends.cuda.driver import Kernel
 
-BLOCK_K = 64
-"""Inputs per pipeline stage."""
+LINE_BYTES = 128
+"""Bytes of a row of x or of the weight per pipeline stage."""
+BLOCK_K = LINE_BYTES // 2
+"""Inputs per pipeline stage in bfloat16."""
 THREADS = 288
 """Threads per block: two consumer warpgroups and a producer warp."""
 SHARED_BYTES = 227 * 1024 - 1024
@@ -49,13 +51,13 @@ def load_kernel(variant: GemmVariant, name: str, device: torch.device) -> tuple[
 
 
 def wgmma_source(rows: int, *, from_registers: bool = False, transposes_b: bool = False, dtype: str = "bf16") -> str:
-    """Return the source for ``#include WGMMA``: a wgmma of 64 rows of a, `rows` of b and 16 inputs.
+    """Return the source for ``#include WGMMA``: a wgmma of 64 rows of a, `rows` of b and 32 bytes of inputs.
 
     Args:
         rows: N of the instruction, a multiple of 8 up to 256.
         from_registers: the rows of a are in registers, ``const u32 (&a)[4]``, instead of shared memory.
         transposes_b: b is MN-major: for each input, the values of its rows are contiguous. Needs `from_registers`.
-        dtype: dtype of a and b, ``bf16`` or ``f16``.
+        dtype: dtype of a and b, ``bf16``, ``f16`` or ``e4m3``.
     """
     count = rows // 2
     sums = ", ".join(f"%{i}" for i in range(count))
@@ -64,28 +66,29 @@ def wgmma_source(rows: int, *, from_registers: bool = False, transposes_b: bool 
         parameter, values, transposes = (
             "const u32 (&a)[4]",
             ", ".join(f'"r"(a[{i}])' for i in range(4)),
-            str(int(transposes_b)),
+            f", {int(transposes_b)}",
         )
         operand, next_operand = "{" + ", ".join(f"%{count + i}" for i in range(4)) + "}", count + 4
     else:
-        parameter, values, transposes = "u64 a", '"l"(a)', "0, 0"
+        parameter, values, transposes = "u64 a", '"l"(a)', "" if dtype == "e4m3" else ", 0, 0"
         operand, next_operand = f"%{count}", count + 1
-    instruction = f"wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.{dtype}.{dtype}"
+    depth = 32 if dtype == "e4m3" else 16
+    instruction = f"wgmma.mma_async.sync.aligned.m64n{rows}k{depth}.f32.{dtype}.{dtype}"
     return (
         f"__device__ __forceinline__ void wgmma(float (&sums)[{count}], {parameter}, u64 b, int keep) {{\n"
         f'  asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{next_operand + 1}, 0;"\n'
-        f'    " {instruction} {{{sums}}}, {operand}, %{next_operand}, p, 1, 1, {transposes}; }}"\n'
+        f'    " {instruction} {{{sums}}}, {operand}, %{next_operand}, p, 1, 1{transposes}; }}"\n'
         f'    : {outputs} : {values}, "l"(b), "r"(keep));\n}}'
     )
 
 
-def can_load_weight(weight: torch.Tensor) -> bool:
-    """Return True if TMA can load the weight matrix, and K is a multiple of BLOCK_K."""
+def can_load_weight(weight: torch.Tensor, *dtypes: torch.dtype) -> bool:
+    """Return True if TMA can load the weight matrix, its dtype is one of `dtypes`, and rows are a multiple of LINE_BYTES long."""
     return (
         weight.is_cuda
-        and weight.dtype == torch.bfloat16
+        and weight.dtype in dtypes
         and weight.is_contiguous()
-        and weight.shape[1] % BLOCK_K == 0
+        and weight.shape[1] * weight.element_size() % LINE_BYTES == 0
         and weight.data_ptr() % 16 == 0
     )
 

@@ -13,14 +13,36 @@ constexpr int SHARING_BLOCKS = CLUSTER * ROW_PARTS;       // thread blocks that 
 __device__ __forceinline__ int first_output() {
     return (OUTPUTS == 128 ? (threadIdx.x >> 7) * 64 : 0) + (threadIdx.x >> 5 & 3) * 16;
 }
-__device__ __forceinline__ float2 biases(const bf16* bias, int column, int N) {
-    if (!HAS_BIAS) return make_float2(0.f, 0.f);
-    auto at = [&](int output) {
-        int index = GATED && output >= COLUMNS ? N + column + output - COLUMNS : column + output;
-        return index < (GATED ? 2 * N : N) ? __uint_as_float((u32)bias[index] << 16) : 0.f;
+// Rows of the weight matrix of the thread's two outputs of the tile at `column`; past its end, the last row.
+__device__ __forceinline__ int2 weight_rows(int column, int N) {
+    auto row_of = [&](int output) {
+        int row = GATED && output >= COLUMNS ? N + column + output - COLUMNS : column + output;
+        return min(row, (GATED ? 2 * N : N) - 1);
     };
     int output = first_output() + (threadIdx.x & 31) / 4;
-    return make_float2(at(output), at(output + 8));
+    return make_int2(row_of(output), row_of(output + 8));
+}
+__device__ __forceinline__ float2 biases(const bf16* bias, int column, int N) {
+    if (!HAS_BIAS) return make_float2(0.f, 0.f);
+    const int2 rows = weight_rows(column, N);
+    return make_float2(__uint_as_float((u32)bias[rows.x] << 16), __uint_as_float((u32)bias[rows.y] << 16));
+}
+// Multiply the sums of a tile by the scales of its rows of x, from `first_row` on, and of its outputs.
+__device__ __forceinline__ void scale_sums(float (&sums)[SUMS], const float* x_scales, const float* weight_scales, int first_row, int column, int M, int N) {
+    const int2 outputs = weight_rows(column, N);
+    const float low = weight_scales[outputs.x], high = weight_scales[outputs.y];
+    const int row = first_row + (OUTPUTS == 64 ? (threadIdx.x >> 7) * WARPGROUP_ROWS : 0) + (threadIdx.x & 3) * 2;
+    auto scale_of = [&](int index) {
+        float scale;  // in asm, so that it is not loaded before the previous kernel has ended
+        asm volatile("ld.global.f32 %0, [%1];" : "=f"(scale) : "l"(x_scales + min(row + index, M - 1)) : "memory");
+        return scale;
+    };
+    #pragma unroll
+    for (int octet = 0; octet < ROW_OCTETS; octet++) {
+        const float first = scale_of(octet * 8), second = scale_of(octet * 8 + 1);
+        float* of = sums + octet * 4;
+        of[0] *= low * first, of[1] *= low * second, of[2] *= high * first, of[3] *= high * second;
+    }
 }
 
 // Store rows that are staged in shared memory to `out`, from `row` on.

@@ -1,7 +1,7 @@
-// Small-M GEMM for Hopper: out = x @ weight.T + bias, for decodes of up to 256 requests.
+// Small-M GEMM for Hopper: out = x @ weight.T + bias, for decodes of up to 256 requests, in bfloat16 or FP8.
 //
 // Such GEMMs are limited by the bandwidth at which weights are read. The weights are operand A of wgmma, which has 64 rows: a
-// thread block computes OUTPUTS columns of `out` for all ROWS of x, in steps of 64 inputs. A producer warp fills a ring of stages
+// thread block computes OUTPUTS columns of `out` for all ROWS of x, in steps of BLOCK_K inputs. A producer warp fills a ring of stages
 // by TMA, and two consumer warpgroups multiply (wgmma, float32 accumulators) and release the stages. The ring and its
 // transaction barriers are CUTLASS's warp-specialized design (github.com/NVIDIA/cutlass, "Efficient GEMM").
 //
@@ -18,23 +18,25 @@
 //
 // Macros: ROWS (largest number of rows of x per thread block; a multiple of 8, or of 16 for OUTPUTS == 64), OUTPUTS (64: the
 // warpgroups divide the rows; 128: they divide the outputs), CLUSTER, SPLITS, ROW_PARTS (1 with CLUSTER > 1), STAGES, GATED (a
-// gated MLP: half of a tile is gate, half is up, and silu(gate) * up is stored), HAS_BIAS, and WGMMA for the rows of a warpgroup.
+// gated MLP: half of a tile is gate, half is up, and silu(gate) * up is stored), HAS_BIAS, FP8 (x and weight are float8 e4m3, with a
+// scale per row each), and WGMMA for the rows of a warpgroup.
 
 #include "gemm_common.cuh"
 
 constexpr int OCTETS_AT_ONCE = 4;  // groups of 8 rows that are staged at once for the store, while loads go on
 #include "small_m_epilogue.cuh"
 
-constexpr int WEIGHT_BYTES = OUTPUTS * BLOCK_K * 2, X_BYTES = ROWS * BLOCK_K * 2, STAGE_BYTES = WEIGHT_BYTES + X_BYTES;
+constexpr int WEIGHT_BYTES = OUTPUTS * LINE_BYTES, X_BYTES = ROWS * LINE_BYTES, STAGE_BYTES = WEIGHT_BYTES + X_BYTES;
 constexpr int BOX_ROWS = (ROWS / CLUSTER + 7) / 8 * 8;  // rows of x that each thread block of a cluster loads; the last boxes may overlap
-constexpr int STAGE_TX_BYTES = WEIGHT_BYTES + CLUSTER * BOX_ROWS * BLOCK_K * 2;
+constexpr int STAGE_TX_BYTES = WEIGHT_BYTES + CLUSTER * BOX_ROWS * LINE_BYTES;
 
-// weight: [N, K], or [2 N, K] if GATED; x: [M, K]; out: [M, N]; bias: one value per row of weight. K is a multiple of 64, N of 8.
+// weight: [N, K], or [2 N, K] if GATED; x: [M, K]; out: [M, N]; bias: one value per row of weight. K is a multiple of BLOCK_K,
+// N of 8. x_scales: [M], weight_scales: one per row of weight; not read unless FP8.
 // partials: float32 [thread blocks, SUMS / 4, 256, 4]. arrived: [thread blocks], 0 before and after the kernel.
 // Thread blocks: a multiple of SHARING_BLOCKS * SPLITS; with SPLITS > 1, tiles times ROW_PARTS * SPLITS.
 extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1)
 small_m_gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant__ TensorMap x_map, bf16* __restrict__ out,
-        const bf16* __restrict__ bias, float4* __restrict__ partials, int* __restrict__ arrived, int M, int N, int K) {
+        const bf16* __restrict__ bias, const float* x_scales, const float* weight_scales, float4* __restrict__ partials, int* __restrict__ arrived, int M, int N, int K) {
     extern __shared__ char memory[];
     __shared__ __align__(8) u64 barriers[2 * STAGES + 1];
     const u32 ring = (shared_address(memory) + 1023) & ~1023u, staging = ring + STAGES * STAGE_BYTES;
@@ -77,7 +79,7 @@ small_m_gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant
             if (ROW_PARTS == 1)
                 fetch(to, &weight_map, k * BLOCK_K, column, barrier, EVICT_FIRST);
             else
-                fetch_multicast(sharing_mask, to + row_part * PART * 128, &weight_map, k * BLOCK_K, column + row_part * PART, barrier, EVICT_FIRST);
+                fetch_multicast(sharing_mask, to + row_part * PART * LINE_BYTES, &weight_map, k * BLOCK_K, column + row_part * PART, barrier, EVICT_FIRST);
         };
         auto fetch_weights = [&](int tile, int k, int s) {
             u32 to = ring + s * STAGE_BYTES, barrier = full + 8 * s;
@@ -91,7 +93,7 @@ small_m_gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant
             if (CLUSTER == 1)
                 fetch(to, &x_map, k * BLOCK_K, first_row, barrier, EVICT_LAST);
             else
-                fetch_multicast(sharing_mask, to + row * BLOCK_K * 2, &x_map, k * BLOCK_K, row, barrier, EVICT_LAST);
+                fetch_multicast(sharing_mask, to + row * LINE_BYTES, &x_map, k * BLOCK_K, row, barrier, EVICT_LAST);
         };
         const int ahead = min(STAGES, end - begin);
         int tile = begin / num_k_blocks, k = begin % num_k_blocks, x_k = k;
@@ -123,7 +125,7 @@ small_m_gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant
     } else {
         if (SHARING_BLOCKS > 1) cluster_sync();
         const int warpgroup = warp >> 2;
-        const u32 weight_offset = OUTPUTS == 128 ? warpgroup * 64 * 128 : 0, x_offset = OUTPUTS == 64 ? warpgroup * WARPGROUP_ROWS * 128 : 0;
+        const u32 weight_offset = OUTPUTS == 128 ? warpgroup * 64 * LINE_BYTES : 0, x_offset = OUTPUTS == 64 ? warpgroup * WARPGROUP_ROWS * LINE_BYTES : 0;
         int s = 0, parity = 0, released = begin;
         auto release_last = [&] {  // only if the stage is refilled: then the block that it arrives at waits for it, and so has not exited
             const u32 last = empty + 8 * (s == 0 ? STAGES - 1 : s - 1);
@@ -145,6 +147,7 @@ small_m_gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant
             wgmma_wait_all(sums);
             release_last();
             previous_kernel_wait();
+            if (FP8) scale_sums(sums, x_scales, weight_scales, first_row, column_of(tile), M, N);
             if (SPLITS > 1) {
                 reduce_and_store(sums, ring, reduce_barrier, out, bias, first_row, column_of(tile), split, row_part, M, N);
                 break;

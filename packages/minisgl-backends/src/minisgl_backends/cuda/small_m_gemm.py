@@ -12,7 +12,7 @@ from minisgl_backends.cuda.compiler import program
 from minisgl_backends.cuda.driver import TensorMap
 from minisgl_backends.cuda.gemm_common import (
     ALIGNMENT_BYTES,
-    BLOCK_K,
+    LINE_BYTES,
     SHARED_BYTES,
     can_load_input,
     can_load_weight,
@@ -20,7 +20,8 @@ from minisgl_backends.cuda.gemm_common import (
     load_kernel,
     wgmma_source,
 )
-from minisgl_backends.cuda.gemm_tiling import MAX_SMALL_M_ROWS, GemmTiling, choose_tiling
+from minisgl_backends.cuda.gemm_tiling import MAX_SMALL_M_ROWS, GemmTiling, choose_fp8_tiling, choose_tiling
+from minisgl_core.utils.fp8 import FP8
 
 ROW_SIZES = (*range(16, 64, 16), *range(64, MAX_SMALL_M_ROWS + 1, 8))
 """Numbers of rows with a kernel of their own, if the `GemmTiling` allows them; other numbers of rows are padded."""
@@ -39,6 +40,7 @@ class Variant:
         row_parts: likewise.
         gated: fuse the gated MLP's activation.
         has_bias: add a bias.
+        fp8: x and weights are in FP8.
     """
 
     rows: int
@@ -48,6 +50,7 @@ class Variant:
     row_parts: int
     gated: bool
     has_bias: bool
+    fp8: bool = False
 
     @property
     def block_rows(self) -> int:
@@ -67,7 +70,7 @@ class Variant:
     @property
     def stages(self) -> int:
         """Return the pipeline stages: as many as fit into shared memory."""
-        stage = (self.outputs + self.block_rows) * BLOCK_K * 2
+        stage = (self.outputs + self.block_rows) * LINE_BYTES
         # Rows are staged for the store, 32 at a time for each group of threads that stores.
         staged = 32 * (2 * self.outputs + 16) * (2 if self.outputs == 64 else 1)
         return int(min(_MAX_STAGES, (SHARED_BYTES - ALIGNMENT_BYTES - staged) // stage))
@@ -83,9 +86,10 @@ class Variant:
             "STAGES": self.stages,
             "GATED": self.gated,
             "HAS_BIAS": self.has_bias,
+            "FP8": self.fp8,
         }
         warpgroup_rows = self.block_rows // 2 if self.outputs == 64 else self.block_rows
-        return program("small_m_gemm.cu", macros, wgmma_source(warpgroup_rows))
+        return program("small_m_gemm.cu", macros, wgmma_source(warpgroup_rows, dtype="e4m3" if self.fp8 else "bf16"))
 
 
 def compile_variants(
@@ -94,17 +98,18 @@ def compile_variants(
     *,
     gated: bool,
     row_sizes: Sequence[int] = ROW_SIZES,
-    choose: Callable[[int, int, int, int], GemmTiling] = choose_tiling,
+    choose: Callable[[int, int, int, int], GemmTiling] | None = None,
 ) -> list[tuple[Variant, GemmTiling]]:
     """Start compiling for a weight, which need not be loaded, and return the variants; see `HopperSmallMGemm`."""
     num_sms = torch.cuda.get_device_properties(weight.device).multi_processor_count
+    choose = choose or (choose_fp8_tiling if weight.dtype == FP8 else choose_tiling)
     variants = []
     for rows in row_sizes:
         tiling = choose(rows, len(weight), weight.shape[1], num_sms)
         if rows % tiling.row_multiple:
             continue
         shape = tiling.outputs, tiling.cluster, tiling.splits, tiling.row_parts
-        variants.append((Variant(rows, *shape, gated, bias is not None), tiling))
+        variants.append((Variant(rows, *shape, gated, bias is not None, weight.dtype == FP8), tiling))
         compiled(variants[-1][0])
     return variants
 
@@ -135,36 +140,42 @@ class HopperSmallMGemm:
         bias: torch.Tensor | None,
         workspace: StreamKWorkspace,
         *,
+        scales: torch.Tensor | None = None,
         gated: bool = False,
         row_sizes: Sequence[int] = ROW_SIZES,
-        choose: Callable[[int, int, int, int], GemmTiling] = choose_tiling,
+        choose: Callable[[int, int, int, int], GemmTiling] | None = None,
     ) -> None:
         """Prepare a weight matrix for which `supports_weight` is True, and start compiling.
 
         Args:
-            weight: [N, K], or [2 * N, K] if `gated`.
+            weight: [N, K], or [2 * N, K] if `gated`, in bfloat16 or FP8.
             bias: one value per row of the weight, or None.
             workspace: the CUDA stream's workspace.
+            scales: float32, one per row of an FP8 weight.
             gated: fuse the gated MLP's activation.
             row_sizes: numbers of rows to compile kernels for, ascending.
-            choose: selects the tiling, with the arguments of `choose_tiling`.
+            choose: selects the tiling, with the arguments of `choose_tiling`, instead of the default.
         """
-        self._weight, self._bias, self._workspace, self._gated = weight, bias, workspace, gated
+        self._weight, self._bias, self._scales, self._workspace, self._gated = weight, bias, scales, workspace, gated
         self._num_outputs, self._num_inputs = len(weight) // (1 + gated), weight.shape[1]
+        self._block_k = LINE_BYTES // weight.element_size()
         self._variants: dict[int, tuple[Variant, GemmTiling, TensorMap]] = {}
         maps: dict[int, TensorMap] = {}
         for variant, tiling in compile_variants(weight, bias, gated=gated, row_sizes=row_sizes, choose=choose):
             box = tiling.outputs // (1 + gated) // tiling.row_parts
             if box not in maps:
-                maps[box] = TensorMap(weight, (box, BLOCK_K))
+                maps[box] = TensorMap(weight, (box, self._block_k))
             self._variants[variant.rows] = variant, tiling, maps[box]
 
     def supports_input(self, x: torch.Tensor) -> bool:
-        """Return True if the kernel supports x, with two dimensions."""
-        return 0 < len(x) <= max(self._variants) and can_load_input(x, self._weight)
+        """Return True if the kernel supports x, in bfloat16 with two dimensions, or what `quantize_rows` returns for it."""
+        return 0 < len(x) <= max(self._variants) and (self._scales is not None or can_load_input(x, self._weight))
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [M, N] from an x, [M, K], for which `supports_input` is True."""
+    def __call__(self, x: torch.Tensor, x_scales: torch.Tensor | None = None) -> torch.Tensor:
+        """Return [M, N] in bfloat16 from an x, [M, K], for which `supports_input` is True.
+
+        For an FP8 weight, x and its scales are the results of `LinearOps.quantize_rows`.
+        """
         rows = next(rows for rows in self._variants if len(x) <= rows)
         variant, tiling, weight_map = self._variants[rows]
         kernel, max_blocks = load_kernel(variant, "small_m_gemm", x.device)
@@ -173,21 +184,21 @@ class HopperSmallMGemm:
         if tiling.splits > 1:
             num_blocks = tiles * group
         else:
-            steps = tiles * (self._num_inputs // BLOCK_K)
+            steps = tiles * (self._num_inputs // self._block_k)
             num_blocks = min((tiling.num_blocks or max_blocks) // group, max_blocks // group, steps) * group
-        out = torch.empty(len(x), self._num_outputs, dtype=x.dtype, device=x.device)
-        x_map = TensorMap(x, (variant.box_rows, BLOCK_K))
+        out = torch.empty(len(x), self._num_outputs, dtype=torch.bfloat16, device=x.device)
+        x_map = TensorMap(x, (variant.box_rows, self._block_k))
         bias = out if self._bias is None else self._bias  # `out` is a placeholder, which is not read
         workspace = self._workspace.partials, self._workspace.arrived
         sizes = len(x), self._num_outputs, self._num_inputs
-        kernel.launch(num_blocks, (weight_map, x_map, out, bias, *workspace, *sizes))
+        kernel.launch(num_blocks, (weight_map, x_map, out, bias, x_scales, self._scales, *workspace, *sizes))
         return out
 
 
 def supports_weight(weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool) -> bool:
     """Return True if `HopperSmallMGemm` supports this weight and bias."""
     return (
-        can_load_weight(weight)
-        and (bias is None or (bias.dtype == weight.dtype and bias.is_contiguous() and bias.device == weight.device))
+        can_load_weight(weight, torch.bfloat16, FP8)
+        and (bias is None or (bias.dtype == torch.bfloat16 and bias.is_contiguous() and bias.device == weight.device))
         and len(weight) % (8 * (1 + gated)) == 0
     )

@@ -4,12 +4,16 @@ import torch
 import triton
 import triton.language as tl
 
+from minisgl_backends.kernels.dependent_launch import await_previous, launch_options
 from minisgl_backends.kernels.fp8 import to_fp8
 from minisgl_core.utils.fp8 import FP8, FP8_MAX, LEAST_SCALE
 
 
 @triton.jit
-def _quantize_rows(x, stride, quantized, scales, N, LARGEST: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr):
+def _quantize_rows(
+    x, stride, quantized, scales, N, LARGEST: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < N
@@ -22,8 +26,11 @@ def _quantize_rows(x, stride, quantized, scales, N, LARGEST: tl.constexpr, LEAST
         tl.store(quantized + row * N + column, to_fp8(values / scale), mask=mask)
 
 
-def quantize_rows(x: torch.Tensor, dtype: torch.dtype = FP8) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `LinearOps.quantize_rows`; `dtype` is FP8 or int8. Codes in int8 are -127 to 127, with ties rounded up."""
+def quantize_rows(x: torch.Tensor, dtype: torch.dtype = FP8, *, pdl: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `LinearOps.quantize_rows`; `dtype` is FP8 or int8. Codes in int8 are -127 to 127, with ties rounded up.
+
+    With `pdl`, the launch uses PDL; see `dependent_launch`.
+    """
     num_rows, size = x.shape
     quantized = torch.empty(num_rows, size, dtype=dtype, device=x.device)
     scales = torch.empty(num_rows, 1, dtype=torch.float32, device=x.device)
@@ -31,6 +38,6 @@ def quantize_rows(x: torch.Tensor, dtype: torch.dtype = FP8) -> tuple[torch.Tens
     if num_rows:
         _quantize_rows[(num_rows,)](
             x, x.stride(0), quantized, scales, size, LARGEST=FP8_MAX if dtype == FP8 else 127.0, LEAST=LEAST_SCALE, BLOCK=block,
-            num_warps=min(max(block // 1024, 1), 16),
+            num_warps=min(max(block // 1024, 1), 16), **launch_options(pdl),
         )  # fmt: skip
     return quantized, scales

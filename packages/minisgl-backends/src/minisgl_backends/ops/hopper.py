@@ -7,6 +7,7 @@ from minisgl_backends.cuda.requirements import hopper_missing
 from minisgl_backends.ops.triton_linear import TritonLinear
 from minisgl_backends.ops.triton_ops import TritonNorm, TritonRotary
 from minisgl_core.contracts.ops import LinearOp
+from minisgl_core.utils.fp8 import FP8
 
 
 class HopperOps(TritonLinear, TritonNorm, TritonRotary):
@@ -53,18 +54,33 @@ class HopperOps(TritonLinear, TritonNorm, TritonRotary):
         large = self._hopper_gated_gemm.HopperGatedGemm(weight)
         return lambda x: large(x) if x.dim() == 2 and large.supports_input(x) else fallback(x)
 
+    def prepare_fp8_linear(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
+        fallback = super().prepare_fp8_linear(weight, scales, bias)
+        return self._with_hopper_small_m(fallback, weight, bias, gated=False, scales=scales)
+
+    def prepare_fp8_gated(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
+        fallback = super().prepare_fp8_gated(weight, scales, bias)
+        return self._with_hopper_small_m(fallback, weight, bias, gated=True, scales=scales)
+
     def _row_sizes(self, weight: torch.Tensor, *, gated: bool) -> list[int]:
-        max_rows = worthwhile_rows(*weight.shape, gated=gated)
+        max_rows = 256 if weight.dtype == FP8 else worthwhile_rows(*weight.shape, gated=gated)
         return [rows for rows in self._hopper_small_m_gemm.ROW_SIZES if rows <= max_rows]
 
     def _with_hopper_small_m(
-        self, fallback: LinearOp, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool
+        self,
+        fallback: LinearOp,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        gated: bool,
+        scales: torch.Tensor | None = None,
     ) -> LinearOp:
         if not self._hopper_small_m_gemm.supports_weight(weight, bias, gated=gated):
             return fallback
         row_sizes = self._row_sizes(weight, gated=gated)
         self._max_small_m_rows = max(self._max_small_m_rows, *row_sizes)
         small_m = self._hopper_small_m_gemm.HopperSmallMGemm(
-            weight, bias, self._stream_k_workspace, gated=gated, row_sizes=row_sizes
+            weight, bias, self._stream_k_workspace, scales=scales, gated=gated, row_sizes=row_sizes
         )
-        return lambda x: small_m(x) if x.dim() == 2 and small_m.supports_input(x) else fallback(x)
+        few = small_m if scales is None else lambda x: small_m(*self.quantize_rows(x))
+        return lambda x: few(x) if x.dim() == 2 and small_m.supports_input(x) else fallback(x)
