@@ -21,6 +21,7 @@ from minisgl_core.contracts.ops import Rope
 from minisgl_core.kv.pool import KVPool
 from minisgl_core.testing.attention_kit import AttentionBackendTests
 from minisgl_core.testing.attention_rig import TOLERANCES, AttentionRig, quarter_turns
+from minisgl_core.utils.fp8 import FP8
 
 SHAPES = [(group, dim, page_size) for group in (1, 2, 5, 8) for dim in (64, 128) for page_size in (8, 64, 128)]
 
@@ -41,6 +42,12 @@ def test_variants_compile_without_spilling(
     assert "0 bytes spill stores" in compile_by_nvcc(Variant(group, dim, page_size, *fused).source(), tmp_path)
 
 
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize("group", [1, 5, 8])
+def test_fp8_variants_compile_without_spilling(group: int, tmp_path: Path) -> None:
+    assert "0 bytes spill stores" in compile_by_nvcc(Variant(group, 128, 64, fp8=True).source(), tmp_path)
+
+
 def test_a_missing_hopper_gpu_is_named() -> None:
     spec = AttentionBackendTests().spec((4, 2, 64), 16, torch.bfloat16)
     assert HopperAttention.unsupported(spec) == ["it needs a Hopper GPU, not cpu"]
@@ -50,7 +57,10 @@ def test_a_missing_hopper_gpu_is_named() -> None:
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize("num_requests", [1, 3, 64, 256])
 @pytest.mark.parametrize("longest", [40, 1500, 9000])
-def test_mixed_lengths_match_a_float64_reference(num_requests: int, longest: int) -> None:
+@pytest.mark.parametrize(("kv_dtype", "scales"), [(torch.bfloat16, (1.0, 1.0)), (FP8, (0.5, 1.5))], ids=["bf16", "fp8"])
+def test_mixed_lengths_match_a_float64_reference(
+    num_requests: int, longest: int, kv_dtype: torch.dtype, scales: tuple[float, float]
+) -> None:
     """Slots of the pool outside of all requests are NaN. One kernel object serves repeated calls in two layers."""
     draw = random.Random(num_requests * longest)
     lengths = torch.tensor([draw.randint(1, longest) for _ in range(num_requests)], device="cuda", dtype=torch.int32)
@@ -60,16 +70,17 @@ def test_mixed_lengths_match_a_float64_reference(num_requests: int, longest: int
     table = torch.zeros(num_requests + 1, max(counts), dtype=torch.int32)
     for row, count in enumerate(counts, 1):
         table[row, :count] = torch.tensor([next(pages) for _ in range(count)])
-    shape = KVPoolSpec(2, sum(counts) + 9, size, heads, dim, torch.bfloat16, device)
+    shape = KVPoolSpec(2, sum(counts) + 9, size, heads, dim, kv_dtype, device)
     pool, table = KVPool(shape), table.to(device)
-    pool.data.fill_(float("nan"))
+    pool.data.copy_(torch.tensor(float("nan")).to(kv_dtype))
     places = torch.arange(max(counts) * size, device=device)
     is_there = places < lengths[:, None]
     slots = table[1:, places // size].long() * size + places % size
     num = int(is_there.sum())
-    keys, values = torch.randn(2, num, heads, dim, device=device, dtype=torch.bfloat16)
+    # What the pool holds, of which K and V are multiples by their scales.
+    keys, values = torch.randn(2, num, heads, dim, device=device).to(kv_dtype)
     for layer in range(2):
-        pool.store(layer, keys, values, slots[is_there])
+        pool.store(layer, keys.bfloat16(), values.bfloat16(), slots[is_there])
     q = 3 * torch.randn(num_requests, heads * group, dim, device=device, dtype=torch.bfloat16)
 
     decode = HopperDecode(pool, heads * group)
@@ -77,16 +88,19 @@ def test_mixed_lengths_match_a_float64_reference(num_requests: int, longest: int
     results = []
     for layer in (0, 1, 1, 0, 1):
         results.append(torch.full_like(q, float("nan")))
-        decode(q, layer, dim**-0.5, table, rows, lengths, results[-1])
+        decode(q, layer, dim**-0.5, table, rows, lengths, results[-1], kv_scales=scales)
     assert all(torch.equal(result, results[0]) for result in results)
     assert (decode._partials == -1).all()
     for layer in range(2):  # fewer requests have other partitions
         few = torch.full_like(q[::2], float("nan"))
-        decode(q[::2].contiguous(), layer, dim**-0.5, table, rows[::2].contiguous(), lengths[::2].contiguous(), few)
+        batch = rows[::2].contiguous(), lengths[::2].contiguous()
+        decode(q[::2].contiguous(), layer, dim**-0.5, table, *batch, few, kv_scales=scales)
         torch.testing.assert_close(few, results[0][::2], atol=TOLERANCES[torch.bfloat16], rtol=0)
     start = 0
     for request, length in enumerate(lengths.tolist()):
-        k, v = (each[start : start + length].double() for each in (keys, values))
+        k, v = (
+            each[start : start + length].double() * scale for each, scale in zip((keys, values), scales, strict=True)
+        )
         start += length
         scores = torch.einsum("hgd,lhd->hgl", q[request].view(heads, group, dim).double(), k) * dim**-0.5
         wanted = torch.einsum("hgl,lhd->hgd", scores.softmax(-1), v).flatten(0, 1)

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class HopperAttention(TritonAttention):
     """Kernels for Hopper: decode prefetches keys (PDL) and fuses RoPE and KV store, prefill is like FlashAttention-3.
 
-    Decodes use Triton's kernel if the model has sliding windows, soft caps, sinks, an FP8 pool or more than `decode.MAX_GROUP`
-    query heads per KV head.
+    Decodes use Triton's kernel if the model has sliding windows, soft caps, sinks, more than `decode.MAX_GROUP` query heads per
+    KV head, or an FP8 pool with heads of 64.
     """
 
     head_dims = decode.HEAD_DIMS
@@ -46,7 +46,7 @@ class HopperAttention(TritonAttention):
     def __init__(self, spec: AttentionSpec, pool: KVPages, page_table: torch.Tensor) -> None:
         super().__init__(spec, pool, page_table)
         is_wide = spec.num_q_heads > decode.MAX_GROUP * spec.num_kv_heads
-        needs_triton = prefill.has_extras(spec) or spec.kv_dtype == FP8 or is_wide
+        needs_triton = prefill.has_extras(spec) or is_wide or (spec.kv_dtype == FP8 and spec.head_dim != 128)
         self._hopper_decode = None if needs_triton else decode.HopperDecode(pool, spec.num_q_heads)
         self._hopper_prefill = prefill.HopperPrefill(spec, pool)
         self._num_pairs = self._hopper_prefill.num_pairs
@@ -90,7 +90,7 @@ class HopperAttention(TritonAttention):
             super()._decode(q, layer, plan, out)
         else:
             metadata = self.page_table, plan.batch.rows, plan.batch.seq_lens
-            self._hopper_decode(q, layer.index, layer.scale, *metadata, out, rope_and_store)
+            self._hopper_decode(q, layer.index, layer.scale, *metadata, out, rope_and_store, layer.kv_scales)
 
     def _prefill(
         self, q: torch.Tensor, layer: AttentionLayer, prefills: AttentionBatch, tiles: torch.Tensor, out: torch.Tensor

@@ -23,8 +23,12 @@
 // Pointers to what the previous kernel writes are not __restrict__: the compiler would use non-coherent loads (ld.global.nc),
 // which may return stale data.
 //
+// With FP8, the pool has float8 e4m3, which is converted to float16 in registers. Queries are divided by their largest magnitude, since
+// bfloat16 exceeds the range of float16. A word of K holds four dimensions of a key, and one of V two dimensions of two keys. So
+// fragments have their dimensions in another order, which queries and the output follow.
+//
 // Macros: GROUP (query heads per KV head, 1 to 8), DIM (64 or 128), PAGE (tokens per page: 8, 16, 32 or a multiple of 64),
-// STAGES, ROPE and NORM (0 or 1).
+// STAGES, ROPE, NORM and FP8 (0 or 1; FP8 needs DIM == 128 and no ROPE).
 
 #include "common.cuh"
 #include "decode_fragments.cuh"
@@ -32,7 +36,8 @@
 #include "split_kv_exchange.cuh"
 
 constexpr int KEYS = 64, KEYS_PER_WARP = 16, CONSUMERS = 128, MIN_TILES = 2;
-constexpr int LINES = DIM / 64;                   // lines of 128 bytes per key, the width of the swizzle
+constexpr int LINES = DIM / 64 / (1 + FP8);       // lines of 128 bytes per key, the width of the swizzle
+constexpr int STEPS = LINES * 4;                  // of 32 bytes per key, what load_matrix reads
 constexpr int TILE_BYTES = KEYS * LINES * 128, STAGE_BYTES = 2 * TILE_BYTES;
 constexpr int UNIT = PAGE < KEYS ? PAGE : KEYS;   // keys that are contiguous in memory, the box of full tiles
 constexpr int UNITS = KEYS / UNIT;                // per tile
@@ -71,7 +76,7 @@ struct alignas(16) Tile {
 // - Tensor maps: K and V as [tokens, heads * LINES, 64]; a box is one head's lines of UNIT or of SMALL_BOX tokens.
 // - partials: partial outputs of each partition for a request that begins before it, [partitions, heads, GROUP, DIM + 4]; all
 //   words are EMPTY before and after the kernel.
-// - scale: factor on the scores, times log2(e), since exponentials are to base 2.
+// - scale: factor on the scores, times log2(e), since exponentials are to base 2. v_scale: factor on the output.
 // - k, v: [requests, heads, DIM]; cos, sin: [requests, DIM / 2]; q_weight, k_weight: [DIM] (NORM); k_pages, v_pages: [tokens,
 //   heads, DIM]; slots: slot of each request's token. These are for ROPE only.
 // - starts: [partitions, START_WORDS], computed by a step's first layer and read by the others, since computing them takes
@@ -82,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 2)
 decode(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
        const __grid_constant__ TensorMap k_small_map, const __grid_constant__ TensorMap v_small_map,
        const bf16* q, const int* __restrict__ page_table, const int* __restrict__ rows,
-       const int* __restrict__ seq_lens, bf16* __restrict__ out, u32* partials, float scale, int num_requests, int heads,
+       const int* __restrict__ seq_lens, bf16* __restrict__ out, u32* partials, float scale, float v_scale, int num_requests, int heads,
        int row_stride, int q_stride_t, int q_stride_h, const bf16* k, const bf16* v, int k_stride_t, int k_stride_h,
        int v_stride_t, int v_stride_h, const bf16* cos, const bf16* sin, const bf16* __restrict__ q_weight,
        const bf16* __restrict__ k_weight, float eps, bf16* k_pages, bf16* v_pages, const long long* slots,
@@ -243,9 +248,26 @@ decode(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMa
     previous_kernel_wait();
     u32 queries[DIM / 8], next_queries[DIM / 8];
     auto load_queries = [&](u32 (&to)[DIM / 8], int request) {
-        const bf16* from = q + (long long)request * q_stride_t + (long long)(head * GROUP + row) * q_stride_h + pair * 2;
+        const bf16* from = q + (long long)request * q_stride_t + (long long)(head * GROUP + row) * q_stride_h + pair * (FP8 ? 4 : 2);
         #pragma unroll
-        for (int i = 0; i < DIM / 8; i++) to[i] = row < GROUP ? *(const u32*)(from + i * 8) : 0;
+        for (int i = 0; i < DIM / 8; i++) to[i] = row < GROUP ? *(const u32*)(from + (FP8 ? i / 2 * 16 + i % 2 * 2 : i * 8)) : 0;
+    };
+    float query_scales[2] = {scale, scale};  // factor on the scores of queries 2 * pair and 2 * pair + 1
+    auto convert_queries = [&] {             // to float16
+        float largest = 1e-30f;
+        #pragma unroll
+        for (int i = 0; i < DIM / 8; i++) {
+            const float2 x = unpack_bf16(queries[i]);
+            largest = fmaxf(largest, fmaxf(fabsf(x.x), fabsf(x.y)));
+        }
+        for (int i = 1; i < 4; i *= 2) largest = fmaxf(largest, __shfl_xor_sync(ALL, largest, i));
+        const float inverse = 1.f / largest;
+        #pragma unroll
+        for (int i = 0; i < DIM / 8; i++) {
+            const float2 x = unpack_bf16(queries[i]);
+            queries[i] = pack_half(x.x * inverse, x.y * inverse);
+        }
+        for (int j = 0; j < 2; j++) query_scales[j] = scale * __shfl_sync(ALL, largest, (2 * pair + j) * 4);
     };
     auto rope_queries = [&](int request) {
         const bf16 *c = cos + (long long)request * (DIM / 2) + pair * 2, *s = sin + (long long)request * (DIM / 2) + pair * 2, *norm_weight = q_weight + pair * 2;
@@ -304,6 +326,7 @@ decode(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMa
             is_first = false;
             if (tile.next >= 0) load_queries(next_queries, tile.next);
             if (ROPE) rope_queries(tile.request);
+            if (FP8) convert_queries();
             max_score[0] = max_score[1] = -__int_as_float(0x7F800000);
             weight_sum[0] = weight_sum[1] = 0.f;
             #pragma unroll
@@ -317,13 +340,18 @@ decode(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMa
             const u32 k_at = ring + s * STAGE_BYTES + k_row * LINES * 128, v_at = ring + s * STAGE_BYTES + TILE_BYTES + v_row * LINES * 128;
             float scores[2][4] = {};
             #pragma unroll
-            for (int i = 0; i < DIM / 16; i++) {
+            for (int i = 0; i < STEPS; i++) {
                 const Matrix k = load_matrix(k_at + i / 4 * 128 + ((i % 4 * 2 + k_chunk ^ k_row * LINES & 7 ^ i / 4) << 4));
-                mma(scores[i & 1], k, queries[2 * i], queries[2 * i + 1]);
+                if (FP8) {
+                    mma(scores[0], Matrix{lower_pair(k.a), lower_pair(k.b), upper_pair(k.a), upper_pair(k.b)}, queries[4 * i], queries[4 * i + 1]);
+                    mma(scores[1], Matrix{lower_pair(k.c), lower_pair(k.d), upper_pair(k.c), upper_pair(k.d)}, queries[4 * i + 2], queries[4 * i + 3]);
+                } else {
+                    mma(scores[i & 1], k, queries[2 * i], queries[2 * i + 1]);
+                }
             }
             #pragma unroll
             for (int j = 0; j < 4; j++) {
-                scores[0][j] = (scores[0][j] + scores[1][j]) * scale;
+                scores[0][j] = (scores[0][j] + scores[1][j]) * query_scales[j & 1];
                 if (row + (j >> 1) * 8 >= keys) scores[0][j] = -__int_as_float(0x7F800000);
             }
             float weights[4], rescale[2];
@@ -342,18 +370,27 @@ decode(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMa
                     #pragma unroll
                     for (int j = 0; j < 4; j++) acc[i][j] *= rescale[j & 1];
             }
-            const u32 low = transposed(pack_bf16(weights[0], weights[1])), high = transposed(pack_bf16(weights[2], weights[3]));
+            auto pack = [](float first, float second) { return FP8 ? pack_half(first, second) : pack_bf16(first, second); };
+            const u32 low = transposed(pack(weights[0], weights[1])), high = transposed(pack(weights[2], weights[3]));
             // Values past the request's last key may be anything, including NaN, and 0 * NaN is NaN.
             auto inside = [&](int key) { return (key < keys ? 0xFFFFu : 0u) | (key + 1 < keys ? 0xFFFF0000u : 0u); };
             const u32 low_inside = inside(pair * 2), high_inside = inside(pair * 2 + 8);
-            #pragma unroll
-            for (int i = 0; i < DIM / 16; i++) {
-                Matrix v = load_matrix_transposed(v_at + i / 4 * 128 + ((i % 4 * 2 + v_chunk ^ v_row * LINES & 7 ^ i / 4) << 4));
+            auto add_values = [&](float (&to)[4], Matrix v) {
                 v.a &= low_inside;
                 v.b &= low_inside;
                 v.c &= high_inside;
                 v.d &= high_inside;
-                mma(acc[i], v, low, high);
+                mma(to, v, low, high);
+            };
+            #pragma unroll
+            for (int i = 0; i < STEPS; i++) {
+                const Matrix v = load_matrix_transposed(v_at + i / 4 * 128 + ((i % 4 * 2 + v_chunk ^ v_row * LINES & 7 ^ i / 4) << 4));
+                if (FP8) {
+                    add_values(acc[2 * i], Matrix{even_pair(v.a), odd_pair(v.a), even_pair(v.c), odd_pair(v.c)});
+                    add_values(acc[2 * i + 1], Matrix{even_pair(v.b), odd_pair(v.b), even_pair(v.d), odd_pair(v.d)});
+                } else {
+                    add_values(acc[i], v);
+                }
             }
         }
         __syncwarp();
@@ -397,11 +434,11 @@ decode(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMa
             const int query = 2 * pair + j;
             if (query >= GROUP) continue;
             if (row == 0) stats[warp * GROUP + query] = make_float2(max_score[j], weight_sum[j]);
-            float* to = sums + (warp * GROUP + query) * PITCH + row;
+            float* to = sums + (warp * GROUP + query) * PITCH + row * (1 + FP8);
             #pragma unroll
             for (int i = 0; i < DIM / 16; i++) {
                 to[i * 16] = acc[i][j];
-                to[i * 16 + 8] = acc[i][j + 2];
+                to[i * 16 + (FP8 ? 1 : 8)] = acc[i][j + 2];
             }
         }
         if (merges) load_partial(next, next_lse, 1);  // prefetch, before this partition's own output is complete
@@ -424,7 +461,7 @@ decode(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMa
                 weight += of[w].y * factor;
                 sum.x += part.x * factor; sum.y += part.y * factor; sum.z += part.z * factor; sum.w += part.w * factor;
             }
-            const float inverse = 1.f / weight;
+            const float inverse = v_scale / weight;
             value[j] = Quad{sum.x * inverse, sum.y * inverse, sum.z * inverse, sum.w * inverse};
             lse[j] = largest + __log2f(weight);
         }

@@ -12,6 +12,7 @@ from minisgl_backends.cuda.compiler import compile_async, program
 from minisgl_backends.cuda.driver import Argument, Kernel, kv_maps
 from minisgl_core.contracts.kv_cache import KVPages
 from minisgl_core.contracts.ops import Rope
+from minisgl_core.utils.fp8 import FP8
 
 HEAD_DIMS = (64, 128)
 MAX_GROUP = 8
@@ -44,6 +45,7 @@ class Variant:
         page_size: tokens per page.
         rope: apply RoPE to queries and keys, and store keys and values.
         norm: apply the q/k norms before RoPE.
+        fp8: the pool is in FP8.
     """
 
     group: int
@@ -51,6 +53,7 @@ class Variant:
     page_size: int
     rope: bool = False
     norm: bool = False
+    fp8: bool = False
 
     @property
     def stages(self) -> int:
@@ -65,7 +68,7 @@ class Variant:
     @property
     def _stage_bytes(self) -> int:
         """Return the size of a stage: K and V of a tile, the struct Tile that describes it, and two mbarriers."""
-        return 2 * _KEYS * self.dim * 2 + 32 + 16
+        return 2 * _KEYS * self.dim * (1 if self.fp8 else 2) + 32 + 16
 
     @property
     def _other_bytes(self) -> int:
@@ -75,7 +78,7 @@ class Variant:
     def source(self) -> str:
         """Return the program's source."""
         sizes = {"GROUP": self.group, "DIM": self.dim, "PAGE": self.page_size, "STAGES": self.stages}
-        return program("decode.cu", {**sizes, "ROPE": self.rope, "NORM": self.norm})
+        return program("decode.cu", {**sizes, "ROPE": self.rope, "NORM": self.norm, "FP8": self.fp8})
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +99,15 @@ class RopeAndStore:
 
 
 class HopperDecode:
-    """Decode attention in bfloat16: one query per request attends to all its tokens."""
+    """Decode attention: one query per request, in bfloat16, attends to all its tokens."""
 
     def __init__(self, pool: KVPages, num_q_heads: int) -> None:
-        """Start compiling for a bfloat16 pool of layout NHD."""
+        """Start compiling for a pool of layout NHD, in bfloat16, or in FP8 with a head dimension of 128."""
         spec = pool.spec
-        self._pool = pool
+        self._pool, self._is_fp8 = pool, spec.dtype == FP8
         shape = num_q_heads // spec.num_kv_heads, spec.head_dim, spec.page_size
-        self._variants = {fused: Variant(*shape, *fused) for fused in ((False, False), (True, False), (True, True))}
+        fusions = ((False, False),) if self._is_fp8 else ((False, False), (True, False), (True, True))
+        self._variants = {fused: Variant(*shape, *fused, fp8=self._is_fp8) for fused in fusions}
         for variant in self._variants.values():
             compile_async(variant.source())
         self._kernels: dict[Variant, Kernel] = {}
@@ -114,7 +118,7 @@ class HopperDecode:
         self._partials = torch.full(size, empty, dtype=torch.int32, device=spec.device)
         self._starts = torch.zeros(self._num_partitions, _START_WORDS, dtype=torch.int32, device=spec.device)
         # L2 promotion to 256 bytes is slower (docs/performance-notes.md).
-        self._kv_maps = kv_maps(pool, spec.head_dim // 64, promote=128)
+        self._kv_maps = kv_maps(pool, spec.head_dim * spec.dtype.itemsize // 128, promote=128)
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -125,7 +129,9 @@ class HopperDecode:
         self._last_layer: int | None = None
 
     def supports_fused_rope(self, rope: Rope) -> bool:
-        """Return True if the kernel supports this RoPE: over whole heads, contiguous tensors in bfloat16."""
+        """Return True if the kernel supports this RoPE: over whole heads, contiguous tensors and pool in bfloat16."""
+        if self._is_fp8:
+            return False
         tensors = (rope.cos, rope.sin, *(rope.norms or ()))
         is_whole = 2 * rope.cos.shape[-1] == self._pool.spec.head_dim
         return is_whole and all(each.dtype == torch.bfloat16 and each.is_contiguous() for each in tensors)
@@ -140,6 +146,7 @@ class HopperDecode:
         seq_lens: torch.Tensor,
         out: torch.Tensor,
         rope_and_store: RopeAndStore | None = None,
+        kv_scales: tuple[float, float] = (1.0, 1.0),
     ) -> None:
         """Enqueue the kernel. Calls must follow each other in one stream, and the layers of a step in order.
 
@@ -154,11 +161,13 @@ class HopperDecode:
             seq_lens: tokens of each request, int32 [B].
             out: [B, Hq, D], contiguous.
             rope_and_store: arguments of the fused RoPE and KV store, if `supports_fused_rope`; None if both ran before.
+            kv_scales: scales of K and V.
         """
         heads = self._pool.spec.num_kv_heads
         norms = None if rope_and_store is None else rope_and_store.rope.norms
         kernel = self._kernel(self._variants[rope_and_store is not None, norms is not None])
-        arguments = q, page_table, rows, seq_lens, out, self._partials, scale * math.log2(math.e)
+        scales = scale * kv_scales[0] * math.log2(math.e), kv_scales[1]
+        arguments = q, page_table, rows, seq_lens, out, self._partials, *scales
         sizes = len(q), heads, page_table.stride(0), q.stride(0), q.stride(1)
         rope_args: tuple[Argument, ...]
         if rope_and_store is None:
