@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,29 @@ def test_programs_compile_without_a_writable_cache(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # no folder can be made there
     assert compile_for_hopper("one") == CUBIN
     assert nvrtc.sources == [b"one", b"one"]
+
+
+def test_an_exit_waits_for_running_compilations_only(tmp_path: Path) -> None:
+    """NVRTC's library must not be unloaded while it compiles."""
+    script = """
+import sys, time
+from pathlib import Path
+from minisgl_backends.cuda import compiler
+folder = Path(sys.argv[1])
+def compile_slowly(source):
+    (folder / f"{source}.begun").touch()
+    time.sleep(0.2)
+    (folder / f"{source}.ended").touch()
+compiler.compile_for_hopper = compile_slowly
+for i in range(200):
+    compiler.compile_async(str(i))
+while not list(folder.glob("*.begun")):
+    time.sleep(0.01)
+"""
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True)
+    begun, ended = ({path.stem for path in tmp_path.glob(f"*.{state}")} for state in ("begun", "ended"))
+    assert begun == ended
+    assert len(begun) < 100
 
 
 def test_a_missing_nvrtc_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class HopperAttention(TritonAttention):
     """Kernels for Hopper: decode prefetches keys (PDL) and fuses RoPE and KV store, prefill is like FlashAttention-3.
 
-    Decodes use Triton's kernel if the model has sliding windows, soft caps, sinks, more than `decode.MAX_GROUP` query heads per
-    KV head, or an FP8 pool with heads of 64.
+    Decodes of models with sliding windows, soft caps or sinks use Triton's kernel. So do those with more than `decode.MAX_GROUP`
+    query heads per KV head, or with an FP8 pool and heads of 64.
     """
 
     head_dims = decode.HEAD_DIMS

@@ -1,5 +1,6 @@
 """Compilation of CUDA C++ to cubins by NVRTC, which comes with torch. Cubins are cached per user."""
 
+import atexit
 import ctypes
 import hashlib
 import logging
@@ -7,10 +8,11 @@ import os
 import re
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_void_p
 from functools import cache
 from importlib.resources import files
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any
 
@@ -78,17 +80,36 @@ def compile_async(source: str) -> Future[bytes]:
 
 
 @cache
-def _compile_queue() -> SimpleQueue[tuple[str, Future[bytes]]]:
-    """Start the compiler threads and return their queue. They are daemons, which do not delay the process's exit."""
-    queue: SimpleQueue[tuple[str, Future[bytes]]] = SimpleQueue()
-    for _ in range(min(16, os.cpu_count() or 1)):
-        Thread(target=_compile_queued, args=(queue,), name="nvrtc", daemon=True).start()
+def _compile_queue() -> SimpleQueue[tuple[str, Future[bytes]] | None]:
+    """Start the compiler threads and return their queue.
+
+    When the process exits, they complete what they are compiling, since NVRTC must not run while its library is unloaded. What is
+    still queued is dropped.
+    """
+    queue: SimpleQueue[tuple[str, Future[bytes]] | None] = SimpleQueue()
+    threads = [
+        Thread(target=_compile_queued, args=(queue,), name="nvrtc", daemon=True)
+        for _ in range(min(16, os.cpu_count() or 1))
+    ]
+    for thread in threads:
+        thread.start()
+
+    def stop() -> None:
+        with suppress(Empty):
+            while True:
+                queue.get_nowait()
+        for _ in threads:
+            queue.put(None)
+        for thread in threads:
+            thread.join()
+
+    atexit.register(stop)
     return queue
 
 
-def _compile_queued(queue: SimpleQueue[tuple[str, Future[bytes]]]) -> None:
-    while True:
-        source, cubin = queue.get()
+def _compile_queued(queue: SimpleQueue[tuple[str, Future[bytes]] | None]) -> None:
+    while (queued := queue.get()) is not None:
+        source, cubin = queued
         try:
             cubin.set_result(compile_for_hopper(source))
         except Exception as error:
