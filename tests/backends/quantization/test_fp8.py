@@ -8,6 +8,8 @@ from fp8_checkpoints import BLOCK, BLOCKS, PER_CHANNEL, PER_TENSOR
 
 from minisgl_backends.ops.triton_ops import TritonOps
 from minisgl_backends.quantization.fp8 import Fp8, quantize
+from minisgl_backends.quantization.int4 import Int4
+from minisgl_backends.quantization.int8 import Int8
 from minisgl_core.contracts.checkpoint_quantization import CheckpointQuantization
 from minisgl_core.contracts.layer_methods import LinearPart, LinearSpec
 from minisgl_core.contracts.ops import LinearOp, LinearOps, Ops
@@ -154,3 +156,34 @@ def test_triton_multiplies_by_larger_matrices_as_torch_does(
             found = op(x)
             assert found.dtype == torch.bfloat16
             torch.testing.assert_close(found, expected(x), rtol=3e-2, atol=3e-2)
+
+
+class Compiled(LinearOps):
+    """Linear ops that note the dtypes of the weights that they compile for, and that they prepare."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(device, dtype)
+        self.precompiled: list[torch.dtype] = []
+        self.prepared: list[torch.dtype] = []
+
+    def precompile(self, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool) -> None:
+        assert weight.shape == (64, 32)
+        self.precompiled.append(weight.dtype)
+
+    def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
+        self.prepared.append(weight.dtype)
+        return super().prepare_linear(weight, bias)
+
+    def prepare_fp8_linear(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
+        self.prepared.append(weight.dtype)
+        return super().prepare_fp8_linear(weight, scales, bias)
+
+
+@pytest.mark.parametrize("provider", [Quantization, Fp8, Int8, Int4])
+def test_kernels_are_compiled_for_the_dtype_that_runs(provider: type[Quantization]) -> None:
+    kernels = Compiled(CPU, torch.float32)
+    ops = replace(Ops.of(CPU, torch.float32), linear=kernels)
+    part = LinearPart("q", Shard.whole(64))
+    layer = LinearSpec("q", (part,), Shard.whole(32), False, False, torch.float32, CPU)
+    provider(spec(torch.float32, "cpu"), ops).linear(layer).prepare()
+    assert kernels.precompiled == kernels.prepared

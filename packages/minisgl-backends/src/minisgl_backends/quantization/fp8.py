@@ -85,6 +85,10 @@ class Fp8(Quantization):
 class Fp8Linear(PlainLinear):
     """A weight of a 16-bit checkpoint, quantized after loading."""
 
+    def precompile(self) -> None:
+        """Start to compile for the quantized weight."""
+        self.ops.linear.precompile(torch.empty_like(self.weight, dtype=FP8), self.bias, gated=self.spec.gated)
+
     def prepare(self) -> LinearOp:
         """Quantize; see `LinearOps.prepare_fp8_linear` and `LinearOps.prepare_fp8_gated`."""
         kernels = self.ops.linear

@@ -140,6 +140,7 @@ class CheckpointFp8Linear(CheckpointLinear):
     def __init__(self, spec: LinearSpec, ops: Ops, block: Block | None) -> None:
         super().__init__(spec, block)
         self._ops = ops
+        ops.linear.precompile(self._matrix.values, self._bias, gated=spec.gated)
 
     def prepare(self) -> LinearOp:
         """Convert block scales; see `LinearOps.prepare_fp8_linear` and `LinearOps.prepare_fp8_gated`."""

@@ -116,6 +116,9 @@ class Int4Linear(PlainLinear):
         super().__init__(spec, ops)
         self._group, self._prepare = group, prepare
 
+    def precompile(self) -> None:
+        """Do nothing: the kernels are not those of `ops`."""
+
     def prepare(self) -> LinearOp:
         """Quantize."""
         spec = self.spec

@@ -69,6 +69,9 @@ class Int8(Quantization):
 class Int8Linear(PlainLinear):
     """A weight of a 16-bit checkpoint, quantized after loading: symmetric, rounded to nearest."""
 
+    def precompile(self) -> None:
+        """Do nothing: the kernels are not those of `ops`."""
+
     def prepare(self) -> LinearOp:
         """Quantize."""
         codes = torch.empty_like(self.weight, dtype=torch.int8)

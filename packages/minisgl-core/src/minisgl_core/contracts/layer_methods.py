@@ -142,7 +142,11 @@ class PlainLinear(LinearMethod):
         self.ops = ops
         self.weight = spec.empty(spec.out_features, spec.in_features)
         self.bias = spec.empty(spec.out_features) if spec.bias else None
-        ops.linear.precompile(self.weight, self.bias, gated=spec.gated)
+        self.precompile()
+
+    def precompile(self) -> None:
+        """Start to compile the kernels of `prepare`; a subclass with other kernels overrides this. See `LinearOps.precompile`."""
+        self.ops.linear.precompile(self.weight, self.bias, gated=self.spec.gated)
 
     def targets(self) -> Targets:
         """Yield ``NAME.weight`` and ``NAME.bias`` of every part."""
