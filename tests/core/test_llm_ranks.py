@@ -20,6 +20,13 @@ from minisgl_core.errors import InvalidValueError, MinisglError, WorkerDiedError
 PROMPTS = [[5, 9, 3, 7, 11], list(range(3, 23)), [5, 9, 3, 7, 12], [44, 44, 44]]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 DEADLINE_S = 10.0
+PREFERS_TORCH = """
+from minisgl_core import hookimpl
+
+@hookimpl
+def preferred_provider(kind):
+    return "torch" if kind == "ops" else None
+"""
 
 
 def new_llm(model: str, tp: int, **options: Any) -> LLM:
@@ -49,10 +56,11 @@ def one_thread_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(tiny_folder.qwen3_moe, 2, marks=pytest.mark.nightly),
     ],
 )
-def test_ranks_generate_what_one_does(model: Callable[[], str], tp: int) -> None:
+def test_ranks_generate_what_one_does(model: Callable[[], str], tp: int, site: Any) -> None:
+    site.install("picky", {"hooks": {"picky": "picky_hooks"}}, picky_hooks=PREFERS_TORCH)  # on all ranks
     with new_llm(model(), 1) as alone:
         expected = [output.token_ids for output in alone.generate(PROMPTS, GREEDY)]
-    with new_llm(model(), tp, disable_overlap=tp == 2) as llm:
+    with new_llm(model(), tp, ops="auto", disable_overlap=tp == 2) as llm:
         assert len(children()) == tp - 1
         assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == expected
         assert "".join(llm.stream(PROMPTS[0], GREEDY)) == tiny_folder.words(expected[0])

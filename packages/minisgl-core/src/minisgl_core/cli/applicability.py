@@ -10,7 +10,8 @@ from minisgl_core.contracts.communicator import CommunicatorSpec
 from minisgl_core.contracts.moe import MoeSpec
 from minisgl_core.contracts.quantization import QuantizationSpec
 from minisgl_core.errors import PluginError
-from minisgl_core.platforms.selection import pick_platform
+from minisgl_core.platforms.selection import pick_platform, preferred_by
+from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Entry, Registry, reasons_of
 from minisgl_core.utils.dtypes import dtype_name
 
@@ -50,6 +51,6 @@ def reasons_against(registry: Registry, entry: Entry, provider: Any) -> tuple[st
 def best_device(registry: Registry) -> torch.device:
     """Return the first device of the platform that ``auto`` selects; the CPU if no platform loads."""
     try:
-        return pick_platform(AUTO, registry)[0](0).device
+        return pick_platform(AUTO, registry, preferred_by(Hooks(registry)))[0](0).device
     except PluginError:
         return torch.device("cpu")

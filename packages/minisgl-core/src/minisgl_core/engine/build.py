@@ -32,7 +32,7 @@ from minisgl_core.engine.model_runner_factory import ModelRunnerFactory
 from minisgl_core.engine.rank_groups import RankGroups, join_groups
 from minisgl_core.engine.startup_timer import StartupTimer
 from minisgl_core.errors import PluginError
-from minisgl_core.platforms.selection import Preferred, pick_platform
+from minisgl_core.platforms.selection import pick_platform, preferred_by
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.protocol.messages import EngineInfo
@@ -151,7 +151,7 @@ def resolve_options(
         MinisglError: an option, the model or a provider is not supported.
     """
     check_providers(config.flat(), registry)
-    preferred = _preferred(hooks)
+    preferred = preferred_by(hooks)
     platform_class, hardware = pick_platform(config.backends.platform, registry, preferred)
     checkpoint = open_checkpoint(config, registry)
     is_transformers = checkpoint.provider == TRANSFORMERS
@@ -172,20 +172,6 @@ def resolve_options(
         placement,
     )
     return checkpoint, platform_class, hardware, resolved
-
-
-def _preferred(hooks: Hooks) -> Preferred:
-    """Return a function that calls the hook `preferred_provider`; it returns None if no plugin implements the hook."""
-
-    def ask(kind: str, hardware: Hardware) -> str | None:
-        if hooks.preferred_provider is None:
-            return None
-        name = hooks.preferred_provider(kind=kind, hardware=hardware)
-        if name is not None and not isinstance(name, str):
-            raise PluginError(f"a plugin's hook preferred_provider must return a name or None, and returned {name!r}")
-        return name
-
-    return ask
 
 
 def _unsupported_reasons(config: EngineConfig, registry: Registry) -> Callable[..., list[str]]:

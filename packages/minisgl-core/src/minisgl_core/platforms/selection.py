@@ -7,7 +7,8 @@ import torch
 
 from minisgl_core.config.options import AUTO
 from minisgl_core.contracts.platform import Hardware, Platform
-from minisgl_core.errors import ProviderLoadError, ProviderUnsupportedError
+from minisgl_core.errors import PluginError, ProviderLoadError, ProviderUnsupportedError
+from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.plugin_filter import SHIPPED
 from minisgl_core.plugins.registry import Registry
 
@@ -15,6 +16,20 @@ logger = logging.getLogger(__name__)
 
 Preferred = Callable[[str, Hardware], str | None]
 """The hook `preferred_provider`, which maps kind and hardware to a provider's name or None."""
+
+
+def preferred_by(hooks: Hooks) -> Preferred:
+    """Return a function that calls the hook `preferred_provider`; it returns None if no plugin implements the hook."""
+
+    def ask(kind: str, hardware: Hardware) -> str | None:
+        if hooks.preferred_provider is None:
+            return None
+        name = hooks.preferred_provider(kind=kind, hardware=hardware)
+        if name is not None and not isinstance(name, str):
+            raise PluginError(f"a plugin's hook preferred_provider must return a name or None, and returned {name!r}")
+        return name
+
+    return ask
 
 
 def pick_platform(

@@ -11,7 +11,7 @@ An implementation declares the arguments that it needs, by name. Hooks of the en
 quickly and must not use the device.
 
 The entry point may name a function or a class instead of a module. It is called without arguments, once in each process that
-calls hooks: the command line, rank 0, the API server, and the process that compiles attention kernels. The result is registered,
+calls hooks: the launcher, each rank, the API server, and the process that compiles attention kernels. The result is registered,
 so that hooks can have state, which these processes do not share. A result of None registers nothing and costs nothing.
 """
 

@@ -71,7 +71,7 @@ def run_worker(
     timer = StartupTimer(process_age_s())
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     registry = Registry.from_environment()
-    hooks = Hooks(registry if rank == 0 else None)
+    hooks = Hooks(registry)  # on all ranks, since `preferred_provider` must select the same providers on each
     timer.done("started the process")
     if rank == 0:
         _run_rank0(config, registry, hooks, placements, addresses, report)

@@ -13,6 +13,7 @@ import msgspec
 
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.errors import InvalidValueError, WorkerDiedError, WorkerRefusedError
+from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.protocol.messages import EngineInfo, NoReplica, ReplicaDied, ReplicaReady
 from minisgl_core.runtime.executor_selection import make_executor
@@ -197,9 +198,9 @@ class Replicas(RestartableProcesses):
 
     def _divide_host(self, config: EngineConfig, registry: Registry) -> EngineConfig:
         """On a CPU host, divide cores and memory among the replicas; otherwise check that there are enough devices."""
-        from minisgl_core.platforms.selection import pick_platform
+        from minisgl_core.platforms.selection import pick_platform, preferred_by
 
-        hardware = pick_platform(config.backends.platform, registry)[1]
+        hardware = pick_platform(config.backends.platform, registry, preferred_by(Hooks(registry)))[1]
         if hardware.torch_name != "cpu":
             size = config.parallel.size
             if hardware.num_devices < self._num * size:
