@@ -10,7 +10,7 @@ import pytest
 
 import minisgl_backends
 from minisgl_backends.cuda import decode, gated_gemm, int4_gemm, small_m_gemm
-from minisgl_backends.cuda.gemm_common import BLOCK_K, THREADS
+from minisgl_backends.cuda.gemm_common import LINE_BYTES, THREADS
 from minisgl_backends.native import library
 
 ROOT = Path(minisgl_backends.__file__).parent
@@ -70,7 +70,7 @@ def test_constants_agree_with_the_sources() -> None:
     assert constant(SOURCES["decode"], "KEYS") == decode._KEYS
     assert constant(SOURCES["decode"], "CONSUMERS") + 32 == decode._THREADS
     for module in ("gated_gemm", "int4_gemm", "small_m_gemm"):
-        assert constant(SOURCES[module], "BLOCK_K") == BLOCK_K
+        assert constant(SOURCES[module], "LINE_BYTES") == LINE_BYTES
         assert constant(SOURCES[module], "CONSUMERS") + 32 == THREADS
     assert constant(SOURCES["gated_gemm"], "ROWS") == gated_gemm._ROWS
     assert constant(SOURCES["gated_gemm"], "OUTPUTS") == gated_gemm._OUTPUTS

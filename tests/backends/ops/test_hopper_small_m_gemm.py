@@ -104,7 +104,8 @@ def test_the_ring_fits_its_stages_and_the_exchanged_sums(rows: int, row_parts: i
         Variant(160, 64, 1, 2, 2, gated=False, has_bias=False),
         Variant(MAX_SMALL_M_ROWS, 64, 1, 3, 2, gated=False, has_bias=True),
         Variant(MAX_SMALL_M_ROWS, 64, 1, 1, 2, gated=True, has_bias=False),
-        Variant(232, 128, 2, 1, 1, gated=True, has_bias=False, fp8=True),
+        Variant(240, 128, 4, 1, 1, gated=True, has_bias=False, fp8=True),
+        Variant(MAX_SMALL_M_ROWS, 128, 1, 1, 2, gated=False, has_bias=True, fp8=True),
         Variant(MAX_SMALL_M_ROWS, 64, 1, 6, 1, gated=False, has_bias=True, fp8=True),
     ],
 )
@@ -178,11 +179,9 @@ class TestOnHopper:
         gemm = HopperSmallMGemm(weight, bias, workspace, scales=scales.view(-1), gated=gated, row_sizes=sizes)
         for num_rows in (1, 7, 17, 64, 90, 128, 145, 190, MAX_SMALL_M_ROWS):
             # Rows of all magnitudes: a mistaken scale is no small error.
-            x = (
-                torch.randn(num_rows, inputs, device=device)
-                * torch.rand(num_rows, 1, device=device).mul(8).sub(4).exp()
-            )
-            x_q, x_scales = quantize_rows(x.bfloat16())
+            factors = torch.rand(num_rows, 1, device=device).mul(8).sub(4).exp()
+            x = (torch.randn(num_rows, inputs, device=device) * factors).bfloat16()
+            x_q, x_scales = quantize_rows(x)
             assert gemm.supports_input(x)
             wanted = reference(x_q.double() * x_scales, weight.double() * scales, bias, gated=gated)
             results = []

@@ -73,7 +73,7 @@ struct alignas(16) Tile {
 
 // Arguments:
 // - q: [requests, heads * GROUP, DIM]; out: like q, contiguous.
-// - Tensor maps: K and V as [tokens, heads * LINES, 64]; a box is one head's lines of UNIT or of SMALL_BOX tokens.
+// - Tensor maps: K and V as [tokens, heads * LINES, elements of a line]; a box is one head's lines of UNIT or of SMALL_BOX tokens.
 // - partials: partial outputs of each partition for a request that begins before it, [partitions, heads, GROUP, DIM + 4]; all
 //   words are EMPTY before and after the kernel.
 // - scale: factor on the scores, times log2(e), since exponentials are to base 2. v_scale: factor on the output.

@@ -87,7 +87,8 @@ def choose_tiling(num_rows: int, matrix_rows: int, num_inputs: int, num_sms: int
 def choose_fp8_tiling(num_rows: int, matrix_rows: int, num_inputs: int, num_sms: int) -> GemmTiling:
     """Return the tiling of a GEMM in FP8 that was fastest on an H200, over the matrices of Qwen3-14B.
 
-    Up to 96 rows, it is that of bfloat16: a byte takes as long to read and to multiply. Beyond, thread blocks share weights or x.
+    For few rows or outputs, it is that of bfloat16, since a byte takes as long to read and to multiply. Otherwise, thread blocks
+    share weights or x.
 
     Args:
         num_rows: M.

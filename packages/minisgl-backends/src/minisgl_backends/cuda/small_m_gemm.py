@@ -168,8 +168,9 @@ class HopperSmallMGemm:
             self._variants[variant.rows] = variant, tiling, maps[box]
 
     def supports_input(self, x: torch.Tensor) -> bool:
-        """Return True if the kernel supports x, in bfloat16 with two dimensions, or what `quantize_rows` returns for it."""
-        return 0 < len(x) <= max(self._variants) and (self._scales is not None or can_load_input(x, self._weight))
+        """Return True if the kernel supports x, with two dimensions, or for an FP8 weight what `quantize_rows` returns for x."""
+        is_supported = can_load_input(x, self._weight) if self._scales is None else x.dtype == torch.bfloat16
+        return 0 < len(x) <= max(self._variants) and is_supported
 
     def __call__(self, x: torch.Tensor, x_scales: torch.Tensor | None = None) -> torch.Tensor:
         """Return [M, N] in bfloat16 from an x, [M, K], for which `supports_input` is True.

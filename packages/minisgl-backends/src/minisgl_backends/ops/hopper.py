@@ -4,6 +4,7 @@ import torch
 
 from minisgl_backends.cuda.gemm_tiling import worthwhile_rows
 from minisgl_backends.cuda.requirements import hopper_missing
+from minisgl_backends.ops.triton_base import dense
 from minisgl_backends.ops.triton_linear import TritonLinear
 from minisgl_backends.ops.triton_ops import TritonNorm, TritonRotary
 from minisgl_core.contracts.ops import LinearOp
@@ -84,5 +85,6 @@ class HopperOps(TritonLinear, TritonNorm, TritonRotary):
         small_m = self._hopper_small_m_gemm.HopperSmallMGemm(
             weight, bias, self._stream_k_workspace, scales=scales, gated=gated, row_sizes=row_sizes
         )
-        few = small_m if scales is None else lambda x: small_m(*self.quantize_rows(x))
+        quantize_rows = self._quantize.quantize_rows
+        few = small_m if scales is None else lambda x: small_m(*quantize_rows(dense(x), pdl=self.uses_pdl(len(x))))
         return lambda x: few(x) if x.dim() == 2 and small_m.supports_input(x) else fallback(x)

@@ -26,7 +26,7 @@ class TritonLinear(TritonProvider, LinearOps):
         return self._with_small_m(lambda x: silu_and_mul(gate_up(x)), weight, bias, gated=True)
 
     def quantize_rows(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._quantize.quantize_rows(dense(x), pdl=self.uses_pdl(len(x)))
+        return self._quantize.quantize_rows(dense(x))
 
     def prepare_fp8_linear(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
         prepare = self._fp8_gemm if weight.is_cuda else super().prepare_fp8_linear

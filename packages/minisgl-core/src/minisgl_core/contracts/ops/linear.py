@@ -59,7 +59,7 @@ class LinearOps(OpsProvider):
 
         Args:
             weight: float8_e4m3fn [out, in], contiguous; both dimensions are multiples of 16.
-            scales: one per output channel, float32 [out].
+            scales: one per output channel, float32 [out], contiguous.
             bias: [out] or None.
         """
 
@@ -75,7 +75,7 @@ class LinearOps(OpsProvider):
 
         Args:
             weight: gate rows, then up rows, float8_e4m3fn [2 * I, in], contiguous; both dimensions are multiples of 16.
-            scales: one per output channel, float32 [2 * I].
+            scales: one per output channel, float32 [2 * I], contiguous.
             bias: [2 * I] or None.
         """
         gate_up = self.prepare_fp8_linear(weight, scales, bias)
