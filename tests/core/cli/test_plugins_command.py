@@ -105,15 +105,16 @@ def test_check_shows_the_roles_of_ops():
 
 
 @pytest.mark.parametrize(
-    ("value", "reason"),
+    ("kind", "value", "reason"),
     [
-        ("picky:Missing", "AttributeError"),
-        ("picky:Crashes", "its unsupported() failed: KeyError"),
-        ("no_such_module:X", "no_such_module"),
+        ("attention", "picky:Missing", "AttributeError"),
+        ("attention", "picky:Crashes", "its unsupported() failed: KeyError"),
+        ("attention", "no_such_module:X", "no_such_module"),
+        ("commands", "picky:Picky", "it is not a click command"),
     ],
 )
-def test_check_fails_where_a_provider_does_not_load(site, value, reason):
-    site.install("stranger", {"attention": {"picky": value}}, picky=ATTENTION)
+def test_check_fails_where_a_provider_does_not_load(site, kind, value, reason):
+    site.install("stranger", {kind: {"picky": value}}, picky=ATTENTION)
     result = run("check", "picky")
     assert result.exit_code == 2
     assert reason in result.stderr

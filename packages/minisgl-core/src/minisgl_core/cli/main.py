@@ -42,12 +42,7 @@ class MinisglGroup(click.Group):
             if not ctx.resilient_parsing and not cmd_name.startswith("-"):
                 ctx.fail(f"No such command {cmd_name!r}. {did_you_mean(cmd_name, names)}".rstrip())
             return None
-        command = registry.load("commands", cmd_name)
-        if not isinstance(command, click.Command):
-            entry = registry.entry("commands", cmd_name)
-            raise ProviderLoadError(
-                f"the command {cmd_name!r} of {entry} cannot be used: {entry.value} is not a click command."
-            )
+        command: click.Command = registry.load("commands", cmd_name)
         return command if isinstance(command, click.Group) else _with_plugin_options(command, cmd_name, registry)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -13,6 +13,7 @@ from importlib.metadata import Distribution, EntryPoint, distributions
 from pkgutil import resolve_name
 from typing import Any
 
+import click
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
 
@@ -268,6 +269,8 @@ def _api_mismatch(provider: Any) -> str:
 
 def _contract_breach(provider: Any, kind: str) -> str:
     contract = KINDS[kind].contract
+    if kind == "commands" and not isinstance(provider, click.Command):
+        return "it is not a click command"
     if not contract:
         return ""
     base = resolve_name(contract)
