@@ -3,6 +3,7 @@
 The file is long because all methods of `LLM` share the state of its running requests.
 """
 
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -153,6 +154,8 @@ class LLM:
         self._running: dict[str, _Running] = {}
         self._lock = Lock()
         """Held while the scheduler is being changed."""
+        self._is_changing = False
+        """True while the scheduler is being changed, and after an error or Ctrl-C has interrupted a change."""
         self._to_abort: list[str] = []
         """Ids of abandoned requests, aborted at the next step. The garbage collector may end a stream at any time."""
         others = self._others = None if config.parallel.size == 1 else OtherRanks(config, registry)
@@ -300,13 +303,13 @@ class LLM:
                 raise MinisglError(f"the stream cannot continue: {why}")
 
     def _run(self, work: list[Submit], progress: bool) -> list[GenerationOutput]:
-        todo, scheduler = deque(work), self._loop.scheduler
+        todo = deque(work)
         with self._requests() as request_ids, progress_bar(progress) as bar:
             task = bar.add_task("Generating", total=len(work))
             outputs: list[GenerationOutput] = []
             num_done = 0
-            while num_done < len(work):
-                while todo and not scheduler.is_full:
+            while todo or not self._running.keys().isdisjoint(request_ids):
+                while todo and not self._loop.scheduler.is_full:
                     is_incremental = bool(todo[0].sampling.stop)
                     try:
                         outputs.append(self._submit(todo[0], request_ids, is_incremental).output)
@@ -324,22 +327,25 @@ class LLM:
         try:
             yield request_ids
         finally:
-            for request_id in request_ids:
-                self._running.pop(request_id, None)
-            self._abort(request_ids)
-            # Steps in flight hold pages. If no other request will run them to their end, they are processed here.
-            while not self._lock.locked() and self._is_open and self._loop.has_work and not self._running:
-                self._step()
+            if not sys.is_finalizing():  # NumPy and torch fail then
+                self._abort(request_ids)
+                # Steps in flight hold pages. If no other request will run them to their end, they are processed here.
+                while not self._lock.locked() and self._is_open and self._loop.has_work and not self._running:
+                    self._step()
 
     def _abort(self, request_ids: Iterable[str]) -> None:
         """Abort those of these requests that still run; at the next step if the scheduler is being changed."""
         self._to_abort += request_ids
+        for request_id in request_ids:
+            self._running.pop(request_id, None)
         if self._is_open and not self._lock.locked():
             with self._exclusive():
+                self._is_changing = True
                 self._abort_abandoned()
+                self._is_changing = False
 
     def _exclusive(self) -> Lock:
-        """Return the lock to hold while the scheduler is changed.
+        """Return the lock to hold while the scheduler is changed; recover first if the last change was interrupted.
 
         The caller uses it in a ``with`` statement. A context manager written in Python, unlike the lock, could be
         interrupted by Ctrl-C and keep it.
@@ -349,6 +355,8 @@ class LLM:
         """
         if self._lock.locked():
             raise MinisglError("this LLM is in use by another thread; call it from one thread at a time")
+        if self._is_changing and self._is_open:
+            self._recover()
         return self._lock
 
     def _abort_abandoned(self) -> None:
@@ -356,23 +364,28 @@ class LLM:
             self._loop.scheduler.abort(self._to_abort.pop())
 
     def _submit(self, submit: Submit, request_ids: dict[str, None], is_incremental: bool) -> _Running:
-        self._check_open()
         request_id = str(next(self._request_ids))
         decoder = OutputText(self._tokens, submit.sampling)
         running = _Running(GenerationOutput(prompt_token_ids=[]), submit.token_ids, decoder, is_incremental)
         with self._exclusive():
+            self._check_open()
+            self._is_changing = True
             request_ids[request_id], self._running[request_id] = None, running
             try:
                 self._loop.scheduler.submit(msgspec.structs.replace(submit, request_id=request_id))
             except QueueFullError:
                 del request_ids[request_id], self._running[request_id]
+                self._is_changing = False
                 raise
+            self._is_changing = False
         return running
 
     def _step(self) -> list[str]:
         """Run one step of the engine for all requests. Return the ids of those that it ended."""
         ended = []
         with self._exclusive():
+            self._check_open()
+            self._is_changing = True
             try:
                 if self._others is not None:
                     self._others.check()
@@ -390,6 +403,7 @@ class LLM:
             except BaseException as error:
                 self._recover(error)
                 raise
+            self._is_changing = False
         return ended
 
     def _ended(self, request_id: str, running: _Running, needs_abort: bool) -> list[str]:
@@ -401,8 +415,8 @@ class LLM:
         del self._running[request_id]
         return [request_id]
 
-    def _recover(self, error: BaseException) -> None:
-        """Recover from a failed step: all requests are lost.
+    def _recover(self, error: BaseException | None = None) -> None:
+        """Recover from an interrupted change of the scheduler, or from a step that failed with `error`: all requests are lost.
 
         A single rank restarts with an empty cache. With several ranks, this object is closed, as they may have diverged.
         """
@@ -410,6 +424,7 @@ class LLM:
         if self._others is None:
             self._loop.scheduler.grammars.close()
             self._loop = self._new_loop()
+            self._is_changing = False
             return
         try:
             if isinstance(error, RuntimeError):
