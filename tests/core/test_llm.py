@@ -79,7 +79,8 @@ def test_one_prompt_as_text_or_tokens(llm: LLM) -> None:
     [by_text] = llm.generate("w5 w9 w3", greedy(4))
     [by_tokens] = llm.generate([5, 9, 3], greedy(4))
     [by_numpy] = llm.generate([np.int64(5), np.int64(9), np.int64(3)], greedy(4))
-    assert by_text == by_tokens == by_numpy
+    [by_tensor] = llm.generate([torch.tensor([5, 9, 3])], greedy(4))
+    assert by_text == by_tokens == by_numpy == by_tensor
     assert by_text.prompt_token_ids == [5, 9, 3]
     assert llm.generate([]) == []
 
@@ -510,6 +511,32 @@ def test_a_second_thread_is_told_so(llm: LLM, monkeypatch: pytest.MonkeyPatch) -
     over.set()
     first.join(60)
     assert [tuple(output.token_ids) for output in outputs] == [tiny.greedy(tuple(PROMPTS[0]), 6)]
+
+
+def test_close_ends_what_another_thread_generates(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, over = threading.Event(), threading.Event()
+    step, errors = EngineLoop.step, list[str]()
+
+    def slow(loop: EngineLoop) -> Any:
+        outputs = step(loop)
+        inside.set()
+        over.wait(60)
+        return outputs
+
+    def generate() -> None:
+        try:
+            llm.generate([PROMPTS[0]], greedy(6))
+        except MinisglError as error:
+            errors.append(str(error))
+
+    monkeypatch.setattr(EngineLoop, "step", slow)
+    with new_llm() as llm:
+        thread = threading.Thread(target=generate, daemon=True)
+        thread.start()
+        inside.wait(60)
+    over.set()
+    thread.join(10)
+    assert errors == ["the outputs cannot be completed: a step failed, or the LLM was closed"]
 
 
 def test_streams_refuse_at_once(llm: LLM) -> None:

@@ -139,6 +139,11 @@ def test_collections_in_any_form() -> None:
     assert decoder(SamplingParams)(encode(given)) == given  # type: ignore[arg-type]
 
 
+def test_numbers_of_numpy() -> None:
+    given = SamplingParams(max_tokens=np.int64(9), temperature=np.float32(0.5))  # type: ignore[arg-type]
+    assert decoder(SamplingParams)(encode(given)) == SamplingParams(max_tokens=9, temperature=0.5)
+
+
 @pytest.mark.parametrize("seed", [-(2**63), -1, 0, 5, 2**63 - 1])
 def test_the_first_of_several_outputs_has_the_seed_of_one(seed: int) -> None:
     seeds = [each.seed for each in SamplingParams(seed=seed, n=3).split()]

@@ -318,6 +318,8 @@ class LLM:
                     todo.popleft()
                 num_done += sum(request_id in request_ids for request_id in self._step())
                 bar.update(task, completed=num_done)
+            if any(output.finish_reason == "abort" and output.error is None for output in outputs):
+                raise MinisglError("the outputs cannot be completed: a step failed, or the LLM was closed")
             return outputs
 
     @contextmanager

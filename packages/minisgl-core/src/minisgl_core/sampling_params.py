@@ -149,20 +149,22 @@ class SamplingParams:
             value = getattr(self, name)
             if value is None and name in ("seed", "logprobs", "prompt_logprobs"):
                 continue
-            if isinstance(value, bool) or not isinstance(value, int):
+            if not _is_whole_number(value):
                 raise InvalidValueError(name, value, "a whole number")
             if value < low or (high is not None and value > high):
                 allowed = f"at least {low}" if high is None else f"from {low} to {high}"
                 raise InvalidValueError(name, value, allowed)
+            object.__setattr__(self, name, int(value))
         if self.min_tokens > self.max_tokens:
             raise InvalidValueError("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
 
     def _check_numbers(self) -> None:
         for name, (low, high, allowed) in NUMBER_BOUNDS.items():
             value = getattr(self, name)
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            is_number = isinstance(value, Real) and not isinstance(value, bool)
             if not is_number or not low <= value <= high:
                 raise InvalidValueError(name, value, allowed)
+            object.__setattr__(self, name, float(value))
 
     @property
     def is_greedy(self) -> bool:
@@ -202,7 +204,7 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     ids = () if value is None else value
     if isinstance(ids, list | tuple) and set(map(type, ids)) <= {int}:  # fast, since messages may have many
         return tuple(ids)
-    if not isinstance(ids, Collection) or not all(_is_token_id(token) for token in ids):
+    if not isinstance(ids, Collection) or not all(_is_whole_number(token) for token in ids):
         raise InvalidValueError(name, value, "a list of token ids, which are whole numbers")
     return tuple(int(token) for token in ids)
 
@@ -211,7 +213,7 @@ def _biases(logit_bias: Any) -> dict[int, float]:
     biases = {} if logit_bias is None else logit_bias
     if type(biases) is dict and _are_plain(biases):
         return dict(biases)
-    if not isinstance(biases, Mapping) or not all(_is_token_id(token) for token in biases):
+    if not isinstance(biases, Mapping) or not all(_is_whole_number(token) for token in biases):
         raise InvalidValueError("logit_bias", logit_bias, "a mapping from token ids, as whole numbers, to numbers")
     for token, bias in biases.items():
         is_number = isinstance(bias, Real) and not isinstance(bias, bool)
@@ -229,6 +231,6 @@ def _are_plain(biases: dict[Any, Any]) -> bool:
     )
 
 
-def _is_token_id(value: Any) -> bool:
+def _is_whole_number(value: Any) -> bool:
     """Return True for whole numbers of Python or NumPy."""
     return isinstance(value, Integral) and not isinstance(value, bool)

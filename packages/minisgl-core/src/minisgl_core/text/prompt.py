@@ -38,7 +38,7 @@ def token_array(ids: Any) -> npt.NDArray[np.int32]:
         InvalidValueError: it is not a list of whole numbers.
     """
     try:
-        array = np.array(ids)
+        array = np.asarray(ids)
     except ValueError:  # lists of different lengths
         array = np.empty((0, 0))
     if array.ndim != 1 or (len(array) and array.dtype.kind not in "iu"):
