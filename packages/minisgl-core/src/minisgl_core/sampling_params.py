@@ -71,7 +71,8 @@ class SamplingParams:
         bad_words: texts that are not generated. The token that would complete a bad word's token sequence is banned, as in
             vLLM. The sequence of the word with a space before it is banned, too, if it begins with another token and is as long.
         seed: the same seed gives the same tokens if the logits are equal; None draws a random seed. Other requests in the
-            batch change no random number. They change logits slightly in bfloat16 and float16, which may change a token.
+            batch change no random number. With a 16-bit dtype or 8-bit activations, as of GGUF files on CPUs, they change logits
+            slightly, which may change a token.
         stop: texts that end the output; the match itself is not returned.
         include_stop_str_in_output: return the match, or the text of the stop token, as part of the output.
         stop_token_ids: token ids that end the output, besides the model's own.
