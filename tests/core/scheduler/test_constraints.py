@@ -56,7 +56,7 @@ def test_a_provider_that_compiles_to_nothing_is_named() -> None:
     constraint = grammars.start(GrammarSource("choice", '["a"]', "it"))
     wait([constraint.compilation], 60)
     constraint.begin()
-    assert "Forgetful.compile()" in constraint.error
+    assert "compile() of <class 'tests.core.scheduler.test_constraints.Forgetful'>" in constraint.error
 
 
 class Broken(LlguidanceGrammar):
@@ -71,7 +71,7 @@ class Broken(LlguidanceGrammar):
     [
         (Broken, "(", "invalid", "it", r"it='\('"),
         (Broken, "broken", "internal", None, "The grammar cannot be compiled"),
-        (Forgetful, "a", "internal", None, r"Forgetful.compile\(\)"),
+        (Forgetful, "a", "internal", None, r"compile\(\) of .*Forgetful"),
     ],
 )
 def test_errors_of_grammars_name_the_request_or_the_provider(
