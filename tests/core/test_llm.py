@@ -435,6 +435,12 @@ def test_a_token_out_of_range_is_named_with_its_place(llm: LLM) -> None:
             llm.generate([5, 6, token, -7])
 
 
+def test_an_error_of_one_prompt_among_several_has_its_index(llm: LLM) -> None:
+    with pytest.raises(InvalidValueError, match="256 tokens") as caught:
+        llm.generate([[5], [9] * 250, [3]], greedy(7))
+    assert caught.value.__notes__ == ["This is about prompt 1 of 3, counted from 0."]
+
+
 class Holder:
     """Holds a stream, and itself, so that nothing but the garbage collector ends the two."""
 

@@ -218,12 +218,19 @@ class LLM:
             Outputs in the order of the prompts; with ``n > 1``, the n outputs of a prompt follow each other.
 
         Raises:
-            InvalidValueError: a prompt or a parameter is not valid; nothing was generated.
+            InvalidValueError: a prompt or a parameter is not valid; nothing was generated. With several prompts, a note of the
+                error has the prompt's index.
             WorkerDiedError: another rank has ended; this object is closed then.
         """
         listed = list_prompts(prompts)
         params = _list_sampling(self.default_sampling if sampling is None else sampling, len(listed))
-        work = [self._checked(prompt, one) for prompt, each in zip(listed, params, strict=True) for one in each.split()]
+        work: list[Submit] = []
+        for index, (prompt, each) in enumerate(zip(listed, params, strict=True)):
+            try:
+                work += [self._checked(prompt, one) for one in each.split()]
+            except MinisglError as error:
+                error.add_note(f"This is about prompt {index} of {len(listed)}, counted from 0.")
+                raise
         return self._run(work, progress and len(work) > 1)
 
     def chat(
