@@ -315,7 +315,7 @@ class LLM:
             task = bar.add_task("Generating", total=len(work))
             outputs: list[GenerationOutput] = []
             num_done = 0
-            while todo or not self._running.keys().isdisjoint(request_ids):
+            while todo or not self._running.keys().isdisjoint(request_ids.keys()):  # visits the shorter one
                 while todo and not self._loop.scheduler.is_full:
                     is_incremental = bool(todo[0].sampling.stop)
                     try:
