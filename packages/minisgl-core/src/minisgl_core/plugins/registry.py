@@ -13,7 +13,6 @@ from importlib.metadata import Distribution, EntryPoint, distributions
 from pkgutil import resolve_name
 from typing import Any
 
-import click
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
 
@@ -269,8 +268,10 @@ def _api_mismatch(provider: Any) -> str:
 
 def _contract_breach(provider: Any, kind: str) -> str:
     contract = KINDS[kind].contract
-    if kind == "commands" and not isinstance(provider, click.Command):
-        return "it is not a click command"
+    if kind == "commands":
+        from click import Command  # only the command line needs it
+
+        return "" if isinstance(provider, Command) else "it is not a click command"
     if not contract:
         return ""
     base = resolve_name(contract)
