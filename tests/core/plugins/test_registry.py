@@ -6,11 +6,14 @@ from pathlib import Path
 import pytest
 
 from minisgl_core.errors import DuplicateProviderError, InvalidValueError, ProviderLoadError, ProviderNotFoundError
-from minisgl_core.platforms.selection import pick_platform
+from minisgl_core.platforms.selection import pick_platform, preferred_by
 from minisgl_core.plugins import remedies
+from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.kinds import KINDS
 from minisgl_core.plugins.plugin_filter import SHIPPED
 from minisgl_core.plugins.registry import Entry, Registry
+
+NONE_PREFERRED = preferred_by(Hooks())
 
 POLICY = """
 from minisgl_core.contracts.policy import Policy
@@ -101,7 +104,7 @@ class Theirs(CpuPlatform):
 def test_auto_takes_a_packages_platform_only_where_preferred(site, monkeypatch):
     site.install("stranger", {"platform": {"theirs": "theirs:Theirs"}}, theirs=THEIRS)
     registry = Registry.from_environment()
-    own = pick_platform("auto", registry)[1]
+    own = pick_platform("auto", registry, NONE_PREFERRED)[1]
     assert own.platform in ("cpu", "cuda")
     asked = []
 
@@ -112,9 +115,11 @@ def test_auto_takes_a_packages_platform_only_where_preferred(site, monkeypatch):
     assert asked == [("platform", own)]
     for name in (None, "nobodys", own.platform):
         assert pick_platform("auto", registry, prefer(name))[1] == own
-    assert pick_platform("theirs", registry)[1].platform == "theirs"
+    assert pick_platform("theirs", registry, NONE_PREFERRED)[1].platform == "theirs"
     monkeypatch.setenv("MINISGL_PLUGINS_BLOCK", "platform:cpu,platform:cuda")
-    assert pick_platform("auto", Registry.from_environment())[1].platform == "theirs", "the only one left"
+    assert pick_platform("auto", Registry.from_environment(), NONE_PREFERRED)[1].platform == "theirs", (
+        "the only one left"
+    )
 
 
 def test_a_platform_whose_devices_torch_does_not_know_is_named(site):
@@ -129,7 +134,7 @@ class Odd(CpuPlatform):
 """
     site.install("stranger", {"platform": {"odd": "odd:Odd"}}, odd=source)
     with pytest.raises(ProviderLoadError, match=r"'odd' cannot be used: .*device_type"):
-        pick_platform("odd", Registry.from_environment())
+        pick_platform("odd", Registry.from_environment(), NONE_PREFERRED)
 
 
 def test_an_unknown_name_lists_providers_and_a_close_match():

@@ -32,9 +32,7 @@ def preferred_by(hooks: Hooks) -> Preferred:
     return ask
 
 
-def pick_platform(
-    wanted: str, registry: Registry, preferred: Preferred = lambda kind, hardware: None
-) -> tuple[type[Platform], Hardware]:
+def pick_platform(wanted: str, registry: Registry, preferred: Preferred) -> tuple[type[Platform], Hardware]:
     """Return the selected platform. Under ``auto`` this is CUDA if there is a GPU, otherwise the CPU.
 
     Under ``auto``, another package's platform is selected if a hook prefers it, or if no shipped one applies.
