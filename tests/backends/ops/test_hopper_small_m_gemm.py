@@ -25,8 +25,8 @@ from minisgl_backends.cuda.gemm_tiling import (
 from minisgl_backends.cuda.small_m_gemm import HopperSmallMGemm, StreamKWorkspace, Variant, supports_weight
 from minisgl_backends.ops.hopper import HopperOps
 from minisgl_backends.ops.triton_linear import TritonLinear
+from minisgl_core.contracts.ops import LinearOps
 from minisgl_core.testing.ops_kit import OpsTests
-from minisgl_core.utils.fp8 import FP8_MAX, to_fp8
 
 MATRICES = [
     (rows, inputs, gated, bias)
@@ -135,12 +135,6 @@ def test_gated_layers_prepare_gated_kernels_only(monkeypatch: pytest.MonkeyPatch
     assert prepared == [True]
 
 
-def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x in FP8 and a scale per row, [rows, 1]."""
-    scales = x.abs().amax(1, keepdim=True).float() / FP8_MAX
-    return to_fp8(x, scales), scales
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
 class TestOnHopper:
@@ -171,6 +165,7 @@ class TestOnHopper:
     @pytest.mark.parametrize(("rows", "inputs", "gated", "has_bias"), [case for case in MATRICES if case[1] % 128 == 0])
     def test_fp8_results_match_a_float64_reference(self, rows: int, inputs: int, gated: bool, has_bias: bool) -> None:
         device = torch.device("cuda")
+        quantize_rows = LinearOps(device, torch.bfloat16).quantize_rows  # the reference, in torch
         weight, scales = quantize_rows(torch.randn(rows, inputs, device=device) / inputs**0.5)
         bias = torch.randn(rows, device=device, dtype=torch.bfloat16) if has_bias else None
         workspace = StreamKWorkspace(device)
