@@ -33,7 +33,7 @@ NUM_TESTS = {
     "ops": 8,
     "policy": 15,
     "quantization": 17,
-    "communicator": 1,
+    "communicator": 2,
     "platform": 20,
     "executor": 4,
     "router": 8,
