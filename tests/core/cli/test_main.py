@@ -187,6 +187,7 @@ def cli_options():
     result = site.run("dance")
     assert result.status == 2
     assert reason in result.error
+    assert "the hook cli_options of stranger:metrics" in result.error
 
 
 def test_completion_imports_no_command(site):

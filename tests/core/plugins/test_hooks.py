@@ -7,6 +7,9 @@ import pluggy
 import pytest
 
 from minisgl_core import hookimpl
+from minisgl_core.contracts.platform import Hardware
+from minisgl_core.errors import PluginError
+from minisgl_core.platforms.selection import preferred_by
 from minisgl_core.plugins import hookspecs
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Registry
@@ -174,6 +177,14 @@ def engine_stopped():
         assert hooks.engine_stopped() is None
     assert len(caplog.records) == 1
     assert "bad_hooks.py" in caplog.text
+
+
+def test_a_preference_that_is_no_name_is_an_error_that_names_the_module(site):
+    source = "from minisgl_core import hookimpl\n@hookimpl\ndef preferred_provider(kind):\n    return 7\n"
+    site.install("bad", {"hooks": {"bad": "bad_hooks"}}, bad_hooks=source)
+    preferred = preferred_by(Hooks(Registry.from_environment()))
+    with pytest.raises(PluginError, match="preferred_provider of bad:bad must return a name or None, not 7"):
+        preferred("ops", Hardware("cpu", "x86_64", (), 2**30, 1))
 
 
 def test_the_specs_are_documented_and_the_marker_is_the_projects():

@@ -107,18 +107,17 @@ def _with_plugin_options(command: click.Command, name: str, registry: Registry) 
     """Return a copy of `command` with the options that hooks add."""
     from minisgl_core.plugins.hooks import Hooks
 
-    hook = Hooks(registry).cli_options
-    groups = hook(command=name) if hook is not None else None
+    hooks = Hooks(registry)
+    groups = hooks.cli_options(command=name) if hooks.cli_options is not None else None
+    where = f"the hook cli_options of {hooks.modules.get('cli_options')}"
     extra = [option for each in groups or () for option in (each if isinstance(each, list | tuple) else [each])]
     taken = {flag for param in command.params for flag in (*param.opts, *param.secondary_opts)}
     for option in extra:
         if not isinstance(option, click.Option):
-            raise ProviderLoadError(
-                f"a plugin's hook cli_options must return a list of click options, but it contains {option!r}."
-            )
+            raise ProviderLoadError(f"{where} must return a list of click options, but it contains {option!r}.")
         flags = {*option.opts, *option.secondary_opts}
         if clash := taken & flags:
-            raise ProviderLoadError(f"a plugin's hook cli_options adds {', '.join(sorted(clash))}, which {name} has.")
+            raise ProviderLoadError(f"{where} adds {', '.join(sorted(clash))}, which {name} has.")
         taken |= flags
         option.expose_value = False
     command = copy(command)

@@ -26,7 +26,8 @@ def preferred_by(hooks: Hooks) -> Preferred:
             return None
         name = hooks.preferred_provider(kind=kind, hardware=hardware)
         if name is not None and not isinstance(name, str):
-            raise PluginError(f"a plugin's hook preferred_provider must return a name or None, and returned {name!r}")
+            where = hooks.modules["preferred_provider"]
+            raise PluginError(f"the hook preferred_provider of {where} must return a name or None, not {name!r}")
         return name
 
     return ask

@@ -46,6 +46,8 @@ class Hooks:
 
     def __init__(self, registry: Registry | None = None) -> None:
         """Load the hook modules in `registry`. A module that fails is skipped with a warning. None means no hooks."""
+        self.modules: dict[str, str] = {}
+        """By hook: names of the modules that implement it, for messages."""
         if registry is None:
             return
         manager = _new_manager()
@@ -57,6 +59,7 @@ class Hooks:
         for name, caller in vars(manager.hook).items():
             if isinstance(caller, pluggy.HookCaller) and caller.get_hookimpls():
                 assert hasattr(Hooks, name), f"Hooks has no attribute for the hook {name}"
+                self.modules[name] = " or ".join(each.plugin_name for each in caller.get_hookimpls())
                 # The exception of a wrapper ends the whole call.
                 setattr(self, name, caller if name == "api_routes" else _log_errors(caller, name))
 
