@@ -113,6 +113,18 @@ def test_sighup_under_nohup_stays_ignored(start: Launch) -> None:
     assert httpx.get(f"{server.url}/ready").status_code == 200
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_during_a_download_ends_the_launch(launch: Launch, number: signal.Signals) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as hub:  # it never answers
+        hub.settimeout(60)
+        server = launch(
+            "--model", "owner/name", HF_ENDPOINT=f"http://127.0.0.1:{hub.getsockname()[1]}", HF_HUB_OFFLINE="0"
+        )
+        hub.accept()
+        server.process.send_signal(number)
+        assert server.wait_ended() == 0
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

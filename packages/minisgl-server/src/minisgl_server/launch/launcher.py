@@ -35,7 +35,7 @@ from minisgl_server.launch.api_keys import API_KEY_VARIABLE, api_key_digests
 from minisgl_server.launch.api_workers import ApiWorkers, check_api_workers
 from minisgl_server.launch.replicas import ROUTER, Replicas
 from minisgl_server.launch.restarts import wait_and_restart
-from minisgl_server.launch.stop_signals import StopSignals
+from minisgl_server.launch.stop_signals import StopSignals, exit_on_signal
 from minisgl_server.metrics.engine_metrics import prepare_metrics
 from minisgl_server.options import ServerOptions
 from minisgl_server.router.cache_events import ROUTER_EVENTS_VARIABLE
@@ -48,6 +48,7 @@ DRAIN_SLACK_S = 5.0
 """Time beyond ``--drain-timeout`` that the API server has to stop."""
 
 
+@exit_on_signal()
 def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> None:
     """Serve until SIGTERM, SIGINT or SIGHUP, then let running requests finish. A second signal stops the server at once.
 

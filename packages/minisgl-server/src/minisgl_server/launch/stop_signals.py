@@ -2,6 +2,8 @@
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Self
 
@@ -10,6 +12,20 @@ def stop_signals() -> list[signal.Signals]:
     """Return SIGTERM, SIGINT, and SIGHUP unless it is ignored, as under nohup."""
     is_hup_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [signal.SIGTERM, signal.SIGINT, *([] if is_hup_ignored else [signal.SIGHUP])]
+
+
+@contextmanager
+def exit_on_signal() -> Iterator[None]:
+    """Let `stop_signals` end the process at once with status 0, as there is nothing to stop yet.
+
+    Without a handler, process 1 of a container would ignore them, such as while it downloads a model.
+    """
+    before = {number: signal.signal(number, lambda *_: os._exit(0)) for number in stop_signals()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class StopSignals:
