@@ -38,6 +38,12 @@ def test_a_temporary_directory_too_deep_for_sockets_is_refused(tmp_path: Path, m
     assert list(deep.iterdir()) == []
 
 
+def test_a_missing_temporary_directory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/no/such/folder")
+    with pytest.raises(InvalidValueError, match=r"TMPDIR.*No such file or directory"):
+        IpcAddresses.create()
+
+
 def test_messages_sent_before_the_receiver_binds_arrive_in_order() -> None:
     with IpcAddresses.create() as endpoints, Sender(endpoints.scheduler_in) as sender:
         ids = np.array([1, 2, 3], dtype=np.int32)

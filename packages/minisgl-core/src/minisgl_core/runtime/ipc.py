@@ -24,6 +24,7 @@ queue for up to `LINGER_MS`, so that a last message arrives and a dead peer does
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterable
@@ -75,9 +76,13 @@ class IpcAddresses:
         """Make a new directory with mode 0700 in the system's temporary directory. Call `remove` at the end.
 
         Raises:
-            InvalidValueError: the path of ``TMPDIR`` is too long for sockets.
+            InvalidValueError: ``TMPDIR`` cannot be written, or its path is too long for sockets.
         """
-        directory = tempfile.mkdtemp(prefix="minisgl-")
+        try:
+            directory = tempfile.mkdtemp(prefix="minisgl-")
+        except OSError as error:
+            given = os.environ.get("TMPDIR", "")
+            raise InvalidValueError("TMPDIR", given, "a directory that can be written", f"{error.strerror}.") from None
         if len(directory.encode()) + len(_LONGEST_NAME) > MAX_PATH_BYTES:
             Path(directory).rmdir()
             allowed = "a shorter path, because Unix sockets are made there"
