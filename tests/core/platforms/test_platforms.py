@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,24 @@ from minisgl_core.testing.platform_kit import PlatformTests
 
 class TestCpu(PlatformTests):
     provider = CpuPlatform
+
+
+def test_free_memory_of_a_cpu_respects_the_limit_of_the_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platform = CpuPlatform()
+    monkeypatch.setattr("minisgl_core.platforms.cpu.CGROUP", tmp_path)
+    for name, text in {
+        "memory.max": "50000\n",
+        "memory.current": "30000\n",
+        "memory.stat": "anon 22000\nactive_file 5000\ninactive_file 3000\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+    assert platform.free_memory() == 28000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert platform.free_memory() > 28000
+    (tmp_path / "memory.max").write_text("20000\n")
+    assert platform.free_memory() == 1
 
 
 @pytest.mark.gpu
