@@ -40,6 +40,22 @@ def test_an_output_file_that_cannot_be_written_is_refused_first(
     assert not any(tmp_path.iterdir()), "nothing was created"
 
 
+@pytest.mark.parametrize(
+    ("command", "flag", "value"),
+    [
+        (("attention", "torch"), "--spread", "nan"),
+        (("route",), "--request-rate", "nan"),
+        (("route",), "--weights-ms", "inf"),
+        (("serve", "--request-rate", "1"), "--duration", "nan"),
+        (("trace", "--out", "trace.jsonl"), "--output-median", "inf"),
+    ],
+)
+def test_nan_and_unusable_infinities_are_refused(command: tuple[str, ...], flag: str, value: str) -> None:
+    done = CliRunner().invoke(main, ["bench", *command, flag, value])
+    assert done.exit_code == 2
+    assert f"Invalid value for '{flag}'" in done.stderr
+
+
 def test_compared_options_are_refused() -> None:
     shown = CliRunner().invoke(main, ["bench", "accuracy", "--help"]).stdout
     options = [line.split()[0] for line in shown.splitlines() if line.startswith("  --")]

@@ -1,13 +1,25 @@
 """Flag handling that several ``minisgl bench`` commands share. Must not import heavy packages."""
 
+import math
 import os
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 from click.core import ParameterSource
 
 from minisgl_core.errors import InvalidValueError
+
+
+class FloatRange(click.FloatRange):
+    """Range of numbers. Unlike click's, it refuses NaN."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value!r} is not a number.", param, ctx)
+        return number
 
 
 def _check_writable(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from minisgl_core.errors import InvalidValueError
-from minisgl_server.bench.flags import json_option
+from minisgl_server.bench.flags import FloatRange, json_option
 
 
 def parse_shape(text: str) -> tuple[int, int]:
@@ -59,7 +59,7 @@ def parse_shape(text: str) -> tuple[int, int]:
 )
 @click.option(
     "--spread",
-    type=click.FloatRange(0, 0.99),
+    type=FloatRange(0, 0.99),
     default=0.9,
     help="Maximum relative deviation of decode lengths from their mean; 0 for equal lengths.",
 )

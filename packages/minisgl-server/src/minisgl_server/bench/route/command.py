@@ -6,14 +6,14 @@ from typing import Any
 import click
 
 from minisgl_core.errors import InvalidValueError
-from minisgl_server.bench.flags import json_option, refuse_flags
+from minisgl_server.bench.flags import FloatRange, json_option, refuse_flags
 from minisgl_server.bench.route.step_time import StepTime
 
 MAX_SCHEDULERS, MAX_REPLICAS = 32, 1000
 DEFAULT_NUM_REQUESTS = 2000
 CHAT_FLAGS = ("--num-turns", "--num-prefixes", "--shared-prefix-tokens", "--input-len", "--output-len", "--seed")
 ARRIVAL_FLAGS = ("--request-rate", "--turn-delay")
-POSITIVE, NOT_NEGATIVE = click.FloatRange(0, min_open=True), click.FloatRange(0)
+POSITIVE, NOT_NEGATIVE = FloatRange(0, min_open=True), FloatRange(0, 1_000_000)
 
 
 @click.command()
@@ -47,7 +47,7 @@ POSITIVE, NOT_NEGATIVE = click.FloatRange(0, min_open=True), click.FloatRange(0)
     help="Router to simulate; may be given several times.",
 )
 @click.option("--router-overload-requests", type=click.IntRange(0), default=16)
-@click.option("--router-overload-ratio", type=click.FloatRange(1), default=1.5)
+@click.option("--router-overload-ratio", type=FloatRange(1), default=1.5)
 @click.option("--num-pages", type=click.IntRange(1), help="Pages per replica.")
 @click.option(
     "--working-set",

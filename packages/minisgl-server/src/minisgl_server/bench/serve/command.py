@@ -6,10 +6,10 @@ from typing import Any
 
 import click
 
-from minisgl_server.bench.flags import file_option, json_option
+from minisgl_server.bench.flags import FloatRange, file_option, json_option
 from minisgl_server.bench.serve.options import check_options, parse_goodput, parse_json_object, parse_length
 
-POSITIVE = click.FloatRange(0, min_open=True)
+POSITIVE = FloatRange(0, min_open=True)
 LENGTH: dict[str, Any] = {"type": parse_length, "metavar": "N|LOW:HIGH"}
 DEFAULT_NUM_REQUESTS = 100
 
@@ -61,7 +61,7 @@ DEFAULT_NUM_REQUESTS = 100
 @click.option("--input-len", **LENGTH, default="512", help="New prompt tokens per request.")
 @click.option("--output-len", **LENGTH, default="128", help="Output tokens per request.")
 @click.option("--num-turns", type=click.IntRange(1), default=1, help="Requests per conversation.")
-@click.option("--turn-delay", type=click.FloatRange(0), default=0.0, help="Seconds from a response to the next turn.")
+@click.option("--turn-delay", type=FloatRange(0), default=0.0, help="Seconds from a response to the next turn.")
 @click.option(
     "--shared-prefix-tokens",
     type=click.IntRange(0),
@@ -84,7 +84,7 @@ DEFAULT_NUM_REQUESTS = 100
     help="Factor on the trace's times: 0.5 doubles the rate. May be given several times, with one run each.",
 )
 @click.option("--max-input-len", type=click.IntRange(1), help="Skip longer requests of the trace, and report how many.")
-@click.option("--temperature", type=click.FloatRange(0), default=0.0)
+@click.option("--temperature", type=FloatRange(0), default=0.0)
 @click.option(
     "--ignore-eos/--no-ignore-eos",
     default=True,

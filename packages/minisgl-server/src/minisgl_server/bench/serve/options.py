@@ -93,11 +93,6 @@ def check_options(options: SimpleNamespace, ctx: click.Context) -> None:
     has_own_vocab = options.endpoint == "chat" or options.tokenizer
     refuse(has_own_vocab, "used with --endpoint completions and without --tokenizer, which has its own", "--vocab-size")
     refuse(not options.json_file, "used with --json", "--details")
-    floats = {"--request-rate": options.request_rates, "--time-scale": options.time_scales}
-    for name, values in {**floats, "--burstiness": (options.burstiness,)}.items():
-        for value in values:
-            if math.isnan(value):
-                raise InvalidValueError(name, value, "a number")
     is_endless = options.num_requests is None and not options.trace
     if is_endless and any(
         math.isinf(rate) and limit is None for rate in options.request_rates for limit in options.max_concurrencies

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from minisgl_server.bench.flags import file_option, refuse_flags
+from minisgl_server.bench.flags import FloatRange, file_option, refuse_flags
 
 TRACE_A_REQUESTS = 43_058
 
@@ -19,11 +19,11 @@ TRACE_A_REQUESTS = 43_058
 )
 @click.option("--seed", type=click.IntRange(0), default=0)
 @click.option(
-    "--request-rate", type=click.FloatRange(0, min_open=True), help="Requests per second; by default, those of trace A."
+    "--request-rate", type=FloatRange(0, min_open=True), help="Requests per second; by default, those of trace A."
 )
 @click.option(
     "--output-median",
-    type=click.FloatRange(1),
+    type=FloatRange(1, 1_000_000),
     help="Median output length in tokens, which is not published. Longer outputs make later turns longer.",
 )
 @click.option("--show", type=click.Path(), metavar="FILE", help="Print the statistics of an existing trace instead.")
