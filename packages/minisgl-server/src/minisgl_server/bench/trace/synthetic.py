@@ -70,7 +70,7 @@ class _ConversationSource:
         """Return a new conversation with its first request."""
         random = self._random
         shares = [count / sum(TYPES.values()) for count in TYPES.values()]
-        kind = str(random.choice(list(TYPES), p=shares))
+        kind = list(TYPES)[random.choice(len(TYPES), p=shares)]
         start = self._templates[kind]
         if self._reusable and random.random() < REUSED_SHARE:
             start = self._reusable[int(random.integers(len(self._reusable)))]
