@@ -108,3 +108,11 @@ def test_workloads_that_cannot_be_compared_are_refused(
     done = bench(folder, "--text", str(tmp_path / "text.txt"), *arguments)
     assert done.exit_code != 0
     assert message in done.output
+
+
+def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "image"
+    file.write_bytes(b"\xff\xd8")
+    done = bench(tmp_path, "--text", str(file))
+    assert done.exit_code == 2
+    assert f"--text={str(file)!r} is not valid: must be a file with UTF-8 text" in done.stderr

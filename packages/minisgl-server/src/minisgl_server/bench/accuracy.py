@@ -43,11 +43,11 @@ def run_accuracy(
     """Measure, print a table, and write the JSON file if one is given.
 
     Raises:
-        InvalidValueError: --kv-dtype or --quantization was given, --tp or --pp is not 1, or the text is too short.
+        InvalidValueError: --kv-dtype or --quantization was given, --tp or --pp is not 1, or the text is too short or not UTF-8.
     """
     _check(config)
     registry, hooks = Registry.from_environment(), Hooks(Registry([]))
-    text = "\n".join(Path(each).read_text(encoding="utf-8") for each in texts)
+    text = "\n".join(map(_read, texts))
     windows: list[torch.Tensor] = []
     baseline: list[torch.Tensor] = []
     rows: list[dict[str, Any]] = []
@@ -87,6 +87,13 @@ def _check(config: EngineConfig) -> None:
     for name, size in (("--pp", config.parallel.pp), ("--tp", config.parallel.tp)):
         if size != 1:
             raise InvalidValueError(name, size, "1, as the hidden states of one rank are compared")
+
+
+def _read(file: str) -> str:
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidValueError("--text", file, "a file with UTF-8 text", f"It cannot be read: {error}.") from None
 
 
 def _windows(built: BuiltModelRunner, text: str, window: int, max_tokens: int) -> list[torch.Tensor]:
