@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -16,7 +17,7 @@ import pytest
 
 from minisgl_core.errors import MinisglError
 from minisgl_server.shell.chat_models import LocalModel, RemoteModel, _contents
-from minisgl_server.shell.repl import Conversation, parse_setting
+from minisgl_server.shell.repl import Conversation, parse_setting, run
 
 PROMPT, ANSWER = r"\x1b\[\?2004h.*>", r"\x1b\[\?2004l"
 """A prompt begins by switching the terminal's bracketed paste on and ends by switching it off."""
@@ -110,7 +111,10 @@ def test_a_second_ctrl_c_does_not_wait_for_text(tiny_checkpoint: Path) -> None:
         with pytest.raises(KeyboardInterrupt):
             model.chat(messages, press_twice, {})
         assert signal.getsignal(signal.SIGINT) is handler
+        model.chat(messages, lambda *_: signal.raise_signal(signal.SIGINT), {})
+        assert model.was_interrupted
         assert "5 output tokens" in model.chat(messages, lambda *_: None, {"max_tokens": 5})
+        assert not model.was_interrupted
 
 
 def shell(*flags: str, text: str) -> subprocess.CompletedProcess[str]:
@@ -124,6 +128,27 @@ def test_in_a_pipe_each_line_is_a_message(server: Any) -> None:
     assert done.returncode == 0
     assert done.stdout.strip()
     assert done.stderr == "No such command: /nope. /help lists them.\n"
+
+
+def test_ctrl_c_in_a_pipe_ends_the_shell(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(RemoteModel):
+        def chat(self, messages: Any, show: Any, settings: Any) -> str:
+            return super().chat(messages, lambda *_: signal.raise_signal(signal.SIGINT), settings)
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hi\nnever\n"))
+    conversation = Conversation(Interrupted(server.url))
+    with pytest.raises(KeyboardInterrupt):
+        run(conversation)
+    assert [message["content"] for message in conversation.messages if message["role"] == "user"] == ["Hi"]
+
+
+def test_the_history_may_be_unwritable(server: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    terminal = Terminal(tmp_path / "file", "--url", server.url)
+    terminal.wait_for("The history of lines is not kept: .*Not a directory")
+    terminal.wait_for(PROMPT)
+    terminal.type("/exit\r")
+    assert terminal.status() == 0
 
 
 def test_commands_set_sampling_and_system_prompt(server: Any) -> None:

@@ -20,7 +20,13 @@ Show = Callable[[str, bool], None]
 
 
 class LocalModel:
-    """Model in this process."""
+    """Model in this process.
+
+    Attributes:
+        was_interrupted: Ctrl-C stopped the latest response.
+    """
+
+    was_interrupted = False
 
     def __init__(self, options: dict[str, Any]) -> None:
         from minisgl_core.llm import LLM
@@ -67,6 +73,7 @@ class LocalModel:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             pieces.close()  # type: ignore[attr-defined]  # a generator
             signal.signal(signal.SIGINT, before)
+        self.was_interrupted = bool(interrupts)
         num_cached, num_output = stats.num_cached_tokens - num_cached, stats.num_output_tokens - num_output
         return timer.describe(len(token_ids), num_cached, num_output)
 
@@ -83,7 +90,12 @@ class RemoteModel:
     Args:
         url: URL of the server, with or without ``/v1``.
         api_key: API key, or several in one text, of which the first is used.
+
+    Attributes:
+        was_interrupted: see `LocalModel`.
     """
+
+    was_interrupted = False
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         self._url, self._headers = server_url(url), authorization(api_key)
@@ -91,12 +103,12 @@ class RemoteModel:
 
     def chat(self, messages: Sequence[Message], show: Show, settings: Mapping[str, Any]) -> str:
         """Stream the next message, like `LocalModel.chat`. Ctrl-C closes the connection, and the server aborts the request."""
-        timer, usage = _TurnTimer(show), dict[str, Any]()
+        timer, usage, self.was_interrupted = _TurnTimer(show), dict[str, Any](), False
         body = {"model": self.name, "messages": list(messages), "stream": True, **settings}
         try:
             asyncio.run(self._stream(body | {"stream_options": {"include_usage": True}}, timer, usage))
         except KeyboardInterrupt:
-            pass
+            self.was_interrupted = True
         except httpx.HTTPError as error:
             raise MinisglError(f"The server does not answer: {error}") from error
         details = usage.get("prompt_tokens_details") or {}

@@ -160,6 +160,7 @@ def run(conversation: Conversation) -> None:
 
     Raises:
         MinisglError: a line failed, and standard input is not a terminal.
+        KeyboardInterrupt: Ctrl-C stopped a response, and standard input is not a terminal.
     """
     if sys.stdin.isatty():
         _run_terminal(conversation)
@@ -170,18 +171,26 @@ def run(conversation: Conversation) -> None:
         for line in sys.stdin:
             if not conversation.handle(line):
                 return
+            if conversation.model.was_interrupted:
+                raise KeyboardInterrupt
 
 
 def _run_terminal(conversation: Conversation) -> None:
     """Run the loop with history and line editing; Ctrl-C clears the line, Ctrl-D exits."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
-    from prompt_toolkit.history import FileHistory
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     click.echo(f"{conversation.model.name}: /help lists the commands.")
     conversation.shows_statistics = True
     completer = WordCompleter(list(conversation.commands), sentence=True)
-    session: PromptSession[str] = PromptSession(history=FileHistory(str(history_file())), completer=completer)
+    history: FileHistory | InMemoryHistory
+    try:
+        history = FileHistory(str(history_file()))
+    except (OSError, RuntimeError) as error:  # a RuntimeError if the user has no home
+        click.echo(f"The history of lines is not kept: {error}", err=True)
+        history = InMemoryHistory()
+    session: PromptSession[str] = PromptSession(history=history, completer=completer)
     is_running = True
     while is_running:
         try:
@@ -195,7 +204,14 @@ def _run_terminal(conversation: Conversation) -> None:
 
 
 def history_file() -> Path:
-    """Return the file of the line history, in the user's state directory; only the user can read it."""
+    """Return the file of the line history, in the user's state directory; only the user can read it.
+
+    Raises:
+        OSError: it cannot be written.
+        RuntimeError: the user has no home directory.
+    """
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "minisgl"
     state.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return state / "shell_history"
+    file = state / "shell_history"
+    file.open("ab").close()
+    return file
