@@ -54,6 +54,7 @@ def test_tilings_fit_registers_and_clusters(rows: int, blocks: int, num_sms: int
     assert tiling.splits == 1
     assert tiling.cluster * tiling.row_parts <= 8  # the portable cluster size
     assert rows <= tiling.row_parts * 128
+    assert tiling.num_blocks is None or 0.84 * num_sms <= tiling.num_blocks <= num_sms
 
 
 @pytest.mark.parametrize("rows", ROW_SIZES)

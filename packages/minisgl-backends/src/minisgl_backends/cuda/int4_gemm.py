@@ -91,13 +91,19 @@ class Variant:
 def choose_tiling(num_rows: int, num_output_blocks: int, num_sms: int) -> GemmTiling:
     """Return the tiling of a GEMM: Stream-K, which was faster on an H200 than a split of K over a cluster.
 
+    For few rows, all tiles are divided among the same number of thread blocks, if these are enough to use the memory's bandwidth.
+    Then no thread block has parts of two tiles.
+
     Args:
         num_rows: M.
         num_output_blocks: blocks of 128 outputs, or of 64 gate and 64 up outputs of a gated MLP.
         num_sms: SMs of the device.
     """
     if num_rows <= _MAX_BLOCK_ROWS:
-        return GemmTiling(_OUTPUTS, cluster=2)
+        tiles = -(-num_output_blocks // 2)  # of a cluster
+        num_blocks = num_sms // (2 * tiles) * 2 * tiles
+        is_even = num_rows <= 16 and num_blocks >= 0.84 * num_sms
+        return GemmTiling(_OUTPUTS, cluster=2, num_blocks=num_blocks if is_even else None)
     return GemmTiling(_OUTPUTS, cluster=1 if num_output_blocks >= num_sms else 4, row_parts=2)
 
 
@@ -130,13 +136,14 @@ class HopperInt4Gemm:
         self._num_outputs = weight.num_outputs // (1 + weight.gated)
         self._num_output_blocks, self._num_chunks, _, size = stages.shape
         num_sms = torch.cuda.get_device_properties(stages.device).multi_processor_count
-        self._variants: dict[int, Variant] = {}
+        self._variants: dict[int, tuple[Variant, int | None]] = {}
         for rows in ROW_SIZES:
             tiling = choose(rows, self._num_output_blocks, num_sms)
             scales = (size - CODE_BYTES) // SCALE_BYTES
             shape = tiling.cluster, tiling.row_parts, scales
-            self._variants[rows] = Variant(rows, *shape, weight.gated, bias is not None)
-            compiled(self._variants[rows])
+            variant = Variant(rows, *shape, weight.gated, bias is not None)
+            self._variants[rows] = variant, tiling.num_blocks
+            compiled(variant)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return [M, N] from x, [M, K or more], by one launch per MAX_SMALL_M_ROWS rows."""
@@ -147,10 +154,10 @@ class HopperInt4Gemm:
         return out
 
     def _multiply(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        variant = self._variants[next(rows for rows in ROW_SIZES if len(x) <= rows)]
+        variant, num_blocks = self._variants[next(rows for rows in ROW_SIZES if len(x) <= rows)]
         kernel, max_blocks = load_kernel(variant, "int4_gemm", x.device)
         tiles, group = -(-self._num_output_blocks // variant.cluster), variant.cluster_blocks
-        num_blocks = min(max_blocks // group, tiles * self._num_chunks) * group
+        num_blocks = min((num_blocks or max_blocks) // group, max_blocks // group, tiles * self._num_chunks) * group
         x_map = TensorMap(x, (variant.box_rows, 64))
         bias = out if self._bias is None else self._bias  # `out` is a placeholder, which is not read
         workspace = self._workspace.partials, self._workspace.arrived
