@@ -87,7 +87,8 @@ def test_special_tokens_are_those_of_the_file(tokenizer: Any, source: GgufWeight
     config = model_config(source.config, source.generation_config)
     assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")
     assert config.bos_token_id == tokenizer.bos_token_id == 1
-    assert config.eos_token_ids == (tokenizer.eos_token_id,) == (source.eos_token_id,) == (2,)
+    assert tokenizer.eos_token_id == source.eos_token_id == 2
+    assert config.eos_token_ids == (2, 0)  # <|endoftext|>, too
     assert len(tokenizer) == config.vocab_size
     assert tokenizer.model_max_length == config.max_position == 8192
 

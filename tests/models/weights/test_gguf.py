@@ -259,6 +259,20 @@ def test_every_end_of_turn_token_stops(tmp_path: Path) -> None:
     assert (config.bos_token_id, config.eos_token_ids) == (1, (2, 5))
 
 
+@pytest.mark.parametrize(
+    ("tokens", "ids"),
+    [
+        (["a", "<eos>", "<end_of_turn>"], [2]),
+        (["<|end|>", "<|endoftext|>", "a"], [0, 1]),
+        (["<|end|>", "<|return|>", "<|call|>"], [1, 2]),  # gpt-oss
+    ],
+)
+def test_end_of_turn_tokens_are_known_by_their_text(tokens: list[str], ids: list[int], tmp_path: Path) -> None:
+    """Converters write the eot id for few models."""
+    path = write_llama(tmp_path / "m.gguf", tokenizer__ggml__tokens=tokens)
+    assert GgufWeights(path).generation_config == {"eos_token_id": ids}
+
+
 def test_split_files_are_read_together(tmp_path: Path) -> None:
     config = AutoConfig.for_model("llama", **SMALL)
     tensors = list(reference_tensors(config).items())

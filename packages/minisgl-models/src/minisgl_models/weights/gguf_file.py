@@ -24,6 +24,10 @@ from minisgl_models.weights.gguf_tokenizer import build_tokenizer
 _ROPE_FACTORS = "rope_freqs.weight"
 _LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 _ROPE_TENSORS = (_ROPE_FACTORS, _LONG_FACTORS, _SHORT_FACTORS)
+_END_OF_TURN = frozenset(
+    {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>"}
+    | {"<|end_of_text|>", "<end_of_utterance>", "<EOT>", "_<EOT>", "[EOT]"}
+)
 _REQUIRED: Any = object()
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 _SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
@@ -106,8 +110,12 @@ class GgufWeights(WeightSource):
 
     @property
     def generation_config(self) -> Mapping[str, Any]:
-        """End-of-turn tokens (``eot``, ``eom``), at which llama.cpp stops besides EOS."""
+        """End-of-turn tokens, at which llama.cpp stops besides EOS: ``eot``, ``eom``, and tokens that it knows by their text."""
         ids = [self._metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eot", "eom")]
+        tokens: list[str] = self._metadata.get("tokenizer.ggml.tokens", [])
+        # Converters leave out eot for Gemma, Phi-3 and others. In Harmony (gpt-oss), <|end|> ends a message and not the turn.
+        names = _END_OF_TURN - {"<|end|>"} if "<|return|>" in tokens else _END_OF_TURN
+        ids += [index for index, token in enumerate(tokens) if token in names]
         return {"eos_token_id": [i for i in ids if i is not None]}
 
     @property
