@@ -102,6 +102,18 @@ def test_an_invalid_template_file_is_refused_with_its_line(tmp_path: Path, monke
         read_chat_template("{% if %}")
 
 
+@pytest.mark.parametrize("content", ["m.content", "m['content'] | selectattr('type', 'equalto', 'text')"])
+def test_templates_that_only_read_parts_get_parts(tokenizer: Any, content: str) -> None:
+    """Otherwise, they would loop over the characters of the text and show nothing."""
+    tokenizer.chat_template = (
+        f"{{% for m in messages %}}{{% for p in {content} %}}<{{{{ p.text }}}}>{{% endfor %}}{{% endfor %}}"
+    )
+    messages = [{"role": "user", "content": "ab"}, {"role": "user", "content": [{"type": "text", "text": "c"}]}]
+    assert render_chat(tokenizer, messages) == "<ab><c>"
+    tokenizer.chat_template += "{{ messages[0].content is string }}"
+    assert render_chat(tokenizer, messages).endswith("True")
+
+
 def test_templates_may_use_the_tags_of_transformers(tokenizer: Any) -> None:
     text = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
     tokenizer.chat_template = read_chat_template(text)

@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, TemplateSyntaxError
 from jinja2.ext import Extension
-from jinja2.nodes import Node
+from jinja2.nodes import Filter, For, Node, Test
 from jinja2.parser import Parser
 
 from minisgl_core.errors import InvalidValueError
@@ -135,11 +136,31 @@ def _apply(tokenizer: Any, messages: list[dict[str, Any]], options: Mapping[str,
     """Render with the tokenizer, within the limits on time, memory and numbers."""
 
     def render() -> str:
-        check_numbers(_JINJA, options.get("chat_template", tokenizer.chat_template))
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        template = options.get("chat_template", tokenizer.chat_template)
+        check_numbers(_JINJA, template)
+        chat: list[dict[str, Any]] = messages
+        if any(map(_needs_parts, template.values() if isinstance(template, dict) else [template])):
+            chat = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in messages]
+        text: str = tokenizer.apply_chat_template(chat, tokenize=False, **options)
         return text
 
     return run_limited(render)
+
+
+@lru_cache(maxsize=16)
+def _needs_parts(template: str) -> bool:
+    """Return True if a template loops over the parts of a content and has no case for a string, as that of Llama Guard 3.
+
+    Such a template shows nothing of a content that is a string.
+    """
+    parsed, looped = _JINJA.parse(template), []
+    for loop in parsed.find_all(For):
+        source: Any = loop.iter
+        while isinstance(source, Filter):
+            source = source.node
+        key = getattr(source, "arg", None)  # of message["content"]
+        looped += [getattr(source, "name", None), getattr(source, "attr", None), getattr(key, "value", None)]
+    return "content" in looped and all(test.name != "string" for test in parsed.find_all(Test))
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]], knows_developer: bool = True) -> list[dict[str, Any]]:
