@@ -212,6 +212,13 @@ def test_sentencepiece_spaces_and_byte_fallback(words: list[str], sizes: list[in
     assert "".join(texts) == decode(tokenizer, ids, True)
 
 
+def test_added_tokens_of_sentencepiece_vocabularies_are_decoded_like_others() -> None:
+    """Gemma adds a token for each run of spaces."""
+    tokenizer = sentencepiece_tokenizer()
+    tokenizer.add_tokens(["▁▁"])
+    assert TokenBytes(tokenizer)[len(tokenizer) - 1] == b"  "
+
+
 def test_several_bytes_at_once_may_end_inside_a_character() -> None:
     ids = [3 + byte for byte in "ßé👩".encode()]
     texts, _ = run(incremental(TokenBytes(_sentencepiece)), [ids[:3], ids[3:5], ids[5:]])

@@ -30,8 +30,8 @@ class TokenBytes(dict[int, bytes]):
     def __init__(self, tokenizer: Any) -> None:
         super().__init__()
         self.tokenizer = tokenizer
-        self._added: dict[int, Any] = tokenizer.added_tokens_decoder
-        self.special_ids = frozenset(index for index, token in self._added.items() if token.special)
+        added: dict[int, Any] = tokenizer.added_tokens_decoder
+        self.special_ids = frozenset(index for index, token in added.items() if token.special)
         decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
         self.is_byte_level = type(decoder).__name__ == "ByteLevel"
         self._uses_byte_alphabet = "ByteLevel" in repr(decoder)
@@ -45,14 +45,11 @@ class TokenBytes(dict[int, bytes]):
         token = self.tokenizer.convert_ids_to_tokens(token_id)
         if token is None:
             return b""
-        if self._uses_byte_alphabet and all(char in _ALPHABET for char in token):
-            return bytes(_ALPHABET[char] for char in token)
-        if token_id in self._added:
-            return str(token).encode()
+        if self._uses_byte_alphabet:
+            is_bytes = all(char in _ALPHABET for char in token)
+            return bytes(_ALPHABET[char] for char in token) if is_bytes else str(token).encode()
         byte = _BYTE_TOKEN.fullmatch(token)
-        if byte is not None:
-            return bytes([int(byte[1], 16)])
-        return str(token if self._uses_byte_alphabet else token.replace("▁", " ")).encode()
+        return bytes([int(byte[1], 16)]) if byte else str(token.replace("▁", " ")).encode()
 
 
 def max_token_bytes(tokenizer: Any) -> int:
