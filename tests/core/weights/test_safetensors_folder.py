@@ -159,13 +159,19 @@ def test_code_of_a_checkpoint_is_not_offered_to_run(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("builtins.input", lambda *prompt: asked.append(prompt) or "y")
     (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     (folder / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["code.Tokenizer", null]}}')
-    with pytest.raises(ModelFormatError, match=r"the tokenizer in .* cannot be read"):
+    with pytest.raises(
+        ModelFormatError, match=r"the tokenizer in .* cannot be read: it needs the checkpoint's own code"
+    ):
         SafetensorsWeights(folder).tokenizer()
     assert not asked
     assert not (tmp_path / "ran").exists()
 
 
-def test_an_adapter_without_its_base_model_has_a_remedy(tmp_path: Path) -> None:
+def test_folders_without_weights_of_a_model_have_a_remedy(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model.bin").touch()
+    [reason] = SafetensorsWeights.unsupported(tmp_path)
+    assert "*.bin files are not read" in reason
     (tmp_path / "adapter_config.json").write_text("{}")
     save_file({"q_proj.lora_A.weight": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
     [reason] = SafetensorsWeights.unsupported(tmp_path)
@@ -176,6 +182,11 @@ def test_a_missing_tokenizer_is_reported(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, a=torch.zeros(1))
     with pytest.raises(TokenizerNotFoundError, match="holds no tokenizer"):
         SafetensorsWeights(folder).tokenizer()
+    # transformers makes a tokenizer of <unk>, <s> and </s> from its config alone.
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    with pytest.raises(TokenizerNotFoundError, match="holds no tokenizer"):
+        SafetensorsWeights(folder).tokenizer()
+    (folder / "tokenizer_config.json").unlink()
     (folder / "tokenizer.json").write_text("{")
     with pytest.raises(ModelFormatError, match=r"the tokenizer in .* cannot be read") as caught:
         SafetensorsWeights(folder).tokenizer()

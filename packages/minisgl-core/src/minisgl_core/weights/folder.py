@@ -23,11 +23,7 @@ class FolderSource(WeightSource):
         """Refuse paths without a ``config.json``."""
         if not path.is_dir():
             return ["it is not a folder"]
-        if (path / "config.json").is_file():
-            return []
-        is_adapter = (path / "adapter_config.json").is_file()
-        remedy = ": merge the adapter into its base model (PEFT: merge_and_unload) and save that" if is_adapter else ""
-        return [f"the folder has no config.json{remedy}"]
+        return [] if (path / "config.json").is_file() else ["the folder has no config.json"]
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -50,10 +46,12 @@ class FolderSource(WeightSource):
             TokenizerNotFoundError: the folder has no tokenizer files.
             ModelFormatError: transformers cannot read it.
         """
-        if not any(file for pattern in _TOKENIZER_FILES for file in self._path.glob(pattern)):
-            raise TokenizerNotFoundError(
-                f"{self._path} holds no tokenizer (no tokenizer.json, tokenizer.model or vocab); add the model's tokenizer files"
-            )
+        missing = TokenizerNotFoundError(
+            f"{self._path} holds no tokenizer (no tokenizer.json, tokenizer.model or vocab); add the model's tokenizer files"
+        )
+        files = {file.name for pattern in _TOKENIZER_FILES for file in self._path.glob(pattern)}
+        if not files:
+            raise missing
         from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
         # If trust_remote_code is left out, transformers asks on a terminal whether to run the code of the checkpoint.
@@ -66,14 +64,18 @@ class FolderSource(WeightSource):
                 raise TypeError(f"chat_template={tokenizer.chat_template!r} is not a string")
             # Some invalid values, such as a model_max_length that is no number, fail only here.
             tokenizer.decode(tokenizer("")["input_ids"])
-            return tokenizer
         except BaseException as error:
             if not isinstance(error, Exception) and not is_rust_panic(error):
                 raise
             cause = one_line(error)
-            if not (self._path / "tokenizer.json").is_file() and any(self._path.glob("*.model")):
+            if "trust_remote_code" in cause:
+                cause = "it needs the checkpoint's own code, which is never run; add a tokenizer.json."
+            elif not (self._path / "tokenizer.json").is_file() and any(self._path.glob("*.model")):
                 cause += " A SentencePiece model needs more packages. Try: pip install 'transformers[sentencepiece]'"
             raise ModelFormatError(f"the tokenizer in {self._path} cannot be read: {cause}") from error
+        if files == {"tokenizer_config.json"} and tokenizer.vocab_files_names:
+            raise missing  # transformers has made a tokenizer without a vocabulary
+        return tokenizer
 
     @property
     def eos_token_id(self) -> int | None:

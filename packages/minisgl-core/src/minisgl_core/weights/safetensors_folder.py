@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_ADAPTER = "adapter_model.safetensors"
 _PLAIN = (".weight", ".bias", ".sinks", "_bias", ".gate_up_proj", ".down_proj")
 """Suffixes of the names of tensors that are not packed; the last two are for tensors with all experts of a layer."""
 
@@ -34,8 +35,13 @@ class SafetensorsWeights(FolderSource):
     def unsupported(cls, path: Path) -> list[str]:
         """Return the reasons: no config, or no safetensors. Unsupported quantization is an error of `tensors`."""
         reasons = super().unsupported(path)
-        if path.is_dir() and not (path / _INDEX).is_file() and not any(path.glob("*.safetensors")):
-            reasons.append("the folder has no *.safetensors file")
+        if path.is_dir() and not (path / _INDEX).is_file() and not _files_without_index(path):
+            remedy = ""
+            if (path / "adapter_config.json").is_file():
+                remedy = ": merge the adapter into its base model (PEFT: merge_and_unload) and save that"
+            elif any(path.glob("*.bin")):
+                remedy = ": *.bin files are not read; load the model with transformers, and save it again"
+            reasons.append(f"the folder has no *.safetensors file of a model{remedy}")
         return reasons
 
     def _files(self) -> Mapping[Path, set[str] | None]:
@@ -57,7 +63,7 @@ class SafetensorsWeights(FolderSource):
                 files[self._path / file].add(name)
             return dict(sorted(files.items()))
         single = self._path / _SINGLE
-        return dict.fromkeys([single] if single.is_file() else sorted(self._path.glob("*.safetensors")))
+        return dict.fromkeys([single] if single.is_file() else _files_without_index(self._path))
 
     def tensors(self, config: ModelConfig) -> Iterator[tuple[str, LazyTensor]]:
         """Yield the tensors in the order of the files; an FP8 matrix follows once its scales have been read, too.
@@ -103,6 +109,10 @@ class SafetensorsWeights(FolderSource):
                             yield name, _Slice(file.get_slice(name))
             except (OSError, SafetensorError, UnicodeError) as error:
                 raise ModelFormatError(f"{path} cannot be read: {lfs_remedy(path) or error}") from error
+
+
+def _files_without_index(path: Path) -> list[Path]:
+    return sorted(each for each in path.glob("*.safetensors") if each.name != _ADAPTER)
 
 
 class _Slice:
