@@ -237,6 +237,10 @@ def test_dynamic_ntk_ends_at_the_unscaled_context() -> None:
         ({"head_dim": 10**9}, "head_dim=1000000000 is not a whole number of at least 1 and at most 65536"),
         ({"num_attention_heads": 10**9, "head_dim": 8}, "num_attention_heads=1000000000 is not a whole number"),
         ({"num_experts": 10**6, "num_experts_per_tok": 1}, "num_experts=1000000 is not a whole number"),
+        (
+            {"num_experts": 65, "num_experts_per_tok": 1, "num_hidden_layers": 1024},
+            "num_experts=65 is not a whole number",
+        ),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes'"),
         ({"eos_token_id": "</s>"}, "eos_token_id='</s>'"),
         ({"rope_scaling": "yarn"}, "rope_scaling='yarn' is not an object with parameters"),

@@ -14,6 +14,7 @@ from minisgl_core.config.hf import model_config
 from minisgl_core.contracts.communicator import SingleRank
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.ops import Ops
+from minisgl_core.errors import OutOfMemoryError
 from minisgl_core.layers.rotary import RotaryEmbedding, inverse_frequencies
 
 CONTEXT = 64
@@ -112,6 +113,12 @@ def test_half_precision_is_rounded_once() -> None:
     exact, _ = RotaryEmbedding(rope, CONTEXT, build()).forward(positions)
     half, _ = RotaryEmbedding(rope, CONTEXT, build(torch.bfloat16)).forward(positions)
     assert torch.equal(half, exact.bfloat16())
+
+
+def test_tables_beyond_the_memory_are_refused() -> None:
+    rope = model_config(config_of(rope_type="default").to_dict()).rope
+    with pytest.raises(OutOfMemoryError, match=r"1099511627776 positions .* --max-seq-len-override"):
+        RotaryEmbedding(rope, 2**40, build())
 
 
 def test_dynamic_equals_transformers_up_to_the_unscaled_context() -> None:

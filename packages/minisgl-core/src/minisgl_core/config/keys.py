@@ -12,8 +12,8 @@ MAX_LAYERS = 1024
 """Maximum number of layers. Lists with an entry per layer are allocated before a checkpoint's tensors are read."""
 MAX_HEADS = 2**16
 """Maximum number of heads, and of dimensions per head. The loops over allowed ``--tp`` and RoPE frequencies are this long."""
-MAX_EXPERTS = 2**12
-"""Maximum number of experts per layer. The names of each expert's tensors are listed before any of them is read."""
+MAX_EXPERTS = 2**16
+"""Maximum number of experts in all layers together. The names of each expert's tensors are listed before any of them is read."""
 MAX_CONTEXT = 2**24
 """Longest context in tokens. RoPE's tables have an entry per position."""
 MAX_INT = 2**31 - 1

@@ -7,12 +7,13 @@ Shape legend: D2 half of the rotary dimension, L context length in tokens.
 
 import math
 
+import psutil
 import torch
 
 from minisgl_core.contracts.layer import Layer
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.model_config import ROPE_KINDS, RopeConfig
-from minisgl_core.errors import ModelFormatError
+from minisgl_core.errors import ModelFormatError, OutOfMemoryError
 
 
 class RotaryEmbedding(Layer):
@@ -23,18 +24,26 @@ class RotaryEmbedding(Layer):
 
         Raises:
             ModelFormatError: the kind of RoPE is not among `ROPE_KINDS`.
+            OutOfMemoryError: the tables do not fit in the memory of a CPU.
         """
         if rope.kind not in ROPE_KINDS:
             raise ModelFormatError(
                 f"config: the rotary embedding is of the kind {rope.kind} (rope_type), which is not supported; "
                 f"known are {', '.join(ROPE_KINDS)}"
             )
-        positions = torch.arange(max_position, dtype=torch.float32, device=build.device)
         frequencies, scale = inverse_frequencies(rope, max_position)
+        num_bytes = 2 * max_position * len(frequencies) * 4
+        # A CPU's allocator does not refuse them: the system would kill the process while it fills them.
+        if build.device.type == "cpu" and num_bytes > psutil.virtual_memory().available:
+            raise OutOfMemoryError(
+                f"the rotary embedding's tables of {max_position} positions (max_position_embeddings) need "
+                f"{num_bytes / 2**30:,.1f} GiB, which are not free; set a shorter context by --max-seq-len-override"
+            )
+        positions = torch.arange(max_position, dtype=torch.float32, device=build.device)
         angles = torch.outer(positions, frequencies.to(build.device))  # [L, D2]
         self._gather_rows = build.ops.step.gather_rows
         self.cos = angles.cos().mul_(scale).to(build.dtype)
-        self.sin = angles.sin().mul_(scale).to(build.dtype)
+        self.sin = angles.sin_().mul_(scale).to(build.dtype)
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin, [T, D2] each, of the positions, int32 or int64 [T]."""
