@@ -77,13 +77,13 @@ class AddsToItsLastResult(LinearOps):
     def prepare_linear(self, weight, bias) -> LinearOp:
         op, last = super().prepare_linear(weight, bias), torch.zeros(0)
 
-        def product(x: torch.Tensor) -> torch.Tensor:
+        def gemm(x: torch.Tensor) -> torch.Tensor:
             nonlocal last
             found = op(x)
             last = found + last if found.shape == last.shape else found
             return last
 
-        return product
+        return gemm
 
 
 class ScalesInPlace(NormOps):

@@ -69,8 +69,8 @@ class TestInt8(QuantizationTests):
 @pytest.mark.parametrize("num_rows", [1, 16, 17, 300])
 @pytest.mark.parametrize(("outputs", "inputs"), [(64, 128), (6144, 1024), (1024, 3072), (5120, 17408)])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_products_are_those_of_the_reference(num_rows: int, outputs: int, inputs: int, has_bias: bool) -> None:
-    """The same numbers in float8; sums differ by rounding alone."""
+def test_fp8_gemms_match_the_reference(num_rows: int, outputs: int, inputs: int, has_bias: bool) -> None:
+    """Both multiply the same FP8 values, so the results differ by rounding alone."""
     device = torch.device("cuda")
     ours, reference = TritonOps(device, torch.bfloat16), LinearOps(device, torch.bfloat16)
     weight = torch.randn(outputs, inputs, device=device, dtype=torch.bfloat16) / inputs**0.5
@@ -80,11 +80,11 @@ def test_products_are_those_of_the_reference(num_rows: int, outputs: int, inputs
     for prepare in ("prepare_fp8_linear", "prepare_fp8_gated"):
         arguments = codes, scales.view(-1), bias
         found, expected = getattr(ours, prepare)(*arguments)(x), getattr(reference, prepare)(*arguments)(x)
-        # Tensor cores keep fewer bits than float32 has while they add up: the longer the sums, the more is lost.
+        # Tensor cores accumulate FP8 with fewer bits than float32 has, so the error grows with the number of inputs.
         assert (found.float() - expected.float()).norm() < 2e-2 * expected.float().norm()
 
 
-def test_products_in_a_graph() -> None:
+def test_a_cuda_graph_replays_an_fp8_gemm() -> None:
     device = torch.device("cuda")
     ops = TritonOps(device, torch.bfloat16)
     codes, scales = ops.quantize_rows(torch.randn(256, 512, device=device, dtype=torch.bfloat16))

@@ -72,11 +72,11 @@ class SwapsGateAndUp(Fp8):
 
 class OneScaleForAllTokens(OtherOp):
     def changed(self, op: LinearOp, method: Any) -> LinearOp:
-        def product(x: torch.Tensor) -> torch.Tensor:
+        def gemm(x: torch.Tensor) -> torch.Tensor:
             scale = x.abs().max() / 448
             return op((x / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale)
 
-        return product
+        return gemm
 
 
 class DividesByZero(OtherOp):

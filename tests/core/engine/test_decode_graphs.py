@@ -149,8 +149,8 @@ def outputs(
 
 
 @contextmanager
-def recorded(model_runner: ModelRunner, sizes: Sequence[int] = SIZES) -> Iterator[None]:
-    """Decodes of these sizes are replayed meanwhile."""
+def captured(model_runner: ModelRunner, sizes: Sequence[int] = SIZES) -> Iterator[None]:
+    """Replay graphs of decode steps of these sizes meanwhile."""
     model_runner.capture_decode_graphs(sizes, progress=False)
     assert model_runner._graphs is not None
     try:
@@ -178,7 +178,7 @@ def test_tokens_are_those_of_steps_that_are_not_captured(
     model_runner: ModelRunner, options: dict[str, Any], kinds: tuple[str, ...], cache: str, overlap: bool
 ) -> None:
     wanted = outputs(kinds, options, cache=cache, overlap=False)
-    with recorded(model_runner):
+    with captured(model_runner):
         for _ in range(2):
             tokens, logprobs = outputs(kinds, options, cache=cache, overlap=overlap)
             assert tokens == wanted[0]
@@ -223,7 +223,7 @@ def test_masks_hold_in_captured_decodes(
     monkeypatch.setattr(ModelRunner, "execute_model", with_masks(ModelRunner.execute_model))
     monkeypatch.setattr(ModelRunner, "sample_tokens", masking(ModelRunner.sample_tokens))
     wanted = outputs(kinds, options, cache="naive", overlap=overlap)
-    with recorded(model_runner):
+    with captured(model_runner):
         tokens, logprobs = outputs(kinds, options, cache="naive", overlap=overlap)
     assert tokens == wanted[0]
     assert logprobs == pytest.approx(wanted[1], abs=1e-4)
@@ -257,7 +257,7 @@ def test_logits_of_all_ranks_are_gathered_where_they_are_wanted(
     monkeypatch.setattr(model_runner.model, "vocab_shard", VocabShard(group, tiny.VOCAB_SIZE))
     monkeypatch.setattr(model_runner.model, "compute_logits", group.compute_logits)
     monkeypatch.setattr(model_runner, "_logits", group.whole)  # of prompts
-    with recorded(model_runner, SIZES[-1:]):
+    with captured(model_runner, SIZES[-1:]):
         outputs(kinds, options, cache="naive", overlap=False)  # captures
         num_before = group.num_gathered
         tokens, logprobs = outputs(kinds, options, cache="naive", overlap=False)
@@ -272,13 +272,13 @@ def test_every_size_runs_with_new_pages_and_without(
     sizes, has_pages = set(), set()
     run = DecodeGraphs.run
 
-    def noted(recorded: DecodeGraphs, plan: BatchPlan) -> ForwardOutput:
+    def noted(graphs: DecodeGraphs, plan: BatchPlan) -> ForwardOutput:
         sizes.add(plan.num_tokens)
         has_pages.add(len(plan.page_table_writes) > 0)
-        return run(recorded, plan)
+        return run(graphs, plan)
 
     monkeypatch.setattr(DecodeGraphs, "run", noted)
-    with recorded(model_runner):
+    with captured(model_runner):
         outputs(("greedy",) * 6, options, cache="radix", overlap=False)
     assert sizes == {1, 2, 3, 4}
     assert has_pages == ({True} if options["page_size"] == 1 else {True, False})
@@ -335,5 +335,5 @@ def test_pages_of_other_tokens_are_written_before(
 
     table = model_runner._table.data.numpy()
     monkeypatch.setattr(graphs, "decode_new_pages", with_others)
-    with recorded(model_runner):
+    with captured(model_runner):
         assert outputs(("greedy",) * 6, options, overlap=False) == wanted
