@@ -120,7 +120,7 @@ def test_two_ranks_generate_what_one_does(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_checkpoint_of_the_backbone_alone_loads(gpt2: str, tmp_path: Path) -> None:
     """The published GPT-2 has names without ``transformer.``, and masks of its attention."""
     tensors = {name.removeprefix("transformer."): each for name, each in load_file(f"{gpt2}/model.safetensors").items()}
-    tensors["h.0.attn.bias"] = torch.ones(1, 1, 128, 128)
+    tensors |= {"h.0.attn.bias": torch.ones(1, 1, 128, 128), "h.0.attn.masked_bias": torch.tensor(-1e4)}
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     (tmp_path / "config.json").write_text(Path(gpt2, "config.json").read_text())
     reference = AutoModelForCausalLM.from_pretrained(gpt2)

@@ -68,7 +68,9 @@ class CheckpointNames:
     def __init__(self, model: Any, prefix: str) -> None:
         """Take the rules of a whole model, and the name of its backbone."""
         self._prefix = f"{prefix}."
-        self._ignored = [re.compile(each) for each in model._keys_to_ignore_on_load_unexpected or ()]
+        # Older releases of transformers stored the buffer masked_bias for GPT-2 and others.
+        ignored = (*(model._keys_to_ignore_on_load_unexpected or ()), r"\.masked_bias$")
+        self._ignored = [re.compile(each) for each in ignored]
         rules = get_model_conversion_mapping(model)
         self._renamings = [each for each in rules if isinstance(each, WeightRenaming)]
         self._merges = [each for each in rules if isinstance(each, WeightConverter) and _is_merge(each)]
