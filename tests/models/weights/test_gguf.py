@@ -280,6 +280,7 @@ def test_split_files_are_read_together(tmp_path: Path) -> None:
         write_gguf(tmp_path / f"m-0000{number}-of-00002.gguf", "llama", config, dict(part), Kind.F32)
     source = GgufWeights(tmp_path / "m-00001-of-00002.gguf")
     assert {name for name, _ in source.tensors(model_config(source.config))} == {name for name, _ in tensors}
+    assert GgufWeights.unsupported(tmp_path) == ["it is a folder; give one of its .gguf files"]
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,8 @@ class GgufWeights(WeightSource):
     def unsupported(cls, path: Path) -> list[str]:
         """Refuse paths that are not a file with GGUF's magic number."""
         if not path.is_file():
-            return ["it is not a file"]
+            has_files = path.is_dir() and any(path.glob("*.gguf"))
+            return ["it is a folder; give one of its .gguf files" if has_files else "it is not a file"]
         with path.open("rb") as file:
             return [] if file.read(4) == b"GGUF" else ["the file does not start with GGUF"]
 
