@@ -132,6 +132,8 @@ def test_a_signal_during_a_download_ends_the_launch(launch: Launch, number: sign
         (("--model", "/no/such/folder"), ("--model", "/no/such/folder")),
         (("--page-size", "0"), ("--page-size", "at least 1")),
         (("--num-tokenizers", "0"), ("--num-tokenizers", "at least 1")),
+        (("--served-model-name", "tiny\n"), ("--served-model-name", "printable")),
+        (("--served-model-name", "\udcff"), ("--served-model-name", "printable")),
         (("--host", "192.0.2.1"), ("--host", "192.0.2.1:0", "Cannot assign requested address.")),
         (("--host", "a..b"), ("--host", "a..b", "an address of this machine")),
     ],

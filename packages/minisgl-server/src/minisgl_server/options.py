@@ -30,6 +30,13 @@ class ReplicaRange(int):
         return f'"{int(self)}:{self.high}"'
 
 
+def _printable(name: str, text: str) -> str:
+    """Return the text, unless it has line breaks or is not UTF-8, as no client would send it or could read it."""
+    if not text.isprintable():
+        raise InvalidValueError(name, text, "printable characters")
+    return text
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
     """Options of the server; the texts are the help of their flags."""
@@ -64,7 +71,9 @@ class ServerOptions:
     router_overload_ratio: float = option(
         1.5, "Ratio to the requests of the least loaded replica; see --router-overload-requests.", low=1.0
     )
-    served_model_name: str | None = option(None, "Name of the model in the API; by default, its own.")
+    served_model_name: str | None = option(
+        None, "Name of the model in the API; by default, its own.", convert=_printable
+    )
     startup_timeout: float = option(
         1800.0, "Seconds that an engine has to start; one that takes longer is killed, as it may hang.", low=1.0
     )
