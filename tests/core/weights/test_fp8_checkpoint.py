@@ -192,7 +192,7 @@ def test_layers_that_the_checkpoint_leaves(kind: str, plain: Path, tmp_path: Pat
     """They are in the model's dtype beside quantized ones, and the first layer is what the checkpoint says to the last bit."""
     known = quantized(plain, tmp_path, kind)
     left = "model.layers.0.mlp.down_proj"
-    key = "ignore" if kind == "channel" else "modules_to_not_convert"
+    key = {"channel": "ignore", "tensor": "ignored_layers"}.get(kind, "modules_to_not_convert")
     tensors = load_file(tmp_path / "model.safetensors")
     for name in list(tensors):
         if name.startswith(left):

@@ -56,7 +56,9 @@ class CheckpointQuantization:
                 raise ModelFormatError("config: quantization_config.types must map the modules of a GGUF file to types")
         if self.method != _COMPRESSED:
             excluded = _excluded(config) if self.method == "gptq" else _NONE
-            self._ignored = _Modules(config, "modules_to_not_convert", excluded)
+            # AutoFP8 and vLLM have the first key.
+            key = "ignored_layers" if config.get("ignored_layers") else "modules_to_not_convert"
+            self._ignored = _Modules(config, key, excluded)
             self._groups = [(_Modules({}, "targets"), config)]  # one group of all linear layers
             return
         self._ignored = _Modules(config, "ignore")
