@@ -23,7 +23,7 @@ def test_a_value_that_is_not_allowed_is_named() -> None:
         default_sampling({"temperature": -1.0})
 
 
-@pytest.mark.parametrize("extra", [{"no_repeat_ngram_size": 3}, {"suppress_tokens": [5]}, {"num_beams": 4}])
+@pytest.mark.parametrize("extra", [{"no_repeat_ngram_size": 3}, {"suppress_tokens": [5]}, {"stop_strings": ["."]}])
 def test_rules_that_are_not_followed_are_named(extra: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     assert default_sampling({"temperature": 0.5, **extra}) == {"temperature": 0.5}
     assert [record.getMessage() for record in caplog.records] == [

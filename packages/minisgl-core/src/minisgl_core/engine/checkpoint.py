@@ -110,6 +110,7 @@ _IGNORED_KEYS = {
     "num_beams": 1,
     "penalty_alpha": None,
     "sequence_bias": None,
+    "stop_strings": None,
     "suppress_tokens": None,
     "typical_p": 1.0,
 }
