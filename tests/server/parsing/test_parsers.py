@@ -247,6 +247,13 @@ def test_calls_without_parameters_take_none() -> None:
     assert schema["properties"]["arguments"]["additionalProperties"] is False
 
 
+def test_arguments_are_objects_even_if_the_parameters_have_no_type() -> None:
+    schema = call_schema({"name": "f", "parameters": {"properties": {"x": {"type": "string"}}}}, "arguments")
+    calls = jsonschema.Draft202012Validator(schema)
+    assert calls.is_valid({"name": "f", "arguments": {"x": "a"}})
+    assert not calls.is_valid({"name": "f", "arguments": "a"})
+
+
 def test_references_in_parameters_stay_within_them() -> None:
     """The schema of a call contains the parameters, whose references begin at their own root."""
     schemas = []

@@ -280,8 +280,8 @@ def _needs_structural_tag(chat: Tokenize) -> bool:
 
 
 def arguments_schema(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the JSON schema of a function's arguments; a function without parameters takes none."""
-    return function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
+    """Return the JSON schema of a function's arguments, an object; a function without parameters takes none."""
+    return {"type": "object"} | (function.get("parameters") or {"properties": {}, "additionalProperties": False})
 
 
 def call_schema(function: Mapping[str, Any], arguments_key: str) -> dict[str, Any]:
