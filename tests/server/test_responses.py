@@ -23,6 +23,7 @@ UNIT: dict[str, Any] = {
 TOOL: Any = {"type": "function", "name": "set_unit", "description": "Unit.", "parameters": UNIT, "strict": True}
 OTHER: Any = {"type": "function", "name": "ring", "parameters": {"type": "object", "properties": {}}, "strict": False}
 QUESTION = "What is the capital of France?"
+QUESTIONS = [{"role": "user", "content": QUESTION}]
 
 
 def ask(client: openai.OpenAI, **options: Any) -> types.Response:
@@ -242,6 +243,19 @@ class City(BaseModel):
 def test_output_is_parsed_into_a_class(client: openai.OpenAI) -> None:
     answer = client.responses.parse(model=MODEL, input=QUESTION, text_format=City, temperature=0, max_output_tokens=80)
     assert isinstance(answer.output_parsed, City)
+    [item] = answer.output
+    dumped: Any = item.model_dump()
+    assert dumped["content"][0]["parsed"]
+    assert ask(client, input=[item, *QUESTIONS]).output_text == ask(client, input=[dumped, *QUESTIONS]).output_text
+
+
+def test_calls_are_parsed_and_sent_back(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": MODEL, "tools": [TOOL], "temperature": 0, "max_output_tokens": 40}
+    [call] = client.responses.parse(**options, input=QUESTION, tool_choice="required", parallel_tool_calls=False).output
+    dumped: Any = call.model_dump()
+    assert dumped["parsed_arguments"]["unit"] in ("C", "F")
+    result = {"type": "function_call_output", "call_id": dumped["call_id"], "output": "Done."}
+    assert ask(client, input=[*QUESTIONS, dumped, result]).status
 
 
 def test_output_is_some_json_object(client: openai.OpenAI) -> None:

@@ -251,6 +251,17 @@ def test_a_message_can_be_sent_back(client: openai.OpenAI) -> None:
     assert chat(client, messages=dumped, tools=TOOLS, max_tokens=4).usage.prompt_tokens == answer.usage.prompt_tokens
 
 
+def test_a_message_that_the_client_joined_from_a_stream_can_be_sent_back(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "tools": TOOLS[1:], "temperature": 0}
+    with client.chat.completions.stream(
+        **options, tool_choice=NAMED, stream_options={"include_obfuscation": False}
+    ) as stream:
+        message = stream.get_final_completion().choices[0].message
+    assert message.tool_calls[0].index == 0
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "It is in C now."}
+    assert chat(client, messages=[*QUESTION, message, result], max_tokens=4).choices[0].finish_reason
+
+
 def tool(**function: Any) -> list[Any]:
     return [{"type": "function", "function": {"name": "f", **function}}]
 

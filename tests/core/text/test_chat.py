@@ -49,6 +49,11 @@ def test_arguments_that_are_no_object_are_given_as_they_came(tokenizer: Any, arg
     assert render_chat(tokenizer, [message]).startswith("assistant: <f >")
 
 
+def test_reasoning_content_needs_no_content() -> None:
+    [message] = plain_messages([{"role": "assistant", "content": None, "reasoning": "hm"}])
+    assert message == {"role": "assistant", "content": "", "reasoning_content": "hm"}
+
+
 def test_empty_fields_of_messages_are_dropped() -> None:
     said = {"role": "assistant", "content": "a", "name": "b"}
     assert plain_messages([said | {"tool_calls": [], "annotations": [], "refusal": None}]) == [said]

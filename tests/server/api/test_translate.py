@@ -11,6 +11,7 @@ from minisgl_server.api.anthropic.schemas import MessagesRequest
 from minisgl_server.api.anthropic.translate import to_chat_request
 from minisgl_server.api.openai.choices import Choices, make_tokenize
 from minisgl_server.api.openai.sampling import RequestSampling
+from minisgl_server.api.openai.schemas import ChatRequest
 from minisgl_server.api.openai.segments import Segment
 from minisgl_server.api.openai_responses.response_object import ResponseObject
 from minisgl_server.api.openai_responses.schemas import ResponsesRequest
@@ -87,3 +88,10 @@ def test_a_stored_output_gives_the_prompt_of_its_items(segments: list[Segment], 
     by_items = ResponsesRequest.model_validate({"input": [question, *items, more]})
     stored, sent = (to_chat_request_of_response(*each)[0] for each in ((by_id, history), (by_items, b"[]")))
     assert stored.messages == sent.messages
+
+
+def test_responses_take_all_reasoning_efforts_of_chats() -> None:
+    efforts = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+    for effort in efforts:
+        ChatRequest.model_validate({"messages": [{"role": "user", "content": "a"}], "reasoning_effort": effort})
+        ResponsesRequest.model_validate({"input": "a", "reasoning": {"effort": effort}})

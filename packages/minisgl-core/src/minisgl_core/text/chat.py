@@ -193,7 +193,7 @@ def _plain(message: Mapping[str, Any], index: int, knows_developer: bool) -> dic
     if "tool_calls" in more:
         more["tool_calls"] = _tool_calls(more["tool_calls"], f"{where}.tool_calls")
     content = message.get("content")
-    if content is None and "tool_calls" in more:
+    if content is None and ("tool_calls" in more or "reasoning_content" in more):
         content = ""
     if role == "developer" and not knows_developer:
         role = "system"

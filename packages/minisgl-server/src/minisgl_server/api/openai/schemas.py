@@ -22,6 +22,7 @@ class StreamOptions(StrictModel):
 
     include_usage: bool | None = Field(None, description="End with a chunk that has the usage and no choices.")
     continuous_usage_stats: bool | None = Field(None, description="Include the usage so far in every chunk.")
+    include_obfuscation: Literal[False] | None = Field(None, description="Chunks are not padded.")
 
 
 class JsonSchema(StrictModel):
@@ -184,13 +185,16 @@ class ToolCall(StrictModel):
     id: str
     type: Literal["function"]
     function: CalledFunction
+    index: Int | None = Field(None, exclude=True, description="As in chunks, which clients join; ignored.")
 
 
 class ChatMessage(StrictModel):
     """Message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = Field(None, description="May be left out only with tool_calls.")
+    content: str | list[TextPart] | None = Field(
+        None, description="May be left out only with tool_calls or reasoning content."
+    )
     tool_calls: list[ToolCall] | None = Field(None, description="For the role assistant.")
     reasoning_content: str | None = Field(None, description="For the role assistant; most chat templates leave it out.")
     reasoning: str | None = Field(None, description="Alias of reasoning_content.")

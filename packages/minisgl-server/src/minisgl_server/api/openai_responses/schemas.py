@@ -23,6 +23,7 @@ class OutputText(StrictModel):
     text: str
     annotations: list[Any] | None = Field(None, max_length=0, description="Must be empty, as in responses.")
     logprobs: list[Any] | None = Field(None, description="As in responses; ignored.")
+    parsed: Any = Field(None, exclude=True, description="As OpenAI's client adds it to structured output; ignored.")
 
 
 class Refusal(StrictModel):
@@ -63,6 +64,7 @@ class FunctionCall(ItemFields):
     call_id: str
     name: str
     arguments: str = Field(description="JSON object as a string.")
+    parsed_arguments: Any = Field(None, exclude=True, description="As OpenAI's client adds it; ignored.")
     caller: Caller | None = None
 
 
@@ -146,7 +148,7 @@ class TextConfig(StrictModel):
 class Reasoning(StrictModel):
     """Settings of reasoning."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
         None, description="Sets the variables reasoning_effort and enable_thinking of chat templates that have them."
     )
     summary: Literal["auto"] | None = Field(None, description="Accepted; items have the whole reasoning content.")
