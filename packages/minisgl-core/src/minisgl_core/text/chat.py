@@ -149,7 +149,7 @@ def _apply(tokenizer: Any, messages: list[dict[str, Any]], options: Mapping[str,
 
 @lru_cache(maxsize=16)
 def _needs_parts(template: str) -> bool:
-    """Return True if a template loops over the parts of a content and has no case for a string, as that of Llama Guard 3.
+    """Return True if a template loops over the parts of a content and has no case for a string, as those of LLaVA do.
 
     Such a template shows nothing of a content that is a string.
     """
