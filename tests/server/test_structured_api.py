@@ -246,7 +246,8 @@ def test_a_message_can_be_sent_back(client: openai.OpenAI) -> None:
     assert answer.usage.prompt_tokens > chat(client, tools=TOOLS, max_tokens=1).usage.prompt_tokens + 20
     again = chat(client, messages=[*QUESTION, answer.choices[0].message, *QUESTION], max_tokens=4)
     assert again.choices[0].finish_reason
-    dumped = [*QUESTION, message.model_dump(), result]
+    of_litellm = {"provider_specific_fields": {"refusal": None}}
+    dumped = [*QUESTION, message.model_dump() | of_litellm, result]
     assert {"audio", "function_call"} <= dumped[1].keys()
     assert chat(client, messages=dumped, tools=TOOLS, max_tokens=4).usage.prompt_tokens == answer.usage.prompt_tokens
 

@@ -29,6 +29,14 @@ def test_completion_streams_what_it_answers_whole(wanted: dict[str, Any]) -> Non
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole
 
 
+@pytest.mark.feature("litellm", "completion")
+def test_messages_are_sent_back(wanted: dict[str, Any]) -> None:
+    message = litellm.completion(messages=QUESTION, **wanted).choices[0].message
+    assert message.provider_specific_fields
+    again = [*QUESTION, message, {"role": "user", "content": "And of Italy?"}]
+    assert litellm.completion(messages=again, **wanted).choices[0].message.content
+
+
 @pytest.mark.feature("litellm", "text_completion")
 def test_text_completion_answers(wanted: dict[str, Any]) -> None:
     asked = wanted | {"model": wanted["model"].replace("hosted_vllm", "text-completion-openai")}

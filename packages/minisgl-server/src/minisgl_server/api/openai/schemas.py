@@ -202,6 +202,7 @@ class ChatMessage(StrictModel):
     name: str | None = Field(None, description="Name of the function or the participant; few chat templates use it.")
     annotations: list[Any] | None = Field(None, max_length=0, description="Must be empty, as in OpenAI's responses.")
     parsed: Any = Field(None, exclude=True, description="As OpenAI's client adds it to structured output; ignored.")
+    provider_specific_fields: Any = Field(None, exclude=True, description="As LiteLLM adds it; ignored.")
 
 
 class Function(StrictModel):
