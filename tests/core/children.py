@@ -1,4 +1,4 @@
-"""Functions that the supervisor's tests run in child processes, which import them by name."""
+"""Functions for the supervisor's tests. Child processes import them by name."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def never_ready(report: Callable[[Ready], None]) -> None:
     time.sleep(600)
 
 
-def die_among_the_ranks(config: Any, places: Any, rank: int, endpoints: Any, report: Callable[[Ready], None]) -> None:
-    """A rank that is killed when it has joined the others."""
+def die_after_joining(config: Any, places: Any, rank: int, endpoints: Any, report: Callable[[Ready], None]) -> None:
+    """Kill this rank after it has joined the process group."""
     from minisgl_core.engine import build
     from minisgl_core.runtime import worker
 
@@ -76,7 +76,7 @@ def die_among_the_ranks(config: Any, places: Any, rank: int, endpoints: Any, rep
 
 
 def main(pid_file: str, directory: str) -> None:
-    """A parent with two children, for the tests that kill it."""
+    """Run a supervisor with two children until a test kills this process."""
     supervisor = Supervisor(directory)
     for name in ("one", "two"):
         supervisor.start(name, serve, name)

@@ -19,7 +19,7 @@ main(sys.argv[1:], prog_name="minisgl")
 
 
 class Site:
-    """A folder on ``sys.path`` in which distributions are installed the way pip leaves them."""
+    """Folder on ``sys.path`` with distributions that are installed as pip installs them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -55,7 +55,7 @@ class Result:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    """A `Site` that is on this process's path, too; no plugin lists are set."""
+    """`Site` that is on this process's path, too; no plugin lists are set."""
     for name in [key for key in os.environ if key.startswith("MINISGL_")]:
         monkeypatch.delenv(name)
     path = tmp_path / "site"

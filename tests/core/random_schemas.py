@@ -1,4 +1,4 @@
-"""JSON schemas at random, of what structured output supports; their values are short."""
+"""Random JSON schemas that structured outputs support; their values are short."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _WORDS = ["name", "size", "is_open", "größe", "a b", 'quo"te', "tags", "x", "l
 
 
 def random_schema(seed: int) -> dict[str, Any]:
-    """The same for the same seed."""
+    """Return the schema of a seed."""
     rng = random.Random(seed)
     schema = _object(rng, depth=2)
     if rng.random() < 0.3:

@@ -26,7 +26,7 @@ ROUNDED_TIE = 0.15
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random checkpoint whose matrices need all tilings of `--ops hopper`, see `test_the_model_needs_every_tiling`."""
+    """Write a random checkpoint whose GEMMs use all tilings of `--ops hopper`, see `test_the_model_needs_every_tiling`."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -119,7 +119,7 @@ KERNELS = pytest.mark.parametrize(
 @pytest.mark.timeout(300)
 class TestOnOneGpu:
     @pytest.mark.parametrize("graphs", [0, 16])
-    def test_float32_tokens_are_those_of_transformers(self, folder: Path, graphs: int) -> None:
+    def test_float32_tokens_equal_transformers(self, folder: Path, graphs: int) -> None:
         from transformers import AutoModelForCausalLM
 
         reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to("cuda")
@@ -139,10 +139,10 @@ class TestOnOneGpu:
         # CUDA graphs of decodes alone: piecewise graphs pad prompts, so other GEMM kernels run, which round differently.
         options = {"dtype": "bfloat16", "attn": attn, "ops": ops, "piecewise_cuda_graph_max_tokens": 0}
         wanted = generate(folder, count, cuda_graph_max_bs=0, **options)
-        for _ in range(3):  # a race does not always change the result
+        for _ in range(3):  # a race does not change every result
             found = generate(folder, count, cuda_graph_max_bs=208, **options)
             others = [each for each in zip(prompts(count), wanted, found, strict=True) if each[1] != each[2]]
-            if attn == "fa":  # its split-KV partitions differ in CUDA graphs, so near ties may have another result
+            if attn == "fa":  # its split-KV partitions differ in CUDA graphs, so near ties may be decided otherwise
                 assert len(others) <= max(1, count // 40)
                 assert all(gap(folder, *each, cuda_graph_max_bs=0, **options) < ROUNDED_TIE for each in others)
             else:

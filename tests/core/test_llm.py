@@ -1,4 +1,4 @@
-"""`LLM` on a tiny random Llama; what it generates is compared with transformers."""
+"""`LLM` on a tiny random Llama, compared with transformers."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def llm() -> Iterator[LLM]:
         assert_nothing_in_use(made)
 
 
-def test_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
+def test_outputs_are_in_the_order_of_the_prompts(llm: LLM) -> None:
     lengths = [12, 1, 7, 3, 20, 5]
     outputs = llm.generate(PROMPTS, [greedy(length) for length in lengths])
     for prompt, length, output in zip(PROMPTS, lengths, outputs, strict=True):
@@ -75,7 +75,7 @@ def test_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
         assert (output.finish_reason, output.stop_reason) == ("length", None)
 
 
-def test_one_prompt_as_text_or_tokens(llm: LLM) -> None:
+def test_a_prompt_is_a_text_or_token_ids(llm: LLM) -> None:
     [by_text] = llm.generate("w5 w9 w3", greedy(4))
     [by_tokens] = llm.generate([5, 9, 3], greedy(4))
     [by_numpy] = llm.generate([np.int64(5), np.int64(9), np.int64(3)], greedy(4))
@@ -85,7 +85,7 @@ def test_one_prompt_as_text_or_tokens(llm: LLM) -> None:
     assert llm.generate([]) == []
 
 
-def test_token_ids_need_no_tokenizer() -> None:
+def test_token_ids_without_a_tokenizer() -> None:
     with LLM(str(tiny.checkpoint()), dtype="float32", platform="cpu", num_pages=200, page_size=4) as llm:
         outputs = llm.generate(PROMPTS, greedy(6, logprobs=1))
         assert [tuple(output.token_ids) for output in outputs] == [tiny.greedy(tuple(each), 6) for each in PROMPTS]
@@ -96,7 +96,7 @@ def test_token_ids_need_no_tokenizer() -> None:
         assert_nothing_in_use(llm)
 
 
-def test_what_needs_a_missing_tokenizer_is_refused() -> None:
+def test_texts_without_a_tokenizer_are_refused() -> None:
     chat = [{"role": "user", "content": "w5 w7"}]
     with LLM(str(tiny.checkpoint()), dtype="float32", platform="cpu", num_pages=200, page_size=4) as llm:
         with pytest.raises(InvalidValueError, match=r"a list of token ids.*has no tokenizer"):
@@ -113,7 +113,7 @@ def test_what_needs_a_missing_tokenizer_is_refused() -> None:
         LLM(str(tiny.checkpoint()), platform="cpu", num_pages=20, chat_template="{{ messages }}")
 
 
-def test_a_chat_goes_through_the_template(llm: LLM) -> None:
+def test_chats_are_rendered_by_the_template(llm: LLM) -> None:
     chat = [{"role": "user", "content": "w5 w7"}]
     [one] = llm.chat(chat, greedy(3))
     assert one.prompt_token_ids == [5, 7, 9]
@@ -122,32 +122,32 @@ def test_a_chat_goes_through_the_template(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("messages", ["w5", {"role": "user", "content": "w5"}, [["w5"]]])
-def test_a_conversation_is_a_list_of_messages(llm: LLM, messages: Any) -> None:
+def test_invalid_conversations_are_refused(llm: LLM, messages: Any) -> None:
     with pytest.raises(InvalidValueError, match=r"^messages"):
         llm.chat(messages, greedy(1))
 
 
 @pytest.mark.parametrize("options", [{}, {"max_step_ms": "auto"}])
-def test_auto_limits_no_step_of_an_llm(options: dict[str, str]) -> None:
+def test_max_step_ms_auto_sets_no_limit_for_llm(options: dict[str, str]) -> None:
     with new_llm(**options) as llm:
         assert llm._loop.scheduler.limits.max_step_s == 0
 
 
-def test_more_prompts_than_the_queue_holds() -> None:
+def test_more_prompts_than_max_queued_requests() -> None:
     with new_llm(max_queued_requests=2, max_running_requests=3) as llm:
         outputs = llm.generate([[3 + i] for i in range(15)], greedy(3))
         assert [tuple(output.token_ids) for output in outputs] == [tiny.greedy((3 + i,), 3) for i in range(15)]
         assert_nothing_in_use(llm)
 
 
-def test_prompts_stay_cached_where_one_request_runs_at_a_time() -> None:
+def test_prompts_stay_cached_with_one_running_request() -> None:
     prompts = [list(range(first, first + 24)) for first in (3, 30)]
     with new_llm(num_pages=None, max_running_requests=1, max_seq_len_override=32) as llm:
         cached = [llm.generate(prompt, greedy(2))[0].cached_tokens for prompt in prompts * 2]
         assert cached == [0, 0, 20, 20]
 
 
-def test_several_outputs_a_prompt_follow_each_other(llm: LLM) -> None:
+def test_outputs_of_one_prompt_are_adjacent(llm: LLM) -> None:
     sampling = SamplingParams(n=3, seed=11, max_tokens=8, ignore_eos=True)
     outputs = llm.generate(PROMPTS[:2], [sampling, greedy(8, n=2)])
     assert [output.prompt_token_ids for output in outputs] == [PROMPTS[0]] * 3 + [PROMPTS[1]] * 2
@@ -158,7 +158,7 @@ def test_several_outputs_a_prompt_follow_each_other(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"max_prefill_length": 3}, {"cache": "naive", "disable_overlap": False}])
-def test_logprobs_are_the_log_softmax_of_transformers(options: dict[str, Any]) -> None:
+def test_logprobs_equal_transformers(options: dict[str, Any]) -> None:
     sampling = greedy(6, logprobs=5, prompt_logprobs=3)
     with new_llm(**options) as llm:
         llm.generate(PROMPTS, greedy(6))  # fills the prefix cache
@@ -192,7 +192,7 @@ def check_logprobs(places: list[Any], expected: torch.Tensor, token_ids: list[in
         assert [entry.rank for entry in place.top] == list(range(1, count + 1))
 
 
-def test_stop_texts_end_the_output_before_them(llm: LLM) -> None:
+def test_stop_strings_are_cut_off_the_output(llm: LLM) -> None:
     tokens = list(tiny.greedy(tuple(PROMPTS[2]), 20))
     text = tiny_folder.words(tokens)
     across = text[len(tiny_folder.words(tokens[:4])) - 1 :][:4]  # begins inside one word and ends inside the next
@@ -224,7 +224,7 @@ def test_bad_words_and_allowed_tokens(llm: LLM) -> None:
         llm.generate(PROMPTS[2], greedy(8, bad_words="w7", allowed_token_ids=[7]))
 
 
-def test_stop_tokens_and_the_models_own_end(llm: LLM) -> None:
+def test_stop_token_ids_and_eos_end_the_output(llm: LLM) -> None:
     tokens = list(tiny.greedy(tuple(PROMPTS[2]), 20))
     stop = tokens[5]
     end = tokens.index(stop)
@@ -237,7 +237,7 @@ def test_stop_tokens_and_the_models_own_end(llm: LLM) -> None:
     assert (biased.finish_reason, biased.stop_reason) == ("stop", None)
 
 
-def test_a_seed_gives_the_same_text_whatever_else_runs(llm: LLM) -> None:
+def test_seeded_outputs_do_not_depend_on_the_batch(llm: LLM) -> None:
     seeded = SamplingParams(temperature=0.9, seed=4, top_p=0.9, max_tokens=12, ignore_eos=True)
     unseeded = SamplingParams(temperature=0.9, max_tokens=12, ignore_eos=True)
     [alone] = llm.generate(PROMPTS[0], seeded)
@@ -247,10 +247,10 @@ def test_a_seed_gives_the_same_text_whatever_else_runs(llm: LLM) -> None:
     with new_llm(page_size=1, max_prefill_length=2, cache="naive") as other:
         assert other.generate(PROMPTS, [seeded] + [unseeded] * 5)[0].token_ids == alone.token_ids
     drawn = {tuple(output.token_ids) for output in llm.generate([PROMPTS[0]] * 3, unseeded)}
-    assert len(drawn) == 3, "without a seed, every output is another"
+    assert len(drawn) == 3, "outputs without a seed differ"
 
 
-def test_streams_and_other_work_take_turns(llm: LLM) -> None:
+def test_streams_and_generate_calls_interleave(llm: LLM) -> None:
     expected = [tiny_folder.words(list(tiny.greedy(tuple(prompt), 9))) for prompt in PROMPTS]
     one, two = llm.stream(PROMPTS[0], greedy(9)), llm.stream(PROMPTS[1], greedy(9))
     pieces = [next(one), next(two)]
@@ -260,7 +260,7 @@ def test_streams_and_other_work_take_turns(llm: LLM) -> None:
     assert pieces[1] + "".join(two) == expected[1]
 
 
-def test_a_stream_closed_midway_frees_everything(llm: LLM) -> None:
+def test_closing_a_stream_frees_its_request(llm: LLM) -> None:
     stream = llm.stream(PROMPTS[2], greedy(30))
     next(stream)
     assert llm._loop.scheduler.num_running == 1
@@ -273,7 +273,7 @@ def test_a_stream_closed_midway_frees_everything(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_an_interrupt_anywhere_in_a_step_costs_only_what_ran(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_step_aborts_only_running_requests(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     with new_llm(disable_overlap=not overlap) as llm:
         stream = llm.stream(PROMPTS[1], greedy(30))
         next(stream)
@@ -297,7 +297,7 @@ def test_an_interrupt_anywhere_in_a_step_costs_only_what_ran(overlap: bool, monk
 
 
 def submit_interrupted(llm: LLM, target: int) -> bool:
-    """Raise KeyboardInterrupt at the place `target` of `LLM._submit` and what it calls. Return False if there are fewer places.
+    """Raise KeyboardInterrupt at point `target` of `LLM._submit` and its callees. Return False if there are fewer points.
 
     CPython handles a Ctrl-C after calls, at the beginning of functions and at the end of loops.
     """
@@ -330,14 +330,14 @@ def submit_interrupted(llm: LLM, target: int) -> bool:
     return False
 
 
-def test_an_interrupt_anywhere_in_submit_leaves_nothing_in_use(llm: LLM) -> None:
+def test_an_interrupted_submit_leaves_nothing_in_use(llm: LLM) -> None:
     num_places = next(target for target in itertools.count() if not submit_interrupted(llm, target))
     assert num_places > 20
     assert tuple(llm.generate([PROMPTS[0]], greedy(5))[0].token_ids) == tiny.greedy(tuple(PROMPTS[0]), 5)
 
 
-class GivesUp(GrammarState):
-    """Allows every token, and the third is too much for it."""
+class FailsAtTheThirdToken(GrammarState):
+    """Grammar state that allows every token and fails at the third."""
 
     num_accepted = 0
 
@@ -351,7 +351,7 @@ class GivesUp(GrammarState):
     def rollback(self, num_tokens: int) -> None:
         self.num_accepted -= num_tokens
 
-    def copy(self) -> GivesUp:
+    def copy(self) -> FailsAtTheThirdToken:
         return copy.copy(self)
 
     @property
@@ -367,7 +367,7 @@ class GivesUp(GrammarState):
         return "the grammar is too complex" if self.num_accepted >= 3 else ""
 
 
-class Difficult(GrammarBackend):
+class FailingGrammar(GrammarBackend):
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Any) -> None:
         pass
 
@@ -376,11 +376,11 @@ class Difficult(GrammarBackend):
         pass
 
     def compile(self, kind: GrammarKind, text: str, name: str) -> GrammarState:
-        return GivesUp()
+        return FailsAtTheThirdToken()
 
 
-def test_a_failing_grammar_ends_only_its_own_output(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "load_grammar_backend", lambda built, registry: Difficult(None, 0, ()))
+def test_a_failing_grammar_ends_only_its_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "load_grammar_backend", lambda built, registry: FailingGrammar(None, 0, ()))
     form = greedy(9, structured_outputs=StructuredOutputs(regex=".*"))
     expected = [list(tiny.greedy(tuple(prompt), 9)) for prompt in PROMPTS[:2]]
     ended, whole = llm.generate(PROMPTS[:2], [form, greedy(9)])
@@ -422,27 +422,27 @@ def test_a_failing_grammar_ends_only_its_own_output(llm: LLM, monkeypatch: pytes
         ([[5]], greedy(1, logit_bias={tiny.VOCAB_SIZE: 1.0}), "logit_bias"),
     ],
 )
-def test_what_is_not_valid_is_named_and_nothing_runs(llm: LLM, prompts: Any, sampling: Any, name: str) -> None:
+def test_invalid_arguments_are_named_and_nothing_runs(llm: LLM, prompts: Any, sampling: Any, name: str) -> None:
     with pytest.raises(InvalidValueError) as caught:
         llm.generate(prompts, sampling)
     assert caught.value.name == name
     assert llm.stats.num_steps == 0
 
 
-def test_a_token_out_of_range_is_named_with_its_place(llm: LLM) -> None:
+def test_invalid_token_ids_are_named_with_their_index(llm: LLM) -> None:
     for token in (-5, tiny.VOCAB_SIZE):
         with pytest.raises(InvalidValueError, match=rf"^prompt\[2\]={token} .* from 0 to {tiny.VOCAB_SIZE - 1}"):
             llm.generate([5, 6, token, -7])
 
 
-def test_an_error_of_one_prompt_among_several_has_its_index(llm: LLM) -> None:
+def test_errors_name_the_index_of_the_prompt(llm: LLM) -> None:
     with pytest.raises(InvalidValueError, match="256 tokens") as caught:
         llm.generate([[5], [9] * 250, [3]], greedy(7))
     assert caught.value.__notes__ == ["This is about prompt 1 of 3, counted from 0."]
 
 
 class Holder:
-    """Holds a stream, and itself, so that nothing but the garbage collector ends the two."""
+    """Holds a stream and itself, so that only the garbage collector frees them."""
 
     def __init__(self, stream: Iterator[str]) -> None:
         self.stream, self.me = stream, self
@@ -453,11 +453,11 @@ class Holder:
     [OutputText.__init__, Scheduler.submit, Scheduler.schedule, PageManager.take, Scheduler.abort, EngineLoop.step],
 )
 @pytest.mark.parametrize("has_others", [True, False])
-def test_a_stream_may_be_collected_anywhere(
+def test_streams_may_be_garbage_collected_at_any_time(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, place: Any, has_others: bool
 ) -> None:
     gc.collect()
-    gc.freeze()  # later collections do not look at what exists by now, which is a million objects
+    gc.freeze()  # later collections skip the million objects that exist now
     held = Holder(llm.stream(PROMPTS[2], greedy(200)))
     next(held.stream)
     other = llm.stream(PROMPTS[1], greedy(9))
@@ -486,7 +486,7 @@ def test_a_stream_may_be_collected_anywhere(
     assert beginning + rest == tiny_folder.words(list(tiny.greedy(tuple(PROMPTS[1]), 9)))
 
 
-def test_a_script_may_end_with_an_open_stream(tmp_path: Path) -> None:
+def test_scripts_may_end_with_an_open_stream(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "from minisgl_core import LLM, SamplingParams\n"
@@ -498,7 +498,7 @@ def test_a_script_may_end_with_an_open_stream(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_second_thread_is_told_so(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_from_a_second_thread_are_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     inside, over = threading.Event(), threading.Event()
     step = EngineLoop.step
 
@@ -519,7 +519,7 @@ def test_a_second_thread_is_told_so(llm: LLM, monkeypatch: pytest.MonkeyPatch) -
     assert [tuple(output.token_ids) for output in outputs] == [tiny.greedy(tuple(PROMPTS[0]), 6)]
 
 
-def test_close_ends_what_another_thread_generates(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_ends_generate_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     inside, over = threading.Event(), threading.Event()
     step, errors = EngineLoop.step, list[str]()
 
@@ -545,7 +545,7 @@ def test_close_ends_what_another_thread_generates(monkeypatch: pytest.MonkeyPatc
     assert errors == ["the outputs cannot be completed: a step failed, or the LLM was closed"]
 
 
-def test_streams_refuse_at_once(llm: LLM) -> None:
+def test_stream_refuses_invalid_arguments_immediately(llm: LLM) -> None:
     refused: list[tuple[str, Any, str]] = [("", greedy(1), "prompt"), ("w5", greedy(2, n=2), "n")]
     refused += [("w5", sampling, "sampling") for sampling in ([], [greedy(1)], 3, {"max_tokens": 3})]
     for prompt, sampling, name in refused:
@@ -554,7 +554,7 @@ def test_streams_refuse_at_once(llm: LLM) -> None:
         assert caught.value.name == name
 
 
-def test_options_and_models_that_do_not_exist() -> None:
+def test_unknown_options_models_and_providers_are_refused() -> None:
     with pytest.raises(InvalidValueError, match="page_size"):
         LLM(tiny_folder.llama(), pagesize=4)
     with pytest.raises(InvalidValueError, match="page_size=0"):
@@ -567,12 +567,12 @@ def test_options_and_models_that_do_not_exist() -> None:
         new_llm(communicator="nosuch")
 
 
-def test_a_model_may_be_named_by_a_path() -> None:
+def test_a_model_may_be_a_path() -> None:
     with LLM(Path(tiny_folder.llama()), dtype="float32", num_pages=50) as llm:
         assert llm.info.model == tiny_folder.llama()
 
 
-def test_several_in_one_process() -> None:
+def test_several_instances_in_one_process() -> None:
     expected = [tiny.greedy(tuple(prompt), 8) for prompt in PROMPTS]
     with new_llm(page_size=1) as one, new_llm(page_size=16, cache="naive") as two:
         stream = one.stream(PROMPTS[2], greedy(8))
@@ -584,7 +584,7 @@ def test_several_in_one_process() -> None:
         assert_nothing_in_use(one)
 
 
-def test_close_frees_the_model_and_may_come_twice() -> None:
+def test_close_frees_the_model_and_is_idempotent() -> None:
     llm = new_llm()
     stream = llm.stream(PROMPTS[0], greedy(20))
     unread = llm.stream(PROMPTS[1], greedy(20))
@@ -603,14 +603,14 @@ def test_close_frees_the_model_and_may_come_twice() -> None:
             list(each)
 
 
-def test_the_context_manager_closes_after_an_error() -> None:
+def test_the_context_manager_closes_on_errors() -> None:
     with pytest.raises(ZeroDivisionError), new_llm() as llm:
         _ = 1 / 0
     with pytest.raises(MinisglError, match="closed"):
         llm.generate("w5")
 
 
-def test_the_models_files_say_how_to_sample_and_where_to_end(tmp_path: Any) -> None:
+def test_defaults_and_eos_come_from_the_generation_config(tmp_path: Any) -> None:
     shutil.copytree(tiny_folder.llama(), tmp_path, dirs_exist_ok=True)
     config = {"do_sample": True, "temperature": 0.25, "top_k": 7, "eos_token_id": [16, 17]}
     (tmp_path / "generation_config.json").write_text(json.dumps(config))
@@ -625,7 +625,7 @@ def test_the_models_files_say_how_to_sample_and_where_to_end(tmp_path: Any) -> N
         assert len(llm.generate([[5, 6]])[0].token_ids) <= 128
 
 
-def test_invalid_sampling_is_refused_before_weights_are_read(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_default_sampling_is_refused_before_loading(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(tiny_folder.llama(), tmp_path, dirs_exist_ok=True)
     (tmp_path / "generation_config.json").write_text('{"do_sample": true, "top_k": 20.5}')
     monkeypatch.setattr("minisgl_core.engine.build.load_weights", None)
@@ -633,7 +633,7 @@ def test_invalid_sampling_is_refused_before_weights_are_read(tmp_path: Any, monk
         LLM(str(tmp_path), dtype="float32", num_pages=50)
 
 
-def test_stats_count(llm: LLM) -> None:
+def test_stats_count_requests_and_tokens(llm: LLM) -> None:
     llm.generate(PROMPTS, greedy(4))
     assert llm.stats.num_finished == len(PROMPTS)
     assert llm.stats.num_output_tokens == 4 * len(PROMPTS)

@@ -1,4 +1,4 @@
-"""Greedy tokens of a trained model equal transformers', alone and batched, whatever the page size, cache and overlap."""
+"""Greedy tokens of a trained model equal transformers, alone and batched, for all page sizes, caches and overlap."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ LENGTHS = [1, 2, 15, 16, 17, 31, 32, 33, 64, 300, 100, 600]
 
 @pytest.fixture(scope="module")
 def prompts(engine_tokenizer: Any) -> list[list[int]]:
-    """Each second one begins as the longest does, so that prefixes are shared; the others begin anywhere."""
+    """Return prompts of which every second one is a prefix of the longest; the others start at random positions."""
     text = (Path(__file__).parents[2] / "LICENSE").read_text()
     ids: list[int] = engine_tokenizer(" ".join(text.split()))["input_ids"]
     return [ids[29 * place * (1 - place % 2) :][:length] for place, length in enumerate(LENGTHS)]
 
 
 class Reference:
-    """transformers, reading the same file."""
+    """transformers' model of the same file."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -60,7 +60,8 @@ def reference(smollm2_reference: Any) -> Reference:
             {"page_size": 1, "cache": "naive", "disable_overlap": True, "num_pages": 2000, "max_prefill_length": 300},
             marks=pytest.mark.nightly,
         ),
-        {"page_size": 16, "cache": "radix", "disable_overlap": False, "num_pages": 70},  # too few for all at once
+        # too few pages for all requests at once
+        {"page_size": 16, "cache": "radix", "disable_overlap": False, "num_pages": 70},
     ],
 )
 def test_batched_and_alone(prompts: list[list[int]], reference: Reference, options: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""`LLM` with pipeline stages: whatever the requests ask for, the tokens of one rank; and no rank outlives another."""
+"""`LLM` with pipeline stages gives the tokens of one rank for all sampling parameters, and no rank outlives another."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ PROMPTS = [[*SHARED, 40 + number, *range(3, 3 + number)] for number in range(len
 
 
 def new_llm(model: str, **options: Any) -> LLM:
-    """A pool in which six running requests do not fit, and chunks shorter than the prompts."""
+    """Return an `LLM` whose pool does not hold six running requests, and whose chunks are shorter than the prompts."""
     fixed: dict[str, Any] = {"dtype": "float32", "platform": "cpu", "ops": "torch", "page_size": 4, "num_pages": 25}
     fixed |= {"max_seq_len_override": 64, "max_prefill_length": 9, "max_running_requests": 6}
     return LLM(model, **(fixed | options))
 
 
 def dense(kind: str, num_layers: int, **changes: Any) -> str:
-    """A folder with a tiny random model of this type, and a tokenizer that grammars can read."""
+    """Write a tiny random model of this type, and a tokenizer that grammars can read."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(9)
@@ -83,18 +83,18 @@ def qwen3() -> str:
 
 
 @pytest.fixture(autouse=True)
-def one_thread_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_thread_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 def children() -> list[psutil.Process]:
-    """The ranks that this process started, in order."""
+    """Return the rank processes that this one started, in order."""
     found = {" ".join(child.cmdline()): child for child in psutil.Process().children() if child.is_running()}
     return [found[title] for title in sorted(found) if "engine rank" in title]
 
 
 def generated(llm: LLM) -> list[GenerationOutput]:
-    """Outputs of two runs. In the second one many pages of the prompts are cached."""
+    """Return the outputs of two runs. In the second one, many pages of the prompts are cached."""
     samplings = [*SAMPLINGS, GRAMMAR if llm.info.model in (qwen2(), qwen3()) else GREEDY]
     first, second = llm.generate(PROMPTS, samplings), llm.generate(PROMPTS[::-1], samplings[::-1])
     assert llm.stats.num_preemptions > 0
@@ -104,7 +104,7 @@ def generated(llm: LLM) -> list[GenerationOutput]:
 
 
 @lru_cache
-def of_one_rank(model: str) -> list[GenerationOutput]:
+def outputs_of_one_rank(model: str) -> list[GenerationOutput]:
     with new_llm(model) as llm:
         return generated(llm)
 
@@ -123,7 +123,7 @@ def assert_equal(found: GenerationOutput, expected: GenerationOutput) -> None:
 
 
 def abort_in_flight(llm: LLM) -> None:
-    """End a stream whose request is in a step in flight, while others run."""
+    """Close a stream whose request is in a step in flight, while others run."""
     [alone] = llm.generate(PROMPTS[2], GREEDY)
     streams = [llm.stream(prompt, GREEDY) for prompt in PROMPTS[:3]]
     beginning = [next(stream) for stream in streams]
@@ -155,11 +155,11 @@ def kill(llm: LLM, rank: int) -> None:
         (tiny_folder.qwen3_moe, 1, 3, False, 2),
     ],
 )
-def test_stages_generate_what_one_rank_does(
+def test_outputs_of_stages_equal_those_of_one_rank(
     model: Callable[[], str], tp: int, pp: int, overlap: bool, victim: int
 ) -> None:
-    """Then a rank of any stage dies, which ends all."""
-    expected = of_one_rank(model())
+    """At the end a rank of any stage is killed, which ends all ranks."""
+    expected = outputs_of_one_rank(model())
     with new_llm(model(), tp=tp, pp=pp, disable_overlap=not overlap) as llm:
         assert len(children()) == tp * pp - 1
         for found, right in zip(generated(llm), expected, strict=True):

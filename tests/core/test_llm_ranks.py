@@ -1,4 +1,4 @@
-"""`LLM` with several tensor-parallel ranks: the same tokens as with one, and no rank outlives another."""
+"""`LLM` with several tensor-parallel ranks gives the tokens of one rank, and no rank outlives another."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def new_llm(model: str, tp: int, **options: Any) -> LLM:
 
 
 def children() -> list[psutil.Process]:
-    """Processes that this one started, without those of Python's multiprocessing, and servers that other tests share."""
+    """Return this process's children, without Python's multiprocessing helpers and servers that other tests share."""
     found = [(child, " ".join(child.cmdline())) for child in psutil.Process().children() if child.is_running()]
     others = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "launch")
     return [child for child, line in found if not any(other in line for other in others)]
 
 
 @pytest.fixture(autouse=True)
-def one_thread_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_thread_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
@@ -56,7 +56,7 @@ def one_thread_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(tiny_folder.qwen3_moe, 2, marks=pytest.mark.nightly),
     ],
 )
-def test_ranks_generate_what_one_does(model: Callable[[], str], tp: int, site: Any) -> None:
+def test_outputs_of_ranks_equal_those_of_one(model: Callable[[], str], tp: int, site: Any) -> None:
     site.install("picky", {"hooks": {"picky": "picky_hooks"}}, picky_hooks=PREFERS_TORCH)  # on all ranks
     with new_llm(model(), 1) as alone:
         expected = [output.token_ids for output in alone.generate(PROMPTS, GREEDY)]
@@ -78,7 +78,7 @@ def test_ranks_generate_what_one_does(model: Callable[[], str], tp: int, site: A
         pytest.param(True, False, marks=pytest.mark.nightly),
     ],
 )
-def test_a_killed_rank_is_an_error_and_leaves_nothing_running(
+def test_a_killed_rank_raises_an_error_and_ends_all_ranks(
     overlap: bool, in_a_step: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = new_llm(tiny_folder.llama(), 2, disable_overlap=not overlap)
@@ -91,7 +91,7 @@ def test_a_killed_rank_is_an_error_and_leaves_nothing_running(
         follower.kill()
         return execute_model(plan)
 
-    if in_a_step:  # rank 0 then waits in a collective for a rank that is gone
+    if in_a_step:  # rank 0 then waits in a collective for a dead rank
         monkeypatch.setattr(llm._loop.model_runner, "execute_model", kill_and_execute)
     else:
         follower.kill()
@@ -104,10 +104,10 @@ def test_a_killed_rank_is_an_error_and_leaves_nothing_running(
         llm.generate(PROMPTS, GREEDY)
     llm.close()
     if in_a_step and overlap:
-        assert_ranks_start_anew()
+        assert_ranks_can_restart()
 
 
-def assert_ranks_start_anew() -> None:
+def assert_ranks_can_restart() -> None:
     """Check that a new `LLM` works in the same process after a failure."""
     with new_llm(tiny_folder.llama(), 2) as llm:
         assert len(llm.generate(PROMPTS, GREEDY)[0].token_ids) == GREEDY.max_tokens
@@ -117,17 +117,17 @@ def assert_ranks_start_anew() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_pages", [pytest.param(100, marks=pytest.mark.nightly), None])
-def test_a_rank_that_dies_at_the_start_is_an_error(num_pages: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 waits in a collective to agree on the pool's size; with a given size it does not wait."""
-    monkeypatch.setattr("minisgl_core.runtime.ranks.run_worker", children_module.die_among_the_ranks)
+def test_a_rank_that_dies_at_the_start_raises_an_error(num_pages: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 waits in a collective to agree on the pool's size, except with a given `num_pages`."""
+    monkeypatch.setattr("minisgl_core.runtime.ranks.run_worker", children_module.die_after_joining)
     with pytest.raises(WorkerDiedError, match="'engine rank 1' was killed by SIGKILL"):
         new_llm(tiny_folder.llama(), 2, num_pages=num_pages)
     assert children() == []
 
 
 @pytest.mark.slow
-def test_a_rank_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 meets the others in a wait that a rank which has ended would never end."""
+def test_a_rank_that_ends_before_the_rendezvous_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 waits in the rendezvous, which a missing rank would never complete."""
     with monkeypatch.context() as patch:
         patch.setattr("minisgl_core.runtime.ranks.run_worker", print)
         started = time.monotonic()
@@ -135,17 +135,17 @@ def test_a_rank_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -
             new_llm(tiny_folder.llama(), 2)
         assert time.monotonic() - started < 6 * DEADLINE_S
         assert children() == []
-    assert_ranks_start_anew()
+    assert_ranks_can_restart()
 
 
-def test_a_size_that_does_not_fit_starts_nothing() -> None:
+def test_invalid_tp_sizes_start_no_process() -> None:
     with pytest.raises(InvalidValueError, match=r"--tp=3 is not valid: must be one of 1, 2, 4"):
         new_llm(tiny_folder.llama(), 3)
     assert children() == []
 
 
 @pytest.mark.slow
-def test_a_script_without_a_main_guard_ends_with_an_error(tmp_path: Any) -> None:
+def test_scripts_without_a_main_guard_end_with_an_error(tmp_path: Any) -> None:
     script = tmp_path / "unguarded.py"
     script.write_text(
         f"from minisgl_core import LLM\nLLM({tiny_folder.llama()!r}, tp=2, platform='cpu', num_pages=9)\n"

@@ -22,31 +22,31 @@ COUNTS = ("max_tokens", "min_tokens", "top_k", "seed", "n", "logprobs", "prompt_
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
-def edges() -> list[dict[str, object]]:
-    asked: list[dict[str, object]] = [{name: value} for name in COUNTS for value in INTEGERS]
-    asked += [{"min_tokens": value, "max_tokens": value} for value in INTEGERS]
-    asked += [{"stop_token_ids": (value,)} for value in INTEGERS]
-    asked += [{"logit_bias": {value: 1.0}} for value in INTEGERS]
-    asked += [{name: value} for name in NUMBERS for value in FLOATS]
-    asked += [{"logit_bias": {7: value}} for value in FLOATS]
-    return asked
+def edge_cases() -> list[dict[str, object]]:
+    cases: list[dict[str, object]] = [{name: value} for name in COUNTS for value in INTEGERS]
+    cases += [{"min_tokens": value, "max_tokens": value} for value in INTEGERS]
+    cases += [{"stop_token_ids": (value,)} for value in INTEGERS]
+    cases += [{"logit_bias": {value: 1.0}} for value in INTEGERS]
+    cases += [{name: value} for name in NUMBERS for value in FLOATS]
+    cases += [{"logit_bias": {7: value}} for value in FLOATS]
+    return cases
 
 
 @pytest.mark.filterwarnings("error")
-def test_every_number_is_refused_by_its_name_or_served() -> None:
+def test_all_numbers_are_refused_by_name_or_run() -> None:
     loop = tiny.new_loop(page_size=4, num_pages=400)
     served: dict[str, SamplingParams] = {}
     refused: list[tuple[str, dict[str, object]]] = []
-    for asked in edges():
+    for cases in edge_cases():
         try:
-            sampling = SamplingParams(**{"max_tokens": 3, "ignore_eos": True} | asked)  # type: ignore[arg-type]
+            sampling = SamplingParams(**{"max_tokens": 3, "ignore_eos": True} | cases)  # type: ignore[arg-type]
             for each in sampling.split():
                 name = f"r{len(served)}"
                 tiny.submit(loop, name, (5, 9, 3), each)
                 served[name] = each
         except InvalidValueError as error:
-            refused.append((error.name, asked))
-    assert all(name.partition("[")[0] in asked for name, asked in refused)
+            refused.append((error.name, cases))
+    assert all(name.partition("[")[0] in cases for name, cases in refused)
     found = tiny.run(loop)
     for name, sampling in served.items():
         assert len(found[name].tokens) == sampling.max_tokens or found[name].finish_reason == "stop"
@@ -54,7 +54,7 @@ def test_every_number_is_refused_by_its_name_or_served() -> None:
 
 
 @pytest.mark.parametrize("top_k", [tiny.VOCAB_SIZE, 2**31, 2**64])
-def test_a_top_k_beyond_the_vocabulary_keeps_all_of_it(top_k: int) -> None:
+def test_top_k_beyond_the_vocabulary_keeps_all_tokens(top_k: int) -> None:
     loop = tiny.new_loop(page_size=4, num_pages=400)
     for name, k in (("all", 0), ("many", top_k)):
         tiny.submit(loop, name, (5, 9, 3), SamplingParams(max_tokens=12, seed=3, top_k=k, ignore_eos=True))
@@ -63,7 +63,7 @@ def test_a_top_k_beyond_the_vocabulary_keeps_all_of_it(top_k: int) -> None:
 
 
 @pytest.mark.parametrize("temperature", [1e-46, 1e-38, 1e-6, 1e-5])
-def test_next_to_no_temperature_is_greedy(temperature: float) -> None:
+def test_tiny_temperatures_are_greedy(temperature: float) -> None:
     loop = tiny.new_loop(page_size=4, num_pages=400)
     tiny.submit(loop, "cold", (5, 9, 3), SamplingParams(max_tokens=12, temperature=temperature, ignore_eos=True))
     assert tuple(tiny.run(loop)["cold"].tokens) == tiny.greedy((5, 9, 3), 12)
@@ -71,13 +71,13 @@ def test_next_to_no_temperature_is_greedy(temperature: float) -> None:
 
 @pytest.mark.parametrize("name", ["temperature", "repetition_penalty"])
 @pytest.mark.parametrize("value", [-1.0, 1.1e6, 3.5e38, 10**400, math.inf, math.nan])
-def test_factors_that_would_lead_out_of_float32_are_refused(name: str, value: float) -> None:
+def test_factors_that_overflow_float32_are_refused(name: str, value: float) -> None:
     with pytest.raises(InvalidValueError, match=f"{name}=.* must be a number from .* to 1e6"):
         SamplingParams(**{name: value})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", [0, 1e-46, 0.9e-6])
-def test_a_repetition_penalty_of_next_to_nothing_is_refused(value: float) -> None:
+def test_tiny_repetition_penalties_are_refused(value: float) -> None:
     with pytest.raises(InvalidValueError, match="must be a number from 1e-6"):
         SamplingParams(repetition_penalty=value)
 
@@ -121,13 +121,13 @@ def test_the_number_of_stop_tokens_is_limited() -> None:
         ("structured_outputs", {"json": {}}),
     ],
 )
-def test_what_is_of_another_type_is_refused_by_its_name(name: str, value: object) -> None:
+def test_values_of_wrong_types_are_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(InvalidValueError) as caught:
         SamplingParams(**{name.partition("[")[0]: value})  # type: ignore[arg-type]
     assert caught.value.name == name
 
 
-def test_collections_in_any_form() -> None:
+def test_collections_of_any_type_are_accepted() -> None:
     nothing = SamplingParams(stop=None, stop_token_ids=None, logit_bias=None)  # type: ignore[arg-type]
     assert nothing == SamplingParams(stop=[], stop_token_ids=[], logit_bias={}) == SamplingParams()  # type: ignore[arg-type]
     given = SamplingParams(
@@ -139,13 +139,13 @@ def test_collections_in_any_form() -> None:
     assert decoder(SamplingParams)(encode(given)) == given  # type: ignore[arg-type]
 
 
-def test_numbers_of_numpy() -> None:
+def test_numpy_numbers_are_accepted() -> None:
     given = SamplingParams(max_tokens=np.int64(9), temperature=np.float32(0.5))  # type: ignore[arg-type]
     assert decoder(SamplingParams)(encode(given)) == SamplingParams(max_tokens=9, temperature=0.5)
 
 
 @pytest.mark.parametrize("seed", [-(2**63), -1, 0, 5, 2**63 - 1])
-def test_the_first_of_several_outputs_has_the_seed_of_one(seed: int) -> None:
+def test_the_first_of_n_outputs_has_the_seed_of_a_single_one(seed: int) -> None:
     seeds = [each.seed for each in SamplingParams(seed=seed, n=3).split()]
     assert seeds[0] == seed
     assert len(set(seeds)) == 3
@@ -171,19 +171,19 @@ def test_sizes_of_sampling_parameters_are_bounded() -> None:
         SamplingParams(n=128, logit_bias=biases)
 
 
-def test_allowed_tokens_do_not_go_with_a_grammar() -> None:
+def test_allowed_token_ids_with_a_grammar_are_refused() -> None:
     with pytest.raises(InvalidValueError, match="allowed_token_ids"):
         SamplingParams(allowed_token_ids=(5,), structured_outputs=StructuredOutputs(regex="a"))
     assert SamplingParams(allowed_token_ids=[7, 5, 7]).allowed_token_ids == (7, 5)  # type: ignore[arg-type]
 
 
-def test_stop_texts_are_bounded_together() -> None:
+def test_stop_strings_are_limited_in_total() -> None:
     SamplingParams(stop=("x" * 2**14, "y" * 2**14))
     with pytest.raises(InvalidValueError, match="at most 32768 characters"):
         SamplingParams(stop=("x" * 2**14, "y" * 2**14, "z"))
 
 
-def test_errors_of_large_values_show_their_beginning() -> None:
+def test_errors_show_only_the_beginning_of_large_values() -> None:
     for value in ("x" * 10**6, [5] * 10**6, dict.fromkeys(range(10**5), "x"), [[[5] * 1000] * 1000] * 1000, 10**5000):
         error = InvalidValueError("stop", value, "smaller")
         assert str(error).startswith("stop=")

@@ -1,4 +1,4 @@
-"""Outputs follow their grammars, whatever else is going on; and what has no grammar does not notice."""
+"""Outputs match their grammars in any batch, and do not change unconstrained requests."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PROMPTS = [f"prompt {number} " * 3 for number in range(4)]
 
 @lru_cache
 def checkpoint(vocab_size: int = VOCAB_SIZE, eos: tuple[int, ...] = EOS) -> Path:
-    """A tiny random model, with the kit's tokenizer."""
+    """Write a tiny random model with the kit's tokenizer."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(3)
@@ -60,7 +60,7 @@ def checkpoint(vocab_size: int = VOCAB_SIZE, eos: tuple[int, ...] = EOS) -> Path
 
 @lru_cache
 def trained_tokenizer() -> Any:
-    """Byte-pair encoding learnt from sources and JSON: tokens of several letters, and of brackets, quotes and space."""
+    """Train byte-pair encoding on sources and JSON, so that tokens mix letters, brackets, quotes and spaces."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -129,12 +129,12 @@ def test_200_random_schemas_in_one_batch() -> None:
         if output.finish_reason == "stop":
             jsonschema.Draft202012Validator(schema).validate(json.loads(output.text))
             num_ended += 1
-        else:  # JSON numbers are the one part of these schemas without a bound, and this model repeats digits
+        else:  # numbers are the only unbounded values in these schemas, and this model repeats digits
             assert re.search("[0-9]{100}", output.text), output.text
     assert num_ended >= 180
 
 
-def test_unconstrained_requests_do_not_change_beside_constrained(llm: LLM) -> None:
+def test_constrained_requests_do_not_change_unconstrained_ones(llm: LLM) -> None:
     plain = [params(None, seed=7), params(None, temperature=0.0), params(None, presence_penalty=1.0, logprobs=3)]
     alone = llm.generate(PROMPTS[:3], plain)
     mixed = llm.generate([*PROMPTS[:3], *PROMPTS], [*plain, *(params(form) for form, _ in FORMS[:4])])
@@ -143,7 +143,7 @@ def test_unconstrained_requests_do_not_change_beside_constrained(llm: LLM) -> No
         assert found.token.logprob == pytest.approx(expected.token.logprob, abs=1e-4)
 
 
-def test_the_batch_overlap_and_ranks_do_not_change_an_output() -> None:
+def test_outputs_do_not_depend_on_batch_overlap_and_ranks() -> None:
     sampling = [params(form, seed=seed) for seed, (form, _) in enumerate(FORMS[:4])]
     with new_llm(disable_overlap=True) as llm:
         expected = [llm.generate(prompt, one)[0].token_ids for prompt, one in zip(PROMPTS, sampling, strict=True)]
@@ -153,8 +153,8 @@ def test_the_batch_overlap_and_ranks_do_not_change_an_output() -> None:
             assert [output.token_ids for output in llm.generate(PROMPTS, sampling)] == expected, options
 
 
-def test_preempted_requests_go_on_where_they_were() -> None:
-    """A pool that holds less than half of what runs."""
+def test_preempted_requests_keep_their_grammar_state() -> None:
+    """The pool holds less than half of the running requests' tokens."""
     sampling = [params({"regex": "(ab|é|[0-9]){45}"}, seed=seed, max_tokens=100) for seed in range(6)]
     with new_llm(disable_overlap=True) as llm:
         expected = [output.text for output in llm.generate(["x" * 10] * 6, sampling)]
@@ -175,7 +175,7 @@ def test_prompts_wait_while_too_much_text_is_compiled(llm: LLM, monkeypatch: pyt
     assert [output.text for output in outputs] == texts
 
 
-def test_where_the_output_ends(llm: LLM) -> None:
+def test_ends_of_structured_outputs(llm: LLM) -> None:
     [only] = llm.generate("x", params({"choice": ["ab"]}, min_tokens=20, ignore_eos=True))
     assert (only.text, only.finish_reason, only.stop_reason) == ("ab", "stop", None)
     pattern = {"regex": "[a-d]*"}
@@ -192,7 +192,7 @@ def test_where_the_output_ends(llm: LLM) -> None:
 
 
 def test_grammars_combine_with_other_sampling_options(llm: LLM) -> None:
-    """Penalties, biases, filters, several outputs, and log-probabilities, which are the model's own."""
+    """They combine with penalties, biases, filters and several outputs. Log-probabilities are the model's own."""
     likely = byte_tokenizer().convert_tokens_to_ids("d")
     form = {"regex": "[a-d]{12}"}
     biased = llm.generate("x", params(form, logit_bias={likely: 100.0, EOS[0]: 100.0}))[0]
@@ -245,8 +245,8 @@ def test_invalid_structured_outputs_are_refused_by_name(form: dict[str, Any], na
     assert raised.value.name == name
 
 
-class _GivesUp(LlguidanceGrammar):
-    """Its states exceed a bound at the fourth token."""
+class _FailsAtTheFourthToken(LlguidanceGrammar):
+    """Grammar whose states exceed a limit at the fourth token."""
 
     class state(LlguidanceState):
         num_tokens = 0
@@ -267,9 +267,9 @@ class _GivesUp(LlguidanceGrammar):
         return self.state(self, compiled.matcher, compiled._shared)
 
 
-def test_a_grammar_that_grows_too_complex_ends_its_request_only(llm: LLM) -> None:
+def test_a_too_complex_grammar_ends_only_its_request(llm: LLM) -> None:
     assert llm._loop.scheduler.grammars is not None
-    llm._loop.scheduler.grammars._backend = _GivesUp(byte_tokenizer(), VOCAB_SIZE, EOS)
+    llm._loop.scheduler.grammars._backend = _FailsAtTheFourthToken(byte_tokenizer(), VOCAB_SIZE, EOS)
     wild, tame = llm.generate(["x", "x"], [params({"regex": "[ab]{9}"}), params({"choice": ["no"]})])
     assert wild.finish_reason == "abort"
     assert re.fullmatch("[ab]{4,}", wild.text)
@@ -277,7 +277,7 @@ def test_a_grammar_that_grows_too_complex_ends_its_request_only(llm: LLM) -> Non
     assert llm.stats.num_aborted == 1
 
 
-def test_the_provider_must_be_there() -> None:
+def test_a_missing_grammar_provider_is_reported() -> None:
     with pytest.raises(Exception, match="no_such"):
         new_llm(grammar="no_such")
 
@@ -295,8 +295,8 @@ def shared() -> LLM:
         ({"whitespace_pattern": "_"}, '{_"a"_:_true_,_"b"_:_true_}'),
     ],
 )
-def test_the_longest_whitespace_of_json(fields: dict[str, Any], text: str) -> None:
-    """Followed byte by byte, with whitespace wherever it may be."""
+def test_whitespace_fields_limit_the_whitespace_of_json(fields: dict[str, Any], text: str) -> None:
+    """Write byte by byte, with whitespace wherever the grammar allows it."""
     const = {"const": True}
     schema = {"properties": {"a": const, "b": const}, "required": ["a", "b"], "additionalProperties": False}
     source = StructuredOutputs(json={"type": "object", **schema}, **fields).source()
@@ -326,6 +326,6 @@ def test_the_longest_whitespace_of_json(fields: dict[str, Any], text: str) -> No
         {"regex": "\ud800"},
     ],
 )
-def test_whitespace_and_sizes_that_are_refused(fields: dict[str, Any]) -> None:
+def test_invalid_whitespace_and_sizes_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidValueError, match="structured_outputs"):
         StructuredOutputs(**fields)

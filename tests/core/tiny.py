@@ -1,4 +1,4 @@
-"""A tiny random Llama, what transformers makes of it, and an engine loop around it."""
+"""A tiny random Llama, its outputs by transformers, and an engine loop around it."""
 
 from __future__ import annotations
 
@@ -83,9 +83,9 @@ def built(**options: Any) -> BuiltModelRunner:
 
 
 def new_loop(**options: Any) -> EngineLoop:
-    """A fresh scheduler around an engine that earlier loops may have used: its pool holds their leftovers.
+    """Return a new scheduler around a cached engine, whose pool keeps data of earlier loops.
 
-    With `num_rows`, an engine for so many requests at once.
+    `num_rows` sets the engine's number of concurrent requests.
     """
     engine_options = {
         name: options.pop(name)
@@ -100,8 +100,8 @@ def new_loop(**options: Any) -> EngineLoop:
     )
 
 
-class TakesAPageATime(RadixPrefixCache):
-    """Keeps to the contract, which lets a cache take less than it is offered."""
+class InsertsOnePage(RadixPrefixCache):
+    """Inserts at most one new page per call, which the contract allows."""
 
     def insert(self, token_ids: TokenIds, pages: PageIds, *namespace: CacheNamespace) -> PrefixInsert:
         num_present = len(self.match(token_ids, *namespace).pages)
@@ -110,7 +110,7 @@ class TakesAPageATime(RadixPrefixCache):
 
 @dataclass
 class Collected:
-    """Collected outputs of one request."""
+    """Outputs of one request."""
 
     tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
@@ -123,7 +123,7 @@ def submit(loop: EngineLoop, name: str, prompt: Sequence[int], sampling: Samplin
 
 
 def outputs_of(loop: EngineLoop) -> Iterator[TokenOut]:
-    """The outputs of a step, with those that are a token only."""
+    """Yield the outputs of a step, including those that are only a token."""
     for _, batch in loop.step():
         yield from batch.outputs
         for name, token in zip(batch.request_ids, batch.token_ids.tolist(), strict=True):
@@ -140,13 +140,13 @@ def step(loop: EngineLoop, collected: dict[str, Collected]) -> None:
 
 
 def run(loop: EngineLoop, collected: dict[str, Collected] | None = None) -> dict[str, Collected]:
-    """Step until nothing is left."""
+    """Run steps until no work is left."""
     collected = {} if collected is None else collected
     for _ in range(10_000):
         if not loop.has_work:
             return collected
         step(loop, collected)
-    raise AssertionError("the loop does not come to an end")
+    raise AssertionError("the loop does not end")
 
 
 def assert_nothing_in_use(loop: EngineLoop) -> None:

@@ -1,4 +1,4 @@
-"""Folders with a tiny random model and a tokenizer, as `LLM` and `minisgl launch` take them."""
+"""Folders with a tiny random model and a tokenizer, for `LLM` and `minisgl launch`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def words(token_ids: list[int]) -> str:
 
 
 def save_tokenizer(folder: Path) -> None:
-    """A word for each token: w3, w4, ..."""
+    """Save a tokenizer with a word per token: w3, w4, ..."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -34,7 +34,7 @@ def save_tokenizer(folder: Path) -> None:
 
 @lru_cache
 def llama() -> str:
-    """`tiny.checkpoint` with a tokenizer."""
+    """Write `tiny.checkpoint` with a tokenizer."""
     folder = Path(mkdtemp(prefix="tiny-llama-words-"))
     shutil.copytree(tiny.checkpoint(), folder, dirs_exist_ok=True)
     save_tokenizer(folder)
@@ -43,7 +43,7 @@ def llama() -> str:
 
 @lru_cache
 def qwen3_moe() -> str:
-    """Four experts in two of three layers."""
+    """Write a model with four experts in two of three layers."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(5)

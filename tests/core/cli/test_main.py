@@ -36,7 +36,7 @@ not_a_command = 3
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["plugins", "list"], ["plugins", "list", "--json"], ["--version"]])
-def test_listing_imports_nothing_heavy_and_no_broken_plugin(site, arguments):
+def test_listing_commands_imports_no_torch_and_no_plugin(site, arguments):
     site.install("broken", {"commands": {"breaks": "broken:run"}, "hooks": {"h": "broken"}}, broken="import no_such")
     result = site.run(*arguments)
     assert result.status == 0, result.error
@@ -45,14 +45,14 @@ def test_listing_imports_nothing_heavy_and_no_broken_plugin(site, arguments):
     assert "breaks" in result.output or arguments == ["--version"]
 
 
-def test_help_shows_summaries_and_where_other_commands_come_from(site):
+def test_help_shows_summaries_and_the_packages_of_commands(site):
     site.install("stranger", {"commands": {"dance": "stranger:run"}}, version="3.1")
     output = site.run("--help").output
     assert "Serve a model over an OpenAI-compatible API." in output
     assert "From stranger 3.1." in output
 
 
-def test_a_plugins_command_runs(site):
+def test_a_plugin_command_runs(site):
     site.install("stranger", {"commands": {"dance": "stranger_cli:run"}}, stranger_cli=COMMAND)
     result = site.run("dance")
     assert (result.status, result.output) == (0, "ran\n")
@@ -66,7 +66,7 @@ def test_a_plugins_command_runs(site):
         ("name", 1, "minisgl: the checkpoint has \\n\\x1b[31m\\ud800 é\n"),
     ],
 )
-def test_an_error_is_one_line_and_a_status(site, failure, status, line):
+def test_errors_print_one_line_and_set_the_exit_status(site, failure, status, line):
     site.install("stranger", {"commands": {"dance": "stranger_cli:run"}}, stranger_cli=COMMAND)
     result = site.run("dance", "--fail", failure)
     assert (result.status, result.error) == (status, line)
@@ -79,7 +79,7 @@ def test_an_error_is_one_line_and_a_status(site, failure, status, line):
     ("value", "reason"),
     [("broken:run", "No module named 'no_such'"), ("stranger_cli:not_a_command", "is not a click command")],
 )
-def test_a_command_that_cannot_be_used_is_named(site, value, reason):
+def test_a_command_that_does_not_load_is_named(site, value, reason):
     modules = {"broken": "import no_such", "stranger_cli": COMMAND}
     site.install("stranger", {"commands": {"dance": value}}, **modules)
     result = site.run("dance")
@@ -95,8 +95,8 @@ def test_an_unknown_command_is_refused_with_a_close_match(site):
     assert "Did you mean 'launch'?" in result.error
 
 
-def test_a_command_whose_package_is_absent_names_the_package(tmp_path: Path):
-    """An interpreter that sees minisgl-core and what its command line needs, and no other package."""
+def test_a_missing_package_of_a_command_is_named(tmp_path: Path):
+    """Run an interpreter that sees minisgl-core and the command line's dependencies, and no other package."""
     info = Path(str(distribution("minisgl-core")._path))  # type: ignore[attr-defined]
     packages = [Path(module.__file__ or "").parent for module in (click, packaging, pluggy, minisgl_core)]
     for path in [info, *packages]:
@@ -119,7 +119,7 @@ def test_a_command_whose_package_is_absent_names_the_package(tmp_path: Path):
     assert {entry["distribution"] for entry in listed} == {"minisgl-core"}
 
 
-def test_hooks_add_options_to_commands_but_not_to_groups(site):
+def test_hooks_add_options_to_commands_but_not_groups(site):
     hooks = """
 import click
 from minisgl_core import hookimpl
@@ -135,7 +135,7 @@ def cli_options(command):
     assert "stranger_hooks" not in site.run("plugins", "list").modules
 
 
-def test_a_config_file_may_set_the_options_of_hooks(site):
+def test_a_config_file_sets_options_of_hooks(site):
     command = """
 import click
 from minisgl_core.cli.options import with_options
@@ -173,7 +173,7 @@ def cli_options():
         ("['--mine']", "must return a list of click options, but it contains '--mine'"),
     ],
 )
-def test_a_hook_may_not_take_a_commands_own_flag(site, options, reason):
+def test_a_hook_cannot_redefine_a_flag_of_a_command(site, options, reason):
     hooks = f"""
 import click
 from minisgl_core import hookimpl
@@ -212,7 +212,7 @@ assert __version__[0].isdigit()
         minisgl_core.nothing  # noqa: B018
 
 
-def test_bars_of_libraries_stay_out_of_a_pipe():
+def test_progress_bars_of_libraries_are_not_written_to_pipes():
     code = """
 from minisgl_core.cli.main import main
 main(["--version"], standalone_mode=False)
@@ -223,7 +223,7 @@ assert list(tqdm(range(3), desc="a bar")) == [0, 1, 2]
     assert done.stderr == ""
 
 
-def test_standard_error_may_be_closed():
+def test_commands_run_with_a_closed_stderr():
     code = "from minisgl_core.cli.main import main; main(['--version'])"
     done = subprocess.run(["sh", "-c", f'"{sys.executable}" -c "{code}" 2>&-'], capture_output=True, text=True)
     assert done.returncode == 0

@@ -1,4 +1,4 @@
-"""``minisgl plugins new``: what it writes is installed and tested as its README says, all kinds together."""
+"""``minisgl plugins new``: packages of all kinds are generated, installed and tested as their READMEs say."""
 
 from __future__ import annotations
 
@@ -31,25 +31,27 @@ def new(*arguments: str, into: Path) -> Any:
         os.chdir(before)
 
 
-def name_of(kind: str) -> str:
+def plugin_name(kind: str) -> str:
     return f"minisgl-brand-new-{kind.replace('_', '-')}"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One package a kind."""
+    """Generate one package per kind."""
     path = tmp_path_factory.mktemp("new")
     for kind in SCAFFOLDS:
-        done = new(name_of(kind), "--kind", kind, into=path)
+        done = new(plugin_name(kind), "--kind", kind, into=path)
         assert done.exit_code == 0, done.output
         listed = done.stdout.partition("\n\n")[0].splitlines()
-        assert sorted(listed) == sorted(str(each.relative_to(path)) for each in path.glob(f"{name_of(kind)}/**/*.*"))
+        assert sorted(listed) == sorted(
+            str(each.relative_to(path)) for each in path.glob(f"{plugin_name(kind)}/**/*.*")
+        )
     return path
 
 
 @pytest.fixture(scope="module")
 def environ(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Environment of processes in which all packages are installed."""
+    """Environment variables for processes in which all packages are installed."""
     site = tmp_path_factory.mktemp("site")
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
     subprocess.run([*install, "--target", str(site), *map(str, folder.iterdir())], check=True)
@@ -60,7 +62,7 @@ def environ(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 def test_generated_plugins_pass_their_tests(folder: Path, environ: dict[str, str]) -> None:
     files = sorted(map(str, folder.glob("*/tests")))
     options = ["-q", "-rs", "-p", "no:cacheprovider", "--import-mode=importlib", "-W", "error:Argument(s):UserWarning"]
-    command = [sys.executable, "-m", "pytest", *options, *files]  # pluggy only warns of a hook's call that lacks some
+    command = [sys.executable, "-m", "pytest", *options, *files]  # pluggy only warns if a hook call lacks arguments
     done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     passed = re.search(r"(\d+) passed", done.stdout)
@@ -77,7 +79,7 @@ def test_generated_plugins_are_listed_and_load(environ: dict[str, str]) -> None:
     program = Path(sys.executable).with_name("minisgl")
     shown = subprocess.run([program, "plugins", "list"], env=environ, capture_output=True, text=True, check=True).stdout
     for kind in SCAFFOLDS:
-        assert any(line.split()[0] == kind and line.split()[2] == name_of(kind) for line in shown.splitlines())
+        assert any(line.split()[0] == kind and line.split()[2] == plugin_name(kind) for line in shown.splitlines())
     command = [sys.executable, "-c", code, json.dumps(list(SCAFFOLDS))]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
     loaded = {kind: name for kind, name, _ in json.loads(done.stdout)}
@@ -87,24 +89,25 @@ def test_generated_plugins_are_listed_and_load(environ: dict[str, str]) -> None:
 
 
 def test_generated_plugins_pass_ruff_and_have_metadata(folder: Path) -> None:
-    """Linted and formatted; and their metadata says what they are."""
+    """Check that ruff passes, and that the metadata names the package and its kind."""
     ruff = Path(sys.executable).with_name("ruff")
     rules = ["--isolated", "--line-length", "120", "--quiet"]
     for kind in SCAFFOLDS:
         for check in (["check", "--select", "E,F,I,B,UP,RUF"], ["format", "--check"]):
             done = subprocess.run(
-                [ruff, *check, *rules, "."], cwd=folder / name_of(kind), capture_output=True, text=True
+                [ruff, *check, *rules, "."], cwd=folder / plugin_name(kind), capture_output=True, text=True
             )
             assert done.returncode == 0, done.stdout
-        project = tomllib.loads((folder / name_of(kind) / "pyproject.toml").read_text())["project"]
-        assert project["name"] == name_of(kind)
+        project = tomllib.loads((folder / plugin_name(kind) / "pyproject.toml").read_text())["project"]
+        assert project["name"] == plugin_name(kind)
         assert list(project["entry-points"]) == [KINDS[kind].group]
         flag = KINDS[kind].flag
         assert (
-            f"{flag} {name_of(kind).removeprefix('minisgl-')}" in (folder / name_of(kind) / "README.md").read_text()
+            f"{flag} {plugin_name(kind).removeprefix('minisgl-')}"
+            in (folder / plugin_name(kind) / "README.md").read_text()
             or not flag
         )
-        assert not any("$" in each.read_text() for each in folder.glob(f"{name_of(kind)}/**/*.py"))
+        assert not any("$" in each.read_text() for each in folder.glob(f"{plugin_name(kind)}/**/*.py"))
 
 
 @pytest.mark.parametrize(
@@ -122,15 +125,15 @@ def test_generated_plugins_pass_ruff_and_have_metadata(folder: Path) -> None:
         ("minisgl-torch", ["minisgl-backends", "registers the attention provider torch."]),
     ],
 )
-def test_names_that_cannot_be(tmp_path: Path, name: str, words: list[str]) -> None:
+def test_invalid_plugin_names_are_refused(tmp_path: Path, name: str, words: list[str]) -> None:
     done = new(name, into=tmp_path)
     assert done.exit_code == 2
     assert all(word in done.stderr for word in words), done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_architecture_that_is_there_already(tmp_path: Path) -> None:
-    """Its name is what the entry point has, not the package's."""
+def test_an_existing_architecture_is_refused(tmp_path: Path) -> None:
+    """The name of the entry point must be unused, not that of the package."""
     done = new("llama", "--kind", "models", into=tmp_path)
     assert done.exit_code == 2
     assert "NAME='llama'" in done.stderr
@@ -138,14 +141,14 @@ def test_an_architecture_that_is_there_already(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_readmes_split_the_default_model_over_ranks_that_it_supports(smollm2_path: Path) -> None:
+def test_readmes_use_tp_sizes_that_the_model_supports(smollm2_path: Path) -> None:
     num_ranks = re.findall(r"--tp (\d+)", " ".join(scaffold.options for scaffold in SCAFFOLDS.values()))
     num_kv_heads = GgufWeights(smollm2_path).config["num_key_value_heads"]
     assert num_ranks
     assert all(num_kv_heads % int(number) == 0 for number in num_ranks)
 
 
-def test_an_existing_folder_is_left_alone(tmp_path: Path) -> None:
+def test_an_existing_folder_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "my-cache").mkdir()
     done = new("My.Cache", "--kind", "prefix_cache", into=tmp_path)
     assert done.exit_code == 2

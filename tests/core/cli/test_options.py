@@ -27,7 +27,7 @@ class ServerOptions:
 
 
 class Run:
-    """Runs a command with the engine's options and `ServerOptions`; keeps what it was handed."""
+    """Runs a command with the engine's options and `ServerOptions`, and records its arguments."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.tmp_path = tmp_path
@@ -88,14 +88,14 @@ def test_flags_override_environment_override_file(run: Run):
     assert run.sources["dtype"] == "default"
 
 
-def test_the_file_may_be_named_by_the_environment_and_be_yaml(run: Run):
+def test_an_environment_variable_selects_a_yaml_config_file(run: Run):
     path = run.tmp_path / "serve.yaml"
     path.write_text("page-size: 16\ndummy-weight: true\nmodel: null\ndisable_overlap: auto\n")
     assert run(MINISGL_CONFIG=str(path)).exit_code == 0
     assert (run.values["page_size"], run.values["dummy_weight"], run.values["model"]) == (16, True, None)
 
 
-def test_an_empty_variable_counts_as_unset(run: Run):
+def test_empty_environment_variables_count_as_unset(run: Run):
     assert run(MINISGL_PAGE_SIZE="").exit_code == 0
     assert run.values["page_size"] == "auto"
 
@@ -129,7 +129,7 @@ def test_disable_overlap(run: Run, arguments, environ, value):
         ([], {}, True, "default"),
     ],
 )
-def test_plain_booleans(run: Run, arguments, environ, value, source):
+def test_boolean_flags(run: Run, arguments, environ, value, source):
     result = run(*arguments, **environ)
     assert result.exit_code == 0, result.output
     assert run.values["cors"] is value
@@ -157,7 +157,7 @@ def test_plain_booleans(run: Run, arguments, environ, value, source):
         (["--config", "x.ini"], {}, "", "a file that ends in .toml, .yaml or .yml"),
     ],
 )
-def test_what_is_not_allowed_is_refused_in_one_line(run: Run, arguments, environ, file, message):
+def test_invalid_options_are_refused_in_one_line(run: Run, arguments, environ, file, message):
     result = run(*arguments, file=file, **environ)
     assert result.exit_code == 2
     assert message in result.stderr
@@ -194,7 +194,7 @@ def test_print_config_writes_an_equivalent_config_file(run: Run):
     assert "# num_pages is not set" in printed.stdout
 
 
-def test_print_config_looks_for_the_providers_that_it_prints(run: Run):
+def test_print_config_checks_that_providers_are_installed(run: Run):
     printed = run("--attn", "quick,nosuch", "--print-config")
     assert printed.exit_code == 2
     assert "--attn: no attention provider is called 'nosuch'" in printed.stderr
@@ -217,7 +217,7 @@ def test_an_option_may_be_given_several_times(run: Run):
     assert tomllib.loads(printed)["name"] == ["a", 'b"']
 
 
-def test_a_secret_is_not_shown(run: Run):
+def test_print_config_hides_secrets(run: Run):
     printed = run("--key", "abcdef", "--key", "ghijkl", "--print-config").output
     assert "# key is set, and not shown" in printed
     assert "key" not in tomllib.loads(printed)
@@ -232,10 +232,10 @@ scalars = st.one_of(st.booleans(), st.integers(-(2**62), 2**62), st.floats(allow
 
 
 @given(st.dictionaries(st.from_regex(r"[a-z_]{1,9}", fullmatch=True), scalars))
-def test_format_config_is_toml(values: dict[str, Any]):
+def test_printed_config_is_toml(values: dict[str, Any]):
     assert tomllib.loads(format_config(values, dict.fromkeys(values, "default"))) == values
 
 
-def test_an_option_declared_twice_is_a_bug():
+def test_duplicate_options_raise_an_error():
     with pytest.raises(AssertionError, match="twice"):
         with_options(EngineConfig, EngineConfig)

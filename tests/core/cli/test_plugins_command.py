@@ -38,7 +38,7 @@ def run(*arguments: str):
     return CliRunner().invoke(main, ["plugins", *arguments], obj=Registry.from_environment())
 
 
-def test_list_in_a_pipe_is_aligned_columns(site):
+def test_list_prints_aligned_columns_to_a_pipe(site):
     site.install("stranger", {"attention": {"picky": "picky:Picky"}}, version="2.0.1")
     lines = run("list").stdout.splitlines()
     row = next(line for line in lines if "picky" in line)
@@ -46,7 +46,7 @@ def test_list_in_a_pipe_is_aligned_columns(site):
     assert row.index("stranger") == lines[0].index("distribution")
 
 
-def test_list_as_json_and_by_kind(site):
+def test_list_prints_json_and_filters_by_kind(site):
     site.install("stranger", {"attention": {"picky": "picky:Picky"}, "policy": {"p": "p:P"}})
     everything = json.loads(run("list", "--json").stdout)
     own = [entry for entry in everything if entry["distribution"] == "stranger"]
@@ -62,7 +62,7 @@ def test_list_as_json_and_by_kind(site):
     assert run("list", "--kind", "nonsense").exit_code == 2
 
 
-def test_list_reports_duplicates_and_hidden_on_standard_error(site, monkeypatch):
+def test_list_reports_duplicate_and_hidden_plugins_on_stderr(site, monkeypatch):
     for name in ("one", "two", "three"):
         site.install(name, {"policy": {"p": "p:P"}, "hooks": {"h": "h"}})
     monkeypatch.setenv("MINISGL_PLUGINS_BLOCK", "three,policy:q,one:policy:q")
@@ -77,7 +77,7 @@ def test_list_reports_duplicates_and_hidden_on_standard_error(site, monkeypatch)
     assert json.loads(run("list", "--json").stdout)
 
 
-def test_check_tells_what_it_is_and_why_it_does_not_apply(site):
+def test_check_shows_metadata_and_the_reason_for_refusal(site):
     site.install("stranger", {"attention": {"picky": "picky:Picky"}}, version="2.0.1", picky=ATTENTION)
     result = run("check", "picky")
     assert result.exit_code == 0, result.output
@@ -93,7 +93,7 @@ def test_check_shows_the_kv_layout_of_a_backend(name, layout):
     assert "KV layout" not in run("check", "torch", "--kind", "ops").stdout
 
 
-def test_check_of_a_provider_that_applies():
+def test_check_of_a_supported_provider():
     result = run("check", "torch", "--kind", "ops")
     assert result.exit_code == 0, result.output
     assert "applies:      yes, for" in result.stdout
@@ -113,7 +113,7 @@ def test_check_shows_the_roles_of_ops():
         ("commands", "picky:Picky", "it is not a click command"),
     ],
 )
-def test_check_fails_where_a_provider_does_not_load(site, kind, value, reason):
+def test_check_fails_if_a_provider_does_not_load(site, kind, value, reason):
     site.install("stranger", {kind: {"picky": value}}, picky=ATTENTION)
     result = run("check", "picky")
     assert result.exit_code == 2
@@ -121,7 +121,7 @@ def test_check_fails_where_a_provider_does_not_load(site, kind, value, reason):
     assert "Traceback" not in result.output
 
 
-def test_check_covers_every_kind_with_the_name(site):
+def test_check_covers_all_kinds_that_have_the_name(site):
     site.install("stranger", {"attention": {"same": "picky:Picky"}, "policy": {"same": "no_such:P"}}, picky=ATTENTION)
     result = run("check", "same")
     assert result.exit_code == 2
@@ -130,7 +130,7 @@ def test_check_covers_every_kind_with_the_name(site):
     assert run("check", "same", "--kind", "attention").exit_code == 0
 
 
-def test_check_of_an_unknown_name():
+def test_check_of_an_unknown_name_fails():
     result = run("check", "radixx")
     assert result.exit_code == 2
     assert "Did you mean 'radix'?" in result.stderr

@@ -1,4 +1,4 @@
-"""Which modules a checkpoint leaves unquantized, as transformers and compressed-tensors read their lists."""
+"""Modules that a checkpoint leaves unquantized, as transformers and compressed-tensors read their lists."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def test_modules_to_not_convert(names: list[str], left: list[str]) -> None:
         ([GATE], [GATE]),
     ],
 )
-def test_ignore(ignore: list[str], left: list[str]) -> None:
+def test_ignored_modules_of_compressed_tensors(ignore: list[str], left: list[str]) -> None:
     stored = compressed(group(), ignore=ignore)
     assert [name for name in (Q, GATE, HEAD) if stored.weights_of(name) is None] == left
 
 
-def test_groups_have_their_targets() -> None:
+def test_targets_select_the_quantization_group() -> None:
     attention = group(targets=["re:.*self_attn.*"], weights={"num_bits": 8, "strategy": "channel"})
     mlp = group(targets=[GATE], weights={"num_bits": 4})
     stored = compressed(attention, mlp)
@@ -118,7 +118,7 @@ def test_invalid_quantization_configs_are_refused(config: Any, message: str) -> 
         CheckpointQuantization.of({"quantization_config": config})
 
 
-def test_sizes_of_blocks() -> None:
+def test_block_sizes() -> None:
     assert block_shape({}) is None
     assert block_shape({"weight_block_size": [128, 64]}) == (128, 64)
     assert block_shape({"block_structure": [128, 128], "strategy": "block"}) == (128, 128)
@@ -161,7 +161,7 @@ def packed(weights: dict[str, Any], **changes: Any) -> dict[str, Any]:
         (packed({"num_bits": 8, "type": "float"}), None),
     ],
 )
-def test_formats_of_4_bit_integers(config: dict[str, Any], expected: Int4Format | None) -> None:
+def test_int4_formats(config: dict[str, Any], expected: Int4Format | None) -> None:
     stored = CheckpointQuantization(config)
     assert [int4_format(stored, each) for each in stored.groups] == [expected]
 
@@ -203,7 +203,7 @@ def test_malformed_and_unsupported_values_are_named(config: dict[str, Any], key:
         read()
 
 
-def test_integers_of_8_bits() -> None:
+def test_int8_formats() -> None:
     weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
     stored = CheckpointQuantization(packed(weights, format="int-quantized"))
     assert is_int8(stored, weights)
@@ -212,7 +212,7 @@ def test_integers_of_8_bits() -> None:
         is_int8(CheckpointQuantization(packed(weights)), weights)
 
 
-def test_modules_that_gptqmodel_excludes() -> None:
+def test_modules_excluded_by_gptqmodel() -> None:
     stored = CheckpointQuantization(GPTQ | {"dynamic": {r"-:.*\.mlp\.": {}}})
     assert stored.weights_of(GATE) is None
     assert stored.weights_of(Q) is stored.config
@@ -226,7 +226,7 @@ EXPONENTIAL = (
 
 @pytest.mark.parametrize("expression", EXPONENTIAL)
 @pytest.mark.parametrize("key", ["ignore", "targets", "dynamic", "modules_to_not_convert"])
-def test_expressions_that_could_run_forever(expression: str, key: str) -> None:
+def test_slow_regular_expressions_are_refused(expression: str, key: str) -> None:
     configs: dict[str, Any] = {
         "ignore": packed(INT4, ignore=["lm_head", f"re:{expression}"]),
         "targets": packed(INT4, config_groups={"g": {"targets": [f"re:{expression}"], "weights": INT4}}),
@@ -244,7 +244,7 @@ def test_expressions_that_could_run_forever(expression: str, key: str) -> None:
         r"re:.*layers\.([0-9]|1[0-9]|2[0-9])\..*(gate|up|down)_proj.*", r"re:^(?!.*experts).*mlp\.(?:gate|up)_proj",
     ],
 )  # fmt: skip
-def test_expressions_of_published_checkpoints(expression: str) -> None:
+def test_regular_expressions_of_published_checkpoints(expression: str) -> None:
     names = [Q, GATE, "model.layers.3.mlp.shared_expert.up_proj", "visual.blocks.0.attn.qkv"]
     stored = compressed(group(), ignore=[expression])
     found = [name for name in names if stored.weights_of(name) is None]

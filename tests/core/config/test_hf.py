@@ -38,7 +38,7 @@ def test_plain_llama() -> None:
     assert config.raw["vocab_size"] == 100
 
 
-def test_transformers_4_and_5_say_the_same() -> None:
+def test_transformers_4_and_5_formats_are_equivalent() -> None:
     scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256}
     four = read(rope_theta=5e5, rope_scaling={"rope_type": "llama3", **scaling})
     five = read(
@@ -50,7 +50,7 @@ def test_transformers_4_and_5_say_the_same() -> None:
     assert (older.rope.kind, older.rope.factor, older.max_position) == ("linear", 2.0, 2048)
 
 
-def test_yarn_stretches_the_context() -> None:
+def test_yarn_extends_the_context() -> None:
     qwen = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
     assert read("Qwen2ForCausalLM", rope_scaling=qwen).max_position == 4096
     assert read("Qwen2ForCausalLM", rope_scaling=qwen, max_position_embeddings=5120).max_position == 5120
@@ -81,7 +81,7 @@ def test_eos_ids(changes: dict[str, Any], ids: tuple[int, ...]) -> None:
     assert model_config(raw, tokenizer_eos=100).eos_token_ids == ids
 
 
-def test_biases() -> None:
+def test_attention_and_mlp_biases() -> None:
     assert read(attention_bias=True).qkv_bias
     assert read(attention_bias=True).o_bias
     assert read(mlp_bias=True).mlp_bias
@@ -101,7 +101,7 @@ def test_defaults_are_those_of_transformers_classes() -> None:
 
 
 @pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])
-def test_qwen_windows(architecture: str) -> None:
+def test_sliding_windows_of_qwen(architecture: str) -> None:
     def windows(**changes: Any) -> Any:
         return read(architecture, **{"sliding_window": 32, "max_window_layers": 3, **changes}).sliding_windows
 
@@ -112,14 +112,14 @@ def test_qwen_windows(architecture: str) -> None:
     assert windows(use_sliding_window=False, layer_types=["full_attention"] * 4) == (None,) * 4
 
 
-def test_qwen3_moe_has_its_window_in_every_layer() -> None:
+def test_qwen3_moe_uses_sliding_windows_in_all_layers() -> None:
     windows = {"sliding_window": 32, "max_window_layers": 3}
     assert read("Qwen3MoeForCausalLM", **windows).sliding_windows == (None,) * 4
     assert read("Qwen3MoeForCausalLM", **windows, use_sliding_window=True).sliding_windows == (32,) * 4
 
 
-def test_windows_of_architectures_that_are_not_known() -> None:
-    """They hold where they are set: few configs say so besides."""
+def test_sliding_windows_of_other_architectures() -> None:
+    """Windows apply if they are set, as few configs have a key that enables them."""
     kinds = ["sliding_attention", "full_attention"] * 2
     assert read("Phi3ForCausalLM", sliding_window=2047).sliding_windows == (2047,) * 4
     assert read("Phi3ForCausalLM", sliding_window=None).sliding_windows == (None,) * 4
@@ -141,8 +141,8 @@ def test_unknown_activations_and_rope_kinds_are_kept_for_plugins() -> None:
     assert (other.rope.kind, other.rope.rotary_dim, other.raw["rope_parameters"]) == ("per_layer", 8, kinds)
 
 
-def test_layers_with_a_window_have_a_rope_of_their_own() -> None:
-    """The context is the scaled one where the config has a rope per kind of layer."""
+def test_sliding_layers_have_their_own_rope() -> None:
+    """If the config has a RoPE per layer type, max_position_embeddings is the scaled context length."""
     full = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
     config = read(rope_parameters={"full_attention": full, "sliding_attention": {"rope_theta": 1e4}})
     assert (config.rope.kind, config.rope.theta, config.rope.factor) == ("linear", 1e6, 8.0)
@@ -154,7 +154,7 @@ def test_layers_with_a_window_have_a_rope_of_their_own() -> None:
 
 @pytest.mark.parametrize("is_own_key", [False, True])
 def test_longrope(is_own_key: bool) -> None:
-    """The unscaled context is beside the parameters (transformers 4) or among them (5)."""
+    """The original context length is outside the RoPE parameters in transformers 4, and may be among them in 5."""
     original, factors = (
         {"original_max_position_embeddings": 256},
         {"short_factor": [1, 1, 1, 2], "long_factor": [1, 2, 4, 8]},
@@ -166,7 +166,7 @@ def test_longrope(is_own_key: bool) -> None:
     assert read(rope_scaling={"rope_type": "longrope", **factors}).rope.factor == 1.0
 
 
-def test_attention_beyond_llamas_is_read() -> None:
+def test_soft_caps_sinks_and_value_head_dims_are_read() -> None:
     gemma = read("OtherForCausalLM", attn_logit_softcapping=50.0, v_head_dim=16, attention_sinks=True)
     assert (gemma.soft_cap, gemma.value_head_dim, gemma.has_sinks) == (50.0, 16, True)
     plain = read(attn_logit_softcapping=None)
@@ -175,7 +175,7 @@ def test_attention_beyond_llamas_is_read() -> None:
         read("OtherForCausalLM", attn_logit_softcapping=-1)
 
 
-def test_experts() -> None:
+def test_moe_configs() -> None:
     moe = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
     config = read("Qwen3MoeForCausalLM", **moe, decoder_sparse_step=2, mlp_only_layers=[3])
     assert (config.moe.num_experts, config.moe.top_k, config.moe.intermediate_size) == (8, 2, 16)
@@ -190,7 +190,7 @@ def test_experts() -> None:
     assert read("Qwen3MoeForCausalLM", num_experts=4, num_experts_per_tok=2).moe.intermediate_size == 768
 
 
-def test_part_of_a_head_may_rotate() -> None:
+def test_partial_rotary_factor() -> None:
     def rotary_dim(**changes: Any) -> int:
         return read("OtherForCausalLM", head_dim=32, **changes).rope.rotary_dim
 
@@ -198,8 +198,8 @@ def test_part_of_a_head_may_rotate() -> None:
     assert rotary_dim(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.25}) == 8
 
 
-def test_yarn_beside_the_parameters_of_transformers_5() -> None:
-    """transformers takes rope_scaling alone; what else rope_parameters has must not get lost."""
+def test_yarn_in_rope_scaling_keeps_other_rope_parameters() -> None:
+    """transformers reads rope_scaling alone; other keys of rope_parameters must not get lost."""
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
     alone = read(rope_scaling=yarn)
     assert read(rope_scaling=yarn, rope_parameters={"rope_type": "default", "rope_theta": 1e4}) == alone
@@ -212,13 +212,13 @@ def test_yarn_beside_the_parameters_of_transformers_5() -> None:
         read(rope_scaling=yarn, rope_parameters={**yarn, "factor": 2.0})
 
 
-def test_the_original_context_beside_the_rope_settings_counts() -> None:
+def test_original_context_outside_the_rope_parameters_is_read() -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
     assert read(rope_scaling=yarn, original_max_position_embeddings=256).rope.original_max_position == 256
     assert read(rope_scaling={**yarn, "rope_type": "dynamic"}).rope.original_max_position == 1024
 
 
-def test_dynamic_ntk_ends_at_the_unscaled_context() -> None:
+def test_dynamic_ntk_is_limited_to_the_original_context() -> None:
     config = read(rope_scaling={"rope_type": "dynamic", "factor": 4.0})
     assert (config.rope.kind, config.max_position) == ("dynamic", 1024)
 
@@ -287,6 +287,6 @@ def test_invalid_config_values_are_named(changes: dict[str, Any], message: str) 
     assert message in str(error.value)
 
 
-def test_a_bad_id_of_the_generation_config_names_that_file() -> None:
+def test_invalid_ids_in_the_generation_config_name_the_file() -> None:
     with pytest.raises(ModelFormatError, match=r"^generation_config: eos_token_id='</s>'"):
         model_config(LLAMA, {"eos_token_id": "</s>"})

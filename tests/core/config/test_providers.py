@@ -22,7 +22,7 @@ INSTALLED = Registry(
 @pytest.mark.parametrize(
     "options", [{}, {"attn": "quick"}, {"attn": "quick,slow"}, {"attn": "slow, quick", "moe": "quick"}]
 )
-def test_names_of_what_is_installed_pass_without_an_import(options):
+def test_names_of_installed_providers_pass_without_imports(options):
     check_providers(EngineConfig.from_flat(**options).flat(), INSTALLED)
 
 
@@ -36,7 +36,7 @@ def test_names_of_what_is_installed_pass_without_an_import(options):
         ("policy", "sjf", "sjf"),
     ],
 )
-def test_a_name_that_nothing_installed_has_is_refused(option, value, name):
+def test_names_of_missing_providers_are_refused(option, value, name):
     with pytest.raises(PluginError, match=f"--{option}: no .* is called '{name}'"):
         check_providers({option: value, "port": 5}, INSTALLED)
 
@@ -44,6 +44,6 @@ def test_a_name_that_nothing_installed_has_is_refused(option, value, name):
 @pytest.mark.parametrize(
     ("option", "value"), [("attn", "auto,quick"), ("attn", "quick,auto"), ("communicator", "auto,auto")]
 )
-def test_auto_among_several_names_is_refused(option, value):
+def test_auto_in_a_list_of_names_is_refused(option, value):
     with pytest.raises(InvalidValueError, match=f"--{option}='{value}' is not valid: must be auto alone"):
         check_providers({option: value}, INSTALLED)

@@ -1,4 +1,4 @@
-"""`auto` is decided from what is handed in, without the hardware."""
+"""Resolution of `auto` from a description of the hardware, without that hardware."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def choose(
     )
 
 
-def test_nothing_is_left_open() -> None:
+def test_auto_is_resolved_in_all_options() -> None:
     for hardware in (H200, LAPTOP):
         flat = choose(hardware).config.flat()
         left = [name for name, value in flat.items() if value == AUTO]
@@ -100,7 +100,7 @@ def test_a_laptop_gets_cpu_providers_and_float32() -> None:
     assert "bfloat16 is slow" in reasons["dtype"]
 
 
-def test_a_laptop_without_a_compiler_gets_the_next() -> None:
+def test_a_laptop_without_a_compiler_gets_torch_and_onednn() -> None:
     flat = choose(LAPTOP, refused=["native"]).config.flat()
     assert (flat["attn"], flat["ops"]) == ("torch", "onednn,torch")
 
@@ -117,12 +117,12 @@ def test_a_gpu_gets_the_first_supported_provider_and_reasons() -> None:
     assert choose(H200).config.scheduler.disable_overlap is False
 
 
-def test_a_platform_may_be_called_otherwise_than_its_devices() -> None:
+def test_platform_and_device_names_may_differ() -> None:
     theirs = replace(LAPTOP, platform="theirs", device_type="cpu")
     assert choose(theirs).config.backends.attn == choose(LAPTOP).config.backends.attn
 
 
-def test_a_plugin_may_prefer_its_own() -> None:
+def test_a_plugin_may_prefer_its_own_provider() -> None:
     assert choose(H200, preferred={"attention": "theirs"}).config.backends.attn == "theirs"
     assert choose(H200, refused=["theirs"], preferred={"attention": "theirs"}).config.backends.attn == "hopper"
     absent = choose(H200, preferred={"attention": "nobodys"})
@@ -130,19 +130,22 @@ def test_a_plugin_may_prefer_its_own() -> None:
     assert any("nobodys: a plugin prefers it, but it is not installed" in choice.reason for choice in absent.choices)
 
 
-def ops_of(hardware: Hardware, **more: Any) -> tuple[str, str]:
+def resolve_ops(hardware: Hardware, **more: Any) -> tuple[str, str]:
     resolved = choose(hardware, **more)
     return resolved.config.backends.ops, next(choice.reason for choice in resolved.choices if choice.name == "ops")
 
 
-def test_each_role_of_ops_goes_to_the_first_that_has_it() -> None:
+def test_each_ops_role_goes_to_the_first_provider_with_it() -> None:
     on_gpu = "hopper: linear, norm, rotary; triton: sampling, step, routing"
-    assert ops_of(H200) == ("hopper,triton", on_gpu)
-    assert ops_of(H200, refused=["hopper"]) == ("triton", "triton: every role; not hopper: hopper is not for this")
-    assert ops_of(H200, refused=["hopper", "triton"])[0] == "torch"
-    assert ops_of(LAPTOP, ops="native") == ("native", "native: linear, norm, rotary, sampling; torch: step, routing")
-    assert ops_of(H200, ops="mynorm,auto")[0] == "mynorm,hopper,triton"
-    assert ops_of(H200, preferred={"ops": "mynorm"})[0] == "mynorm,hopper,triton"
+    assert resolve_ops(H200) == ("hopper,triton", on_gpu)
+    assert resolve_ops(H200, refused=["hopper"]) == ("triton", "triton: every role; not hopper: hopper is not for this")
+    assert resolve_ops(H200, refused=["hopper", "triton"])[0] == "torch"
+    assert resolve_ops(LAPTOP, ops="native") == (
+        "native",
+        "native: linear, norm, rotary, sampling; torch: step, routing",
+    )
+    assert resolve_ops(H200, ops="mynorm,auto")[0] == "mynorm,hopper,triton"
+    assert resolve_ops(H200, preferred={"ops": "mynorm"})[0] == "mynorm,hopper,triton"
 
 
 def test_named_providers_are_used_or_refused_with_the_reason() -> None:
@@ -170,13 +173,13 @@ def test_named_providers_are_used_or_refused_with_the_reason() -> None:
         ({"max_seq_len_override": 513}, "--max-seq-len-override"),
     ],
 )
-def test_options_that_do_not_fit_are_named(options: dict[str, Any], name: str) -> None:
+def test_incompatible_options_are_named(options: dict[str, Any], name: str) -> None:
     with pytest.raises(InvalidValueError) as caught:
         choose(H200, **options)
     assert caught.value.name == name
 
 
-def test_a_context_beyond_that_of_dynamic_ntk_says_why() -> None:
+def test_a_context_beyond_the_limit_of_dynamic_ntk_is_refused() -> None:
     dynamic = model_config({**MODEL.raw, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}})
     with pytest.raises(
         InvalidValueError, match="at most 512, the model's context; the engine does not scale dynamic NTK"
@@ -184,7 +187,7 @@ def test_a_context_beyond_that_of_dynamic_ntk_says_why() -> None:
         choose(H200, model=dynamic, max_seq_len_override=513)
 
 
-def test_stages_may_have_another_communicator_than_their_ranks() -> None:
+def test_pp_and_tp_may_use_different_communicators() -> None:
     def unsupported(kind: str, name: str, *spec: Any) -> list[str]:
         if kind != "communicator":
             return []
@@ -208,7 +211,7 @@ def test_stages_may_have_another_communicator_than_their_ranks() -> None:
 
 
 @pytest.mark.parametrize("max_step_ms", [AUTO, 30.0])
-def test_pipelines_have_no_limit_of_step_times(max_step_ms: float | str) -> None:
+def test_pipelines_have_no_step_time_limit(max_step_ms: float | str) -> None:
     for options, limit in ({"pp": 2}, 0.0), ({"tp": 2}, 50.0 if max_step_ms == AUTO else max_step_ms):
         resolved = choose(H200, max_step_ms=max_step_ms, **options)
         assert resolved.config.scheduler.max_step_ms == limit
@@ -235,7 +238,7 @@ def test_one_host_communicators_are_not_chosen_across_hosts() -> None:
     assert chosen("aabb", tp=2, pp=2) == ("oneshot,torch", "ranks 0-1 on a, ranks 2-3 on b")
 
 
-def test_a_models_attention_is_part_of_what_backends_are_asked() -> None:
+def test_attention_backends_get_the_models_features_in_the_spec() -> None:
     gemma = replace(MODEL, soft_cap=50.0, sliding_windows=(64, None), has_sinks=True, value_head_dim=4)
     specs = []
 
@@ -253,7 +256,7 @@ def test_a_models_attention_is_part_of_what_backends_are_asked() -> None:
     assert "native: it does not support soft caps" in reason
 
 
-def test_a_models_experts_are_part_of_what_moe_kernels_are_asked() -> None:
+def test_moe_kernels_get_the_models_features_in_the_spec() -> None:
     raw = {**MODEL.raw, "num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 7.0}
     gpt_oss = model_config(GptOssForCausalLM.standard_config({**raw, "architectures": ["GptOssForCausalLM"]}))
     lacking = {"activation": MoeCapabilities(biases=True, swiglu_limit=True)}
@@ -276,7 +279,7 @@ def test_a_models_experts_are_part_of_what_moe_kernels_are_asked() -> None:
     assert spec.intermediate_size == 13, "the layers pad the experts' width to a multiple of the ranks"
 
 
-def test_auto_quantizes_if_checkpoint_and_hardware_do() -> None:
+def test_auto_quantizes_if_checkpoint_and_hardware_allow() -> None:
     assert choose(H200).config.backends.quantization == "none"
     assert choose(H200, quantization="fp8").config.backends.quantization == "fp8"
     fp8 = replace(MODEL, quantization="fp8")
@@ -305,7 +308,7 @@ def test_auto_quantizes_if_checkpoint_and_hardware_do() -> None:
     assert choose(H200, model=experts, moe="torch", quantization="fp8").config.backends.quantization == "fp8"
 
 
-def test_the_pool_is_of_the_models_dtype_unless_asked_otherwise() -> None:
+def test_the_default_kv_dtype_is_the_models() -> None:
     assert choose(H200).config.cache.kv_dtype == "bfloat16"
     assert choose(H200, kv_dtype="fp8").config.cache.kv_dtype == "fp8"
     with pytest.raises(InvalidValueError, match="one of auto, bfloat16, float16, float32, fp8, fp8_e4m3"):
@@ -318,7 +321,7 @@ def attention(*uncompiled: str, refused: Iterable[str] = (), **options: Any) -> 
     return resolved.config.backends.attn, resolved.uncompiled, reason
 
 
-def test_auto_serves_with_what_is_compiled_and_names_what_is_not() -> None:
+def test_auto_uses_compiled_kernels_and_names_missing_ones() -> None:
     others = {"refused": ["fa", "hopper"]}
     assert attention("fi")[:2] == ("hopper", ()), "the best one is there already"
     assert attention(**others)[:2] == ("fi,triton", ())
@@ -329,6 +332,6 @@ def test_auto_serves_with_what_is_compiled_and_names_what_is_not() -> None:
     assert attention("fi", attn="auto,torch", **others)[:2] == ("triton,torch", ("fi",))
 
 
-def test_auto_compiles_if_nothing_else_works() -> None:
+def test_auto_compiles_if_no_other_provider_works() -> None:
     refused = ["fa", "hopper", "triton", "torch"]
     assert attention("fi", refused=refused, preferred={"attention": "fi"})[:2] == ("fi", ())

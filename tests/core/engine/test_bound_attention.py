@@ -1,4 +1,4 @@
-"""Attention as a model calls it: results and pool are the same, whether the engine or the backend applies RoPE."""
+"""Attention in models: outputs and KV pool do not depend on whether the engine or the backend applies RoPE."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from minisgl_core.testing.attention_rig import AttentionRig
 
 
 class FusedRope(TorchAttention):
-    """Applies RoPE to decodes itself, and counts them."""
+    """Applies RoPE in decodes itself, and counts them."""
 
     capabilities = replace(TorchAttention.capabilities, fused_rope_decode=True)
     num_decodes = 0
@@ -31,7 +31,7 @@ class FusedRope(TorchAttention):
 
 @pytest.mark.parametrize("lengths", [(1, 1, 1), (1, 1, 7)], ids=["decodes", "a prompt beside them"])
 @pytest.mark.parametrize("has_norms", [True, False])
-def test_the_backend_for_decodes_rotates_where_it_can(lengths: tuple[int, ...], has_norms: bool) -> None:
+def test_the_decode_backend_applies_rope_if_it_supports_it(lengths: tuple[int, ...], has_norms: bool) -> None:
     spec = AttentionSpec(4, 2, 64, 4, torch.float32, torch.float32, torch.device("cpu"), max_seq_len=16, max_batch=3)
     found = []
     for kind in (TorchAttention, FusedRope):

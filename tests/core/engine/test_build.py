@@ -36,7 +36,7 @@ from minisgl_core.testing.references import DenseAttention
 from minisgl_models.llama import LlamaForCausalLM
 
 
-class NamesItsKeysAnotherWay(LlamaForCausalLM):
+class RenamesConfigKeys(LlamaForCausalLM):
     @classmethod
     def standard_config(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
         return {**raw, "num_hidden_layers": raw["n_layer"], "intermediate_size": 4 * raw["hidden_size"]}
@@ -66,15 +66,15 @@ def test_auto_falls_back_to_transformers_without_a_provider() -> None:
     assert (name, reason.partition(";")[0]) == ("transformers", "no provider is installed for GPT2LMHeadModel")
 
 
-def test_a_model_translates_the_keys_of_its_config(tmp_path: Path) -> None:
+def test_a_model_translates_its_config_keys(tmp_path: Path) -> None:
     config = with_config(
         tmp_path, architectures=["Other"], num_hidden_layers=..., intermediate_size=..., n_layer=5, eos_token_id=3
     )
     shipped = Registry.from_environment()
-    entries = [*shipped.entries("weights"), Entry("models", "Other", f"{__name__}:NamesItsKeysAnotherWay", "own", "1")]
+    entries = [*shipped.entries("weights"), Entry("models", "Other", f"{__name__}:RenamesConfigKeys", "own", "1")]
     checkpoint = open_checkpoint(config, Registry(entries))
     assert (checkpoint.config.num_layers, checkpoint.config.intermediate_size) == (5, 96)
-    assert checkpoint.model_class is NamesItsKeysAnotherWay
+    assert checkpoint.model_class is RenamesConfigKeys
 
 
 @pytest.mark.parametrize(
@@ -89,13 +89,15 @@ def test_a_model_translates_the_keys_of_its_config(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_the_layers_cannot_do_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_config_features_that_no_layer_supports_are_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ModelFormatError, match=message):
         build_model_runner(with_config(tmp_path, **changes), tiny.registry(), Hooks(), progress=False)
 
 
 @pytest.mark.parametrize(("context", "factors"), [(16, "short_factor"), (17, "long_factor")])
-def test_longrope_is_for_the_context_that_is_served(context: int, factors: str, tmp_path: Path) -> None:
+def test_longrope_factors_follow_the_served_context(context: int, factors: str, tmp_path: Path) -> None:
     raw = json.loads((tiny.checkpoint() / "config.json").read_text())
     pairs = raw["head_dim"] // 2
     rope = {"short_factor": [1.0] * pairs, "long_factor": [3.0] * pairs, "original_max_position_embeddings": 16}
@@ -115,7 +117,7 @@ class CappedLlama(LlamaForCausalLM):
             layer.self_attn.attn = Attention(index, config.head_dim**-0.5, None, build, soft_cap=config.soft_cap)
 
 
-def test_a_soft_cap_reaches_a_backend_that_has_it(tmp_path: Path) -> None:
+def test_soft_caps_reach_the_attention_backend(tmp_path: Path) -> None:
     config = with_config(tmp_path, architectures=["Capped"], attn_logit_softcapping=0.2)
     shipped = tiny.registry()
     entries = [entry for kind in KINDS for entry in shipped.entries(kind)]
@@ -135,36 +137,36 @@ def test_a_soft_cap_reaches_a_backend_that_has_it(tmp_path: Path) -> None:
     assert tuple(ids[len(prompt) :]) != tiny.greedy(prompt, 8), "the cap changes nothing"
 
 
-class ClaimsWiderValues(TorchAttention):
+class DeclaresWiderValueHeads(TorchAttention):
     capabilities = replace(TorchAttention.capabilities, value_head_dim=True)
 
 
-class HasWiderValues(LlamaForCausalLM):
+class SupportsWiderValueHeads(LlamaForCausalLM):
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:
         return []
 
 
-def test_values_of_another_head_dimension_are_refused(tmp_path: Path) -> None:
+def test_other_value_head_dims_are_refused(tmp_path: Path) -> None:
     config = with_config(tmp_path, architectures=["Wider"], v_head_dim=16).with_flat(attn="wider", num_pages=50)
     shipped = tiny.registry()
     entries = [entry for kind in KINDS for entry in shipped.entries(kind)]
-    entries.append(Entry("attention", "wider", f"{__name__}:ClaimsWiderValues", "own", "1"))
-    registry = Registry([*entries, Entry("models", "Wider", f"{__name__}:HasWiderValues", "own", "1")])
+    entries.append(Entry("attention", "wider", f"{__name__}:DeclaresWiderValueHeads", "own", "1"))
+    registry = Registry([*entries, Entry("models", "Wider", f"{__name__}:SupportsWiderValueHeads", "own", "1")])
     with pytest.raises(ModelFormatError, match="stores keys and values of one head dimension"):
         build_model_runner(config, registry, Hooks(), progress=False)
 
 
-class LaidOutTheOtherWay(TorchAttention):
-    """A backend whose pool is laid out the other way."""
+class UsesTheOtherLayout(TorchAttention):
+    """A backend that requires the other KV pool layout."""
 
     capabilities = replace(TorchAttention.capabilities, layouts=("NHD",))
 
 
-def test_two_layouts_are_refused_with_backends_that_meet() -> None:
+def test_backends_without_a_common_layout_are_refused() -> None:
     shipped = tiny.registry()
     entries = [entry for kind in KINDS for entry in shipped.entries(kind)]
-    registry = Registry([*entries, Entry("attention", "own", f"{__name__}:LaidOutTheOtherWay", "own", "1")])
+    registry = Registry([*entries, Entry("attention", "own", f"{__name__}:UsesTheOtherLayout", "own", "1")])
     config = EngineConfig.from_flat(model=str(tiny.checkpoint()), platform="cpu", dtype="float32", attn="own,torch")
     message = (
         r"--attn='own,torch' .*own supports NHD and torch supports HND"
@@ -174,8 +176,8 @@ def test_two_layouts_are_refused_with_backends_that_meet() -> None:
         build_model_runner(config, registry, Hooks(), progress=False)
 
 
-class FirstOfTwo(SingleRank):
-    """A communicator that cannot be given up without an error, and says what was tried."""
+class RecordsCleanup(SingleRank):
+    """Rank 0 of two ranks: records its cleanup calls, and raises an error in one of them."""
 
     provider_digest: object = None
     calls: list[str]
@@ -194,11 +196,11 @@ class FirstOfTwo(SingleRank):
         self.calls.append("close")
 
 
-class FirstOfTwoThatDiffer(FirstOfTwo):
+class RanksThatDiffer(RecordsCleanup):
     provider_digest = "another"
 
 
-def test_a_name_of_another_kind_does_not_name_a_broken_provider() -> None:
+def test_provider_names_are_separate_per_kind() -> None:
     shipped = [each for kind in KINDS for each in tiny.registry().entries(kind) if each.name != "native"]
     attention = Entry("attention", "native", f"{TorchAttention.__module__}:TorchAttention", "own", "1")
     registry = Registry([*shipped, attention, Entry("ops", "native", "no_such_module:Ops", "own", "1")])
@@ -209,7 +211,7 @@ def test_a_name_of_another_kind_does_not_name_a_broken_provider() -> None:
         resolve_options(config.with_flat(ops="native"), registry, Hooks())
 
 
-def of_two(provider: type[Communicator]) -> tuple[EngineConfig, Registry]:
+def config_with_communicator(provider: type[Communicator]) -> tuple[EngineConfig, Registry]:
     config = EngineConfig.from_flat(
         model=str(tiny.checkpoint()), platform="cpu", ops="torch", dtype="float32", tp=2, communicator="own"
     )
@@ -219,18 +221,18 @@ def of_two(provider: type[Communicator]) -> tuple[EngineConfig, Registry]:
 
 
 @pytest.mark.parametrize(
-    ("provider", "error"), [(FirstOfTwo, "no tensor of that kind"), (FirstOfTwoThatDiffer, "resolved other providers")]
+    ("provider", "error"), [(RecordsCleanup, "no tensor of that kind"), (RanksThatDiffer, "resolved other providers")]
 )
-def test_a_start_that_fails_closes_what_it_joined(
-    provider: type[FirstOfTwo], error: str, monkeypatch: pytest.MonkeyPatch
+def test_a_failed_start_closes_the_communicator(
+    provider: type[RecordsCleanup], error: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And tells of its own error, not of one on the way out."""
+    """The error of the start is raised, not that of the cleanup."""
 
     def fail(*args: Any) -> None:
         raise PluginError("no tensor of that kind")
 
     joined: list[Any] = []
-    config, registry = of_two(provider)
+    config, registry = config_with_communicator(provider)
     monkeypatch.setattr("minisgl_core.engine.build.load_weights", fail)
     with pytest.raises(PluginError, match=error):
         build_model_runner(config, registry, Hooks(), progress=False, on_joined=joined.append)
@@ -239,8 +241,8 @@ def test_a_start_that_fails_closes_what_it_joined(
 
 
 @pytest.mark.parametrize("is_equal", [False, True])
-def test_another_lm_head_beside_tied_embeddings_is_used(is_equal: bool, tmp_path: Path) -> None:
-    """The engine ties the two only if the checkpoint has no other LM head, like transformers."""
+def test_an_lm_head_that_differs_from_the_embedding_is_used(is_equal: bool, tmp_path: Path) -> None:
+    """The engine ties the weights only if the checkpoint has no other LM head, as transformers does."""
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""What the engine takes from a model's generation_config.json."""
+"""Default sampling parameters from a model's generation_config.json."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ def test_sampling_parameters_become_defaults(caplog: pytest.LogCaptureFixture) -
     assert not caplog.records
 
 
-def test_a_value_that_is_not_allowed_is_named() -> None:
+def test_invalid_defaults_are_named() -> None:
     with pytest.raises(ModelFormatError, match=r"generation_config\.json: .*temperature"):
         default_sampling({"temperature": -1.0})
 
 
 @pytest.mark.parametrize("extra", [{"no_repeat_ngram_size": 3}, {"suppress_tokens": [5]}, {"stop_strings": ["."]}])
-def test_rules_that_are_not_followed_are_named(extra: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_unsupported_generation_settings_are_named(extra: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     assert default_sampling({"temperature": 0.5, **extra}) == {"temperature": 0.5}
     assert [record.getMessage() for record in caplog.records] == [
         f"generation_config.json: the engine does not follow {next(iter(extra))}"
     ]
 
 
-def test_defaults_of_transformers_are_no_rules(caplog: pytest.LogCaptureFixture) -> None:
+def test_default_values_of_transformers_are_ignored(caplog: pytest.LogCaptureFixture) -> None:
     config = GenerationConfig().to_dict()
     assert set(_IGNORED_KEYS) <= set(config)
     default_sampling({**config, "temperature": 1.0, "top_k": 50})

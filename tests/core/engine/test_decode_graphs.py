@@ -1,4 +1,4 @@
-"""Captured decode steps give the tokens of eager ones, for all sampling parameters, after any other step in their buffers."""
+"""Captured decode steps give the tokens of eager steps, for all sampling parameters and after any other steps."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 }
 
 
-class OverAllPages(AttentionBackend):
-    """Every query meets its row's whole page table, so that a batch's tensors say all that there is to say."""
+class AttendsToWholePageTables(AttentionBackend):
+    """Attends to the whole page table of each request with a mask, so it needs no other metadata."""
 
     capabilities = AttentionCapabilities(layouts=("HND", "NHD"), cuda_graphs=True, graph_reads_page_table=True)
 
@@ -85,10 +85,10 @@ class OverAllPages(AttentionBackend):
         return torch.einsum("thl,tlhd->thd", scores.masked_fill(hidden[:, None], -torch.inf).softmax(-1), values)
 
 
-class OverGatheredPages(OverAllPages):
+class AttendsToGatheredPageTables(AttendsToWholePageTables):
     """The graph reads page-table rows that are gathered before the replay, as with FlashAttention."""
 
-    capabilities = replace(OverAllPages.capabilities, graph_reads_page_table=False)
+    capabilities = replace(AttendsToWholePageTables.capabilities, graph_reads_page_table=False)
 
     def plan_capture(self, batch: AttentionBatch) -> Any:
         gathered = self.__dict__.setdefault("gathered", {})
@@ -116,7 +116,7 @@ def options(request: pytest.FixtureRequest) -> dict[str, Any]:
     return {"page_size": request.param, "num_pages": 240 // request.param + 1}
 
 
-@pytest.fixture(scope="module", params=[OverAllPages, OverGatheredPages])
+@pytest.fixture(scope="module", params=[AttendsToWholePageTables, AttendsToGatheredPageTables])
 def model_runner(options: dict[str, Any], request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
     model_runner = tiny.built(**options).model_runner
     model_runner.free_graphs()
@@ -131,7 +131,7 @@ def model_runner(options: dict[str, Any], request: pytest.FixtureRequest) -> Ite
 def outputs(
     kinds: Sequence[str], options: dict[str, Any], *, overlap: bool, **more: Any
 ) -> tuple[dict[str, list[int]], list[float]]:
-    """The tokens of each request, and all log-probabilities. Prompts come twice, so that a cache has nearly all of them."""
+    """Return the tokens of each request, and all log-probabilities. Prompts are sent twice, so that a cache has most of them."""
     loop = tiny.new_loop(max_prefill_length=16, max_running_requests=4, **options, **more)
     loop.overlap = overlap
     tokens, logprobs = {}, []
@@ -149,8 +149,8 @@ def outputs(
 
 
 @contextmanager
-def captured(model_runner: ModelRunner, sizes: Sequence[int] = SIZES) -> Iterator[None]:
-    """Replay graphs of decode steps of these sizes meanwhile."""
+def captured_graphs(model_runner: ModelRunner, sizes: Sequence[int] = SIZES) -> Iterator[None]:
+    """Replay graphs of decode steps of these sizes within the context."""
     model_runner.capture_decode_graphs(sizes, progress=False)
     assert model_runner._graphs is not None
     try:
@@ -174,19 +174,19 @@ def captured(model_runner: ModelRunner, sizes: Sequence[int] = SIZES) -> Iterato
 @pytest.mark.parametrize(
     "kinds", [*((kind,) * 6 for kind in SAMPLINGS), tuple(SAMPLINGS) * 2], ids=lambda kinds: " ".join(kinds[:2])
 )
-def test_tokens_are_those_of_steps_that_are_not_captured(
+def test_replayed_decodes_give_the_tokens_of_eager_ones(
     model_runner: ModelRunner, options: dict[str, Any], kinds: tuple[str, ...], cache: str, overlap: bool
 ) -> None:
     wanted = outputs(kinds, options, cache=cache, overlap=False)
-    with captured(model_runner):
+    with captured_graphs(model_runner):
         for _ in range(2):
             tokens, logprobs = outputs(kinds, options, cache=cache, overlap=overlap)
             assert tokens == wanted[0]
-            assert logprobs == pytest.approx(wanted[1], abs=1e-4)  # a padded batch may be rounded otherwise
+            assert logprobs == pytest.approx(wanted[1], abs=1e-4)  # padding may change rounding
 
 
 def with_masks(step: Callable[..., Any]) -> Callable[..., Any]:
-    """`ModelRunner.execute_model`, of decodes of which every second one is masked."""
+    """Wrap `ModelRunner.execute_model` to mask every second request of a decode step."""
 
     def execute_model(model_runner: ModelRunner, plan: BatchPlan) -> Any:
         if plan.num_decodes == plan.num_tokens:
@@ -197,8 +197,8 @@ def with_masks(step: Callable[..., Any]) -> Callable[..., Any]:
     return execute_model
 
 
-def masking(step: Callable[..., Any]) -> Callable[..., Any]:
-    """`ModelRunner.sample_tokens`, with masks that depend on a request's row and place alone and allow five tokens."""
+def apply_masks(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `ModelRunner.sample_tokens` to allow five tokens, drawn by the request's slot and position."""
 
     def sample_tokens(model_runner: ModelRunner, output: ForwardOutput, masks: TokenMasks | None = None) -> Any:
         plan = output.plan
@@ -213,7 +213,7 @@ def masking(step: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("kinds", [("greedy",) * 6, tuple(SAMPLINGS)], ids=["greedy", "all"])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_masks_hold_in_captured_decodes(
+def test_grammar_masks_apply_in_replayed_decodes(
     model_runner: ModelRunner,
     options: dict[str, Any],
     kinds: tuple[str, ...],
@@ -221,16 +221,16 @@ def test_masks_hold_in_captured_decodes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ModelRunner, "execute_model", with_masks(ModelRunner.execute_model))
-    monkeypatch.setattr(ModelRunner, "sample_tokens", masking(ModelRunner.sample_tokens))
+    monkeypatch.setattr(ModelRunner, "sample_tokens", apply_masks(ModelRunner.sample_tokens))
     wanted = outputs(kinds, options, cache="naive", overlap=overlap)
-    with captured(model_runner):
+    with captured_graphs(model_runner):
         tokens, logprobs = outputs(kinds, options, cache="naive", overlap=overlap)
     assert tokens == wanted[0]
     assert logprobs == pytest.approx(wanted[1], abs=1e-4)
 
 
-class OtherHalf(SingleRank):
-    """The first of two ranks; its all-gather computes the other rank's logits."""
+class FirstOfTwoRanks(SingleRank):
+    """Rank 0 of two ranks; its all-gather computes the other rank's logits."""
 
     def __init__(self, model: Model) -> None:
         self.rank, self.size = 0, 2
@@ -249,36 +249,36 @@ class OtherHalf(SingleRank):
 
 
 @pytest.mark.parametrize("kinds", [("random",) * 6, tuple(SAMPLINGS)], ids=["random", "all"])
-def test_logits_of_all_ranks_are_gathered_where_they_are_wanted(
+def test_logits_of_all_ranks_are_gathered_only_if_needed(
     model_runner: ModelRunner, options: dict[str, Any], kinds: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = outputs(kinds, options, cache="naive", overlap=False)
-    group = OtherHalf(model_runner.model)
+    group = FirstOfTwoRanks(model_runner.model)
     monkeypatch.setattr(model_runner.model, "vocab_shard", VocabShard(group, tiny.VOCAB_SIZE))
     monkeypatch.setattr(model_runner.model, "compute_logits", group.compute_logits)
-    monkeypatch.setattr(model_runner, "_logits", group.whole)  # of prompts
-    with captured(model_runner, SIZES[-1:]):
+    monkeypatch.setattr(model_runner, "_logits", group.whole)  # of prefills
+    with captured_graphs(model_runner, SIZES[-1:]):
         outputs(kinds, options, cache="naive", overlap=False)  # captures
         num_before = group.num_gathered
         tokens, logprobs = outputs(kinds, options, cache="naive", overlap=False)
     assert tokens == wanted[0]
     assert logprobs == pytest.approx(wanted[1], abs=1e-4)
-    assert (group.num_gathered > num_before) == (set(kinds) != {"random"}), "none is gathered for nothing"
+    assert (group.num_gathered > num_before) == (set(kinds) != {"random"}), "no logits are gathered without need"
 
 
-def test_every_size_runs_with_new_pages_and_without(
+def test_all_graph_sizes_run_with_and_without_new_pages(
     model_runner: ModelRunner, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes, has_pages = set(), set()
     run = DecodeGraphs.run
 
-    def noted(graphs: DecodeGraphs, plan: BatchPlan) -> ForwardOutput:
+    def record_run(graphs: DecodeGraphs, plan: BatchPlan) -> ForwardOutput:
         sizes.add(plan.num_tokens)
         has_pages.add(len(plan.page_table_writes) > 0)
         return run(graphs, plan)
 
-    monkeypatch.setattr(DecodeGraphs, "run", noted)
-    with captured(model_runner):
+    monkeypatch.setattr(DecodeGraphs, "run", record_run)
+    with captured_graphs(model_runner):
         outputs(("greedy",) * 6, options, cache="radix", overlap=False)
     assert sizes == {1, 2, 3, 4}
     assert has_pages == ({True} if options["page_size"] == 1 else {True, False})
@@ -302,7 +302,7 @@ def test_kernels_that_bypass_torch_are_not_captured(
     provider: type[SamplingOps | StepOps],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A replay would leave them out, so that requests get tokens of earlier steps."""
+    """A replay would omit them, so that requests would get tokens of earlier steps."""
     replaced = {role: provider(torch.device("cpu"), torch.float32)}
     monkeypatch.setattr(model_runner, "_ops", replace(model_runner._ops, **replaced))
     wanted = outputs(("greedy",) * 6, options, overlap=False)
@@ -315,16 +315,16 @@ def test_kernels_that_bypass_torch_are_not_captured(
         model_runner.free_graphs()
 
 
-def test_pages_of_other_tokens_are_written_before(
+def test_page_table_writes_of_cached_pages_precede_the_replay(
     model_runner: ModelRunner, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A decoding request may have been moved to pages of the cache."""
+    """A decoding request may have moved to pages of the prefix cache."""
     if not model_runner.attention.capabilities.graph_reads_page_table:
-        pytest.skip("all pages are written before")
+        pytest.skip("all page-table writes precede the replay")
     wanted = outputs(("greedy",) * 6, options, overlap=False)
     decode_new_pages, size = graphs.decode_new_pages, options["page_size"]
 
-    def with_others(plan: BatchPlan, page_size: int) -> np.ndarray | None:
+    def check_new_pages(plan: BatchPlan, page_size: int) -> np.ndarray | None:
         found = decode_new_pages(plan, page_size)
         assert found is not None
         written = plan.page_table_writes.reshape(3, -1)
@@ -334,6 +334,6 @@ def test_pages_of_other_tokens_are_written_before(
         return None
 
     table = model_runner._table.data.numpy()
-    monkeypatch.setattr(graphs, "decode_new_pages", with_others)
-    with captured(model_runner):
+    monkeypatch.setattr(graphs, "decode_new_pages", check_new_pages)
+    with captured_graphs(model_runner):
         assert outputs(("greedy",) * 6, options, overlap=False) == wanted

@@ -1,4 +1,4 @@
-"""``--kv-dtype fp8``: half the memory, nearly the same numbers, and the checkpoint's scales."""
+"""``--kv-dtype fp8``: half the memory of bfloat16, nearly equal log-probabilities, and scales of the checkpoint."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def built(folder: Path, **options: Any) -> BuiltModelRunner:
 
 
 def logprobs(folder: Path, **options: Any) -> torch.Tensor:
-    """Return log-probabilities of the prompts' tokens and of the decoded ones."""
+    """Return log-probabilities of the tokens of prompts and outputs."""
     fixed = {"dtype": "float32", "num_pages": 24, "page_size": 4, "max_prefill_length": 4}
     sampling = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, logprobs=0, prompt_logprobs=0)
     with LLM(str(folder), **(fixed | options)) as llm:
@@ -53,7 +53,7 @@ def logprobs(folder: Path, **options: Any) -> torch.Tensor:
     return torch.tensor([place.token.logprob for place in places if place is not None])
 
 
-def test_numbers_are_nearly_the_same_and_the_pool_a_quarter(folder: Path) -> None:
+def test_fp8_kv_logprobs_are_close_in_a_quarter_of_the_memory(folder: Path) -> None:
     exact, ours = logprobs(folder), logprobs(folder, kv_dtype="fp8")
     assert 1e-4 < (exact - ours).abs().max() < 0.25
     pools = [
@@ -63,8 +63,8 @@ def test_numbers_are_nearly_the_same_and_the_pool_a_quarter(folder: Path) -> Non
     assert pools[0].bytes_per_page == 4 * pools[1].bytes_per_page
 
 
-def test_triton_has_the_numbers_of_torch(folder: Path) -> None:
-    """Storing in the RoPE kernel, and reading in those of attention."""
+def test_triton_and_torch_give_equal_logprobs(folder: Path) -> None:
+    """The RoPE kernel stores FP8 values, and the attention kernel reads them."""
     pytest.importorskip("triton")
     ours = logprobs(folder, kv_dtype="fp8", attn="triton", ops="triton", platform="cpu")
     assert (ours - logprobs(folder, kv_dtype="fp8", attn="torch", ops="torch", platform="cpu")).abs().max() < 0.02
@@ -78,7 +78,7 @@ def with_scales(folder: Path, to: Path, scales: dict[str, torch.Tensor]) -> Path
 
 
 @pytest.mark.parametrize("names", ["{}_scale", "{}_proj.{}_scale", "{}_proj.output_scale"])
-def test_scales_of_the_checkpoint(names: str, folder: Path, tmp_path: Path) -> None:
+def test_kv_scales_of_the_checkpoint_are_used(names: str, folder: Path, tmp_path: Path) -> None:
     scales = {
         f"model.layers.1.self_attn.{names.format('k', 'k')}": torch.tensor(0.03125),
         f"model.layers.1.self_attn.{names.format('v', 'v')}": torch.tensor([0.125]),
@@ -87,16 +87,16 @@ def test_scales_of_the_checkpoint(names: str, folder: Path, tmp_path: Path) -> N
     layers = built(scaled, kv_dtype="fp8").model_runner.model.attention_layers()
     assert [layer.kv_scales for layer in layers] == [(1.0, 1.0), (0.03125, 0.125)]
     assert built(scaled).model_runner.model.attention_layers()[1].kv_scales == (1.0, 1.0), "for fp8 alone"
-    # Powers of two, and nothing is near the largest or the smallest number: as without scales, but for those.
+    # The scales are powers of two and no value saturates or underflows: results equal those without scales.
     assert (logprobs(scaled, kv_dtype="fp8") - logprobs(folder, kv_dtype="fp8")).abs().max() < 0.05
 
 
-def test_a_scale_that_is_none(folder: Path, tmp_path: Path) -> None:
+def test_negative_kv_scales_are_refused(folder: Path, tmp_path: Path) -> None:
     scaled = with_scales(folder, tmp_path, {"model.layers.0.self_attn.k_scale": torch.tensor(-1.0)})
     with pytest.raises(ModelFormatError, match="layer 0: the scales of K and V are -1 and 1"):
         built(scaled, kv_dtype="fp8")
 
 
-def test_a_backend_without_the_kv_dtype_is_refused(folder: Path) -> None:
+def test_unsupported_kv_dtypes_are_refused(folder: Path) -> None:
     with pytest.raises(ProviderUnsupportedError, match="KV pool must hold float32 or float8_e4m3fn, not bfloat16"):
         built(folder, kv_dtype="bfloat16", attn="torch")

@@ -1,4 +1,4 @@
-"""The process that compiles kernels in the background: it ends with its parent, and so do the compilers that it runs."""
+"""The process that compiles kernels in the background; it ends with its parent, and so do its compilers."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ kernel_compiler.main()
 """
 
 
-def test_nothing_is_compiled_where_auto_has_what_it_prefers() -> None:
+def test_nothing_is_compiled_if_preferred_kernels_are_built() -> None:
     process = start_kernel_compiler(EngineConfig.from_flat(attn="torch"), "warning", "text", background=True)
     assert process.wait(timeout=120) == 0
     process.communicate()
 
 
-def test_an_error_is_one_sentence(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_errors_are_logged_without_a_traceback(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     config = EngineConfig.from_flat(model=str(tmp_path / "absent"))
     process = start_kernel_compiler(config, "warning", "text", background=False)
     assert process.wait(timeout=120) == 1
@@ -38,7 +38,7 @@ def test_an_error_is_one_sentence(capfd: pytest.CaptureFixture[str], tmp_path: P
     assert "Traceback" not in text
 
 
-def test_an_error_of_a_compiler_is_no_traceback() -> None:
+def test_compiler_errors_are_logged_without_a_traceback() -> None:
     failing = SLOW.replace('subprocess.run(["sleep", "600"])', "exec('raise RuntimeError(\"no nvcc\")')")
     options = b'{"config": {}, "log": ["warning", "text"], "background": false}\n'
     pipe = subprocess.PIPE
@@ -46,19 +46,19 @@ def test_an_error_of_a_compiler_is_no_traceback() -> None:
         assert process.stdin is not None
         assert process.stderr is not None
         process.stdin.write(options)
-        process.stdin.flush()  # but not closed: the process ends itself when its parent is gone
+        process.stdin.flush()  # but not closed: the process ends itself after its parent
         assert process.wait(timeout=120) == 1
         assert process.stderr.read().decode() == "minisgl: kernels are not compiled: RuntimeError: no nvcc\n"
 
 
-def test_a_process_that_does_not_react_is_stopped() -> None:
+def test_an_unresponsive_process_is_killed() -> None:
     process = start_kernel_compiler(EngineConfig.from_flat(attn="torch"), "warning", "text", background=True)
     process.send_signal(signal.SIGSTOP)
     stop_kernel_compiler(process)
     assert process.returncode == -signal.SIGKILL
 
 
-def test_it_ends_with_its_parent_and_ends_its_compilers() -> None:
+def test_process_and_compilers_end_with_their_parent() -> None:
     options = b'{"config": {}, "log": ["warning", "text"], "background": true}\n'
     process = subprocess.Popen([sys.executable, "-c", SLOW], stdin=subprocess.PIPE, start_new_session=True)
     assert process.stdin is not None
@@ -76,10 +76,10 @@ def test_it_ends_with_its_parent_and_ends_its_compilers() -> None:
     assert not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in compilers)
 
 
-def test_it_does_not_end_the_group_of_its_parent() -> None:
+def test_the_process_group_of_the_parent_is_not_killed() -> None:
     starts = "run([sys.executable, '-c', sys.argv[1]], input=sys.stdin.buffer.read()).returncode"
     parent = [sys.executable, "-c", f"import sys; from subprocess import run; print({starts})", SLOW]
     options = b'{"config": {}, "log": ["warning", "text"], "background": true}\n'
-    # In a session of its own, so that a failure does not end the test run.
+    # A new session, so that a failure does not kill the test run.
     ended = subprocess.run(parent, input=options, capture_output=True, timeout=120, start_new_session=True)
     assert (ended.returncode, ended.stdout) == (0, b"-9\n")

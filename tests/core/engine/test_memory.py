@@ -1,4 +1,4 @@
-"""The KV pool gets what is left of the memory once everything else has had its share."""
+"""The KV pool gets the memory that weights, activations and other processes leave."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def build(site: Any, **options: Any) -> BuiltModelRunner:
 
 
 @pytest.mark.parametrize("max_prefill_length", [16, 100, 1000, 10_000])
-def test_the_pool_gets_what_the_rest_leaves(site: Any, max_prefill_length: int) -> None:
-    """60 % of 100 MiB less 30 in use and 15 for the largest step, which has been run, with any number of prompts."""
+def test_the_kv_pool_gets_the_remaining_memory(site: Any, max_prefill_length: int) -> None:
+    """60 % of 100 MiB, less 30 in use and 15 for the largest step, which has run once."""
     built = build(site, memory_ratio=0.6, max_prefill_length=max_prefill_length)
     assert built.info.num_pages == 15 * UNIT // PAGE_BYTES
     assert __import__("meter").steps == ["run"]
@@ -64,20 +64,20 @@ def test_the_pool_gets_what_the_rest_leaves(site: Any, max_prefill_length: int) 
     ("platform", "num_pages"),
     [("meter", 45 * UNIT // PAGE_BYTES), ("cpu", (2 + 64) * 2 + 1)],
 )
-def test_ended_requests_have_room_for_their_prefixes(site: Any, platform: str, num_pages: int) -> None:
-    """More than two requests of two pages can fill: all that the ratio allows, or 64 further sequences on a CPU."""
+def test_the_pool_has_room_for_prefixes_of_ended_requests(site: Any, platform: str, num_pages: int) -> None:
+    """Two requests use at most two pages each. A GPU gets all pages that the ratio allows, a CPU pages for 64 more sequences."""
     built = build(site, platform=platform, memory_ratio=0.9, max_running_requests=2, max_seq_len_override=32)
     assert built.info.num_pages == num_pages
     built.model_runner.close()
 
 
-def test_what_does_not_fit_is_an_error_with_a_remedy(site: Any) -> None:
+def test_too_little_memory_for_kv_is_an_error_with_a_remedy(site: Any) -> None:
     with pytest.raises(OutOfMemoryError, match=r"0\.00 GiB are left for KV, .*--memory-ratio"):
         build(site, memory_ratio=0.4)
 
 
 @pytest.mark.parametrize("key", ["vocab_size", "intermediate_size", "hidden_size"])
-def test_weights_that_do_not_fit_are_an_error_with_a_remedy(site: Any, tmp_path: Path, key: str) -> None:
+def test_too_large_weights_are_an_error_with_a_remedy(site: Any, tmp_path: Path, key: str) -> None:
     folder = shutil.copytree(tiny.checkpoint(), tmp_path / "large")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {key: 2**31 - 8}))
@@ -90,12 +90,12 @@ def test_weights_that_do_not_fit_are_an_error_with_a_remedy(site: Any, tmp_path:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def test_pages_that_were_asked_for_and_do_not_fit_are_an_error(site: Any) -> None:
+def test_more_num_pages_than_fit_are_refused(site: Any) -> None:
     most = 80 * UNIT // PAGE_BYTES
     with pytest.raises(OutOfMemoryError, match=rf"--num-pages {most + 1} needs 0\.00 GiB .* at most {most} pages"):
         build(site, num_pages=most + 1)
 
 
-def test_a_pool_of_a_given_size_is_not_measured(site: Any) -> None:
+def test_num_pages_skips_memory_profiling(site: Any) -> None:
     assert build(site, num_pages=7).info.num_pages == 7
     assert __import__("meter").steps == []

@@ -1,4 +1,4 @@
-"""A package that brings one role of ops, in a real engine. Torch or the providers of ``auto`` serve the others."""
+"""A package that provides one role of ops, in a real engine. Torch or the providers of ``auto`` provide the others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROMPT = (5, 9, 3, 7, 11)
 CALLS = Counter[str]()
 
 
-class NormAlone(NormOps):
+class NormOnly(NormOps):
     """Counts its calls, to show that the engine makes them."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -34,13 +34,13 @@ class NormAlone(NormOps):
         return torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
-class Elsewhere(NormAlone):
+class UnsupportedOps(NormOnly):
     @classmethod
     def unsupported(cls, device: torch.device, dtype: torch.dtype) -> list[str]:
         return ["it is for another machine"]
 
 
-class NoRole(OpsProvider):
+class WithoutRole(OpsProvider):
     pass
 
 
@@ -48,15 +48,15 @@ class SubclassesOps(Ops):
     """Provider that derives from the composition of roles instead of a role."""
 
 
-class TestNormAlone(OpsTests):
-    provider = NormAlone
+class TestNormOnly(OpsTests):
+    provider = NormOnly
 
 
 def registry() -> Registry:
     shipped = tiny.registry()
     own = [
         Entry("ops", each.__name__, f"{__name__}:{each.__name__}", "own", "1")
-        for each in (NormAlone, Elsewhere, NoRole, SubclassesOps)
+        for each in (NormOnly, UnsupportedOps, WithoutRole, SubclassesOps)
     ]
     return Registry([*(entry for kind in KINDS for entry in shipped.entries(kind)), *own])
 
@@ -79,38 +79,38 @@ def tokens(built: BuiltModelRunner) -> tuple[int, ...]:
     return tuple(tiny.run(loop)["r"].tokens)
 
 
-class PrefersNormAlone:
+class PrefersNormOnly:
     def preferred_provider(self, kind: str, hardware: Any) -> str | None:
-        return "NormAlone" if kind == "ops" else None
+        return "NormOnly" if kind == "ops" else None
 
 
-@pytest.mark.parametrize("ops", ["NormAlone", "NormAlone,torch"])
-def test_a_norm_alone_is_used_and_torch_does_the_rest(ops: str) -> None:
+@pytest.mark.parametrize("ops", ["NormOnly", "NormOnly,torch"])
+def test_a_norm_provider_is_used_and_torch_has_other_roles(ops: str) -> None:
     CALLS.clear()
     built = build(ops)
-    assert ops_of(built) == dict.fromkeys(ops_of(built), TorchOps) | {"norm": NormAlone}
+    assert ops_of(built) == dict.fromkeys(ops_of(built), TorchOps) | {"norm": NormOnly}
     assert tokens(built) == tiny.greedy(PROMPT, 12)
     assert CALLS["rms_norm"] > 0
     choice = next(reason for what, _, reason in built.info.choices if what == "ops")
-    assert choice == "NormAlone: norm; torch: linear, rotary, sampling, step, routing"
+    assert choice == "NormOnly: norm; torch: linear, rotary, sampling, step, routing"
 
 
 @pytest.mark.parametrize("by_hook", [False, True])
-def test_a_norm_alone_beside_what_auto_takes(by_hook: bool) -> None:
+def test_a_norm_provider_is_used_beside_auto(by_hook: bool) -> None:
     CALLS.clear()
     hooks = Hooks()
-    hooks.preferred_provider = PrefersNormAlone().preferred_provider if by_hook else None
-    built = build("auto" if by_hook else "NormAlone,auto", hooks)
+    hooks.preferred_provider = PrefersNormOnly().preferred_provider if by_hook else None
+    built = build("auto" if by_hook else "NormOnly,auto", hooks)
     cpu = torch.device("cpu")
     fastest = next(each for each in (NativeOps, OneDnnOps, TorchOps) if not each.unsupported(cpu, torch.float32))
-    by_role = {"linear": fastest, "rotary": fastest, "sampling": fastest, "routing": TorchOps, "norm": NormAlone}
+    by_role = {"linear": fastest, "rotary": fastest, "sampling": fastest, "routing": TorchOps, "norm": NormOnly}
     assert ops_of(built) == by_role | {"step": NativeOps if fastest is NativeOps else TorchOps}
     assert tokens(built) == tiny.greedy(PROMPT, 12)
     assert CALLS["rms_norm"] > 0
 
 
-def test_an_instance_serves_all_roles_that_its_provider_has() -> None:
-    roles = Ops.of(torch.device("cpu"), torch.float32, NormAlone, TorchOps)
+def test_one_instance_serves_all_roles_of_its_provider() -> None:
+    roles = Ops.of(torch.device("cpu"), torch.float32, NormOnly, TorchOps)
     assert roles.linear is roles.rotary is roles.sampling is roles.step is roles.routing
     assert roles.norm is not roles.linear
 
@@ -119,23 +119,27 @@ def test_an_instance_serves_all_roles_that_its_provider_has() -> None:
     ("ops", "error", "message"),
     [
         (
-            "torch,NormAlone",
+            "torch,NormOnly",
             InvalidValueError,
-            r"those before NormAlone have all of its roles \(norm\).* name it first",
+            r"those before NormOnly have all of its roles \(norm\).* name it first",
         ),
-        ("NormAlone,,torch", InvalidValueError, "one name, or several with commas between"),
-        ("Elsewhere,torch", ProviderUnsupportedError, "it is for another machine"),
-        ("NormAlone,nobodys", ProviderNotFoundError, "no ops provider is called 'nobodys'"),
-        ("NoRole,torch", ProviderLoadError, "it has no role: it must subclass one or more of LinearOps, NormOps, "),
+        ("NormOnly,,torch", InvalidValueError, "one name, or several with commas between"),
+        ("UnsupportedOps,torch", ProviderUnsupportedError, "it is for another machine"),
+        ("NormOnly,nobodys", ProviderNotFoundError, "no ops provider is called 'nobodys'"),
+        (
+            "WithoutRole,torch",
+            ProviderLoadError,
+            "it has no role: it must subclass one or more of LinearOps, NormOps, ",
+        ),
         ("SubclassesOps", ProviderLoadError, r"it is not a subclass of minisgl_core\.contracts\.ops\.OpsProvider"),
     ],
 )
-def test_what_is_named_serves_a_role_or_is_refused(ops: str, error: type[Exception], message: str) -> None:
+def test_invalid_ops_lists_are_refused(ops: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         build(ops)
 
 
-def test_ranks_compare_providers_of_every_role() -> None:
+def test_the_digest_covers_providers_of_all_roles() -> None:
     every = registry()
-    digests = [every.digest({"ops": names}) for names in ("NormAlone,torch", "torch", "NormAlone,native")]
+    digests = [every.digest({"ops": names}) for names in ("NormOnly,torch", "torch", "NormOnly,native")]
     assert len(set(digests)) == 3

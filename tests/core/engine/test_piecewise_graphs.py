@@ -1,4 +1,4 @@
-"""Steps with piecewise CUDA graphs give the same tokens as eager ones, whatever ran in the same buffers before."""
+"""Steps with piecewise CUDA graphs give the tokens of eager steps, whatever the buffers held before."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class FusesStore(RotaryOps):
     fuses_store = True
 
 
-class Apart(AttentionBackend):
-    """Leaves the storing of K and V to others; plain otherwise."""
+class FusedKvStore(AttentionBackend):
+    """Plain attention with `fused_kv_store`: the RoPE kernel stores K and V."""
 
     capabilities = AttentionCapabilities(fused_kv_store=True)
 
@@ -70,7 +70,7 @@ def model_runner(request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
     if request.param == "stored apart":
         pool = KVPool(replace(model_runner.attention.pool.spec, layout="NHD"))
         model_runner.attention, model_runner._ops = (
-            Apart(model_runner.attention.spec, pool, model_runner._table.data),
+            FusedKvStore(model_runner.attention.spec, pool, model_runner._table.data),
             Ops.of(*OF_TINY, FusesStore),
         )
     model_runner.capture_piecewise_graphs(SIZES, progress=False)
@@ -80,7 +80,7 @@ def model_runner(request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
 
 
 def generate(loop: EngineLoop, seed: int) -> None:
-    """Random prompts, in chunks beside decodes; checks every token against transformers'."""
+    """Generate from random prompts in chunks beside decodes, and compare every token with transformers."""
     draw = random.Random(seed)
     prompts = {str(i): tuple(draw.randrange(3, 60) for _ in range(draw.randrange(1, 30))) for i in range(12)}
     for name, prompt in prompts.items():
@@ -92,7 +92,7 @@ def generate(loop: EngineLoop, seed: int) -> None:
 
 @pytest.mark.parametrize("cache", ["radix", "naive"])
 @pytest.mark.parametrize("max_prefill_length", [3, 7, 16, 40])
-def test_tokens_are_those_of_transformers(
+def test_tokens_equal_transformers(
     model_runner: ModelRunner, cache: str, max_prefill_length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = []
@@ -104,31 +104,29 @@ def test_tokens_are_those_of_transformers(
     assert loop.model_runner is model_runner
     for seed in range(3):
         generate(loop, seed)
-    assert {size > SIZES[0] for size in sizes} == {True, False}  # more than one of them was needed
+    assert {size > SIZES[0] for size in sizes} == {True, False}  # several graph sizes ran
     assert max(sizes) <= SIZES[-1]
 
 
-def test_a_layer_may_hold_one_output_while_it_asks_for_the_next(
-    model_runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Differential attention subtracts two outputs."""
+def test_a_layer_may_keep_two_attention_outputs(model_runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Differential attention subtracts two outputs of one layer."""
     forward = model_runner.model.forward
 
-    def with_another(ids: torch.Tensor, positions: torch.Tensor, attend: Attend, index: None) -> torch.Tensor:
+    def attend_twice(ids: torch.Tensor, positions: torch.Tensor, attend: Attend, index: None) -> torch.Tensor:
         def both(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> torch.Tensor:
             first, other = attend(q.clone(), k.clone(), v, *rest), attend(torch.zeros_like(q), k.clone(), v, *rest)
             return first + 0 * other
 
         return forward(ids, positions, both)
 
-    monkeypatch.setattr(model_runner.model, "forward", with_another)
+    monkeypatch.setattr(model_runner.model, "forward", attend_twice)
     monkeypatch.setattr(model_runner, "_uses_logits_index", False)
     model_runner.capture_piecewise_graphs(SIZES, progress=False)
     generate(tiny.new_loop(max_prefill_length=7, **OPTIONS), seed=5)
 
 
-def test_prompts_of_whose_tokens_all_are_wanted(model_runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They use piecewise CUDA graphs if these compute all tokens, and run eagerly otherwise."""
+def test_prompt_logprobs_with_piecewise_graphs(model_runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Piecewise CUDA graphs run if they compute logits of all tokens; other steps run eagerly."""
     sizes: set[int] = set()
     run = PiecewiseGraphs.run
     monkeypatch.setattr(
@@ -137,9 +135,9 @@ def test_prompts_of_whose_tokens_all_are_wanted(model_runner: ModelRunner, monke
     loop = tiny.new_loop(max_prefill_length=16, cache="naive", **OPTIONS)
     prompts = {str(length): tuple(range(3, 3 + length)) for length in (2, 4, 9, 16)}
     for name, prompt in prompts.items():
-        asked = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, ignore_eos=True)
+        greedy = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, ignore_eos=True)
         found: dict[str, tiny.Collected] = {}
-        tiny.submit(loop, name, prompt, asked)
+        tiny.submit(loop, name, prompt, greedy)
         tiny.run(loop, found)
         with torch.inference_mode():
             logprobs = tiny.reference_model()(torch.tensor([prompt])).logits[0].log_softmax(-1)
@@ -149,8 +147,8 @@ def test_prompts_of_whose_tokens_all_are_wanted(model_runner: ModelRunner, monke
     assert sizes == {2, 4}
 
 
-def test_padding_is_made_of_numbers(model_runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever lay where attention is to write; a router would choose experts that there are not."""
+def test_padding_contains_no_nans(model_runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers may hold NaNs before a step, for which a router would select expert ids out of range."""
     run, filled = PiecewiseGraphs.run, set()
 
     def run_after_nans(self: PiecewiseGraphs, inputs: Any) -> torch.Tensor:
@@ -168,7 +166,7 @@ def test_padding_is_made_of_numbers(model_runner: ModelRunner, monkeypatch: pyte
     assert filled == {True, False}
 
 
-class FailsInTheMiddle(CpuPlatform):
+class FailsToCapture(CpuPlatform):
     def capture_piecewise(
         self, run: Callable[[Callable[[], None]], torch.Tensor], pool: Any = None
     ) -> tuple[list[Any], torch.Tensor]:
@@ -176,7 +174,7 @@ class FailsInTheMiddle(CpuPlatform):
 
 
 def test_a_failed_capture_names_a_remedy(model_runner: ModelRunner) -> None:
-    model_runner.platform = FailsInTheMiddle()
+    model_runner.platform = FailsToCapture()
     with pytest.raises(MinisglError) as caught:
         model_runner.capture_piecewise_graphs(SIZES, progress=False)
     assert str(caught.value) == (
@@ -186,7 +184,7 @@ def test_a_failed_capture_names_a_remedy(model_runner: ModelRunner) -> None:
 
 
 @pytest.mark.parametrize("most", [1, 15, 16, 17, 100, 512, 8448])
-def test_the_ladder(most: int) -> None:
+def test_capture_sizes(most: int) -> None:
     sizes = piecewise_sizes(most)
     assert sizes == sorted(set(sizes))
     assert most <= sizes[-1] < most + 16
@@ -196,13 +194,13 @@ def test_the_ladder(most: int) -> None:
     assert len(sizes) <= 64
 
 
-def test_a_platform_without_graphs_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_platforms_without_graphs_refuse_piecewise_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CpuPlatform, "supports_graphs", False)
     with pytest.raises(InvalidValueError, match="--piecewise-cuda-graph-max-tokens=64 is not valid: must be 0 here"):
         tiny.built(piecewise_cuda_graph_max_tokens=64)
 
 
-def test_experts_on_a_cpu_are_not_captured(tmp_path: Path) -> None:
+def test_moe_models_on_a_cpu_are_not_captured(tmp_path: Path) -> None:
     small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 32, "num_experts": 8}
     config = Qwen3MoeConfig(**small, num_attention_heads=2, num_key_value_heads=1, head_dim=8, moe_intermediate_size=8)
     config.architectures = ["Qwen3MoeForCausalLM"]

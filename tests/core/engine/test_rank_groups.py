@@ -1,4 +1,4 @@
-"""Ranks of several stages: which ranks form a group, with a rendezvous by file or by TCP, and which layers each computes."""
+"""Ranks of several pipeline stages: their process groups, rendezvous by file or TCP, and the layers of each."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def file_url(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("url", [file_url, free_url])
-def test_stages_and_rows_of_ranks_are_groups(url, tmp_path: Path) -> None:
-    """A sum within a stage has the ranks of that stage, and a message arrives at the same rank of the next stage."""
+def test_tp_and_pp_groups(url, tmp_path: Path) -> None:
+    """Ranks of one stage all-reduce together, and send to the same TP rank of the next stage."""
     size, init_method = TP * PP, url(tmp_path)
     config = EngineConfig.from_flat(tp=TP, pp=PP, communicator="torch")
 
@@ -66,7 +66,7 @@ def test_every_layer_is_in_one_stage(pp: int) -> None:
     assert sizes[0] - sizes[-1] <= 1
 
 
-def test_the_report_names_layers_and_ranks() -> None:
+def test_the_log_names_layers_and_ranks() -> None:
     parallel = EngineConfig.from_flat(tp=1, pp=3).parallel
     assert describe_stages(parallel, 4) == "layers 0-1 on rank 0, 2 on rank 1, 3 on rank 2"
     parallel = EngineConfig.from_flat(tp=2, pp=2).parallel

@@ -43,8 +43,8 @@ def plan(params: list[SamplingParams], uniform: np.ndarray, **more: object) -> S
     return SamplePlan(**(fields | more))  # type: ignore[arg-type]
 
 
-def allowed(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
-    """The distribution that `params` asks for, float64 [V]."""
+def expected_distribution(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """Return the distribution that `params` define, float64 [V]."""
     scaled = logits.astype(np.float64) / params.temperature
     if params.top_k > 0:
         scaled[scaled < np.sort(scaled)[-min(params.top_k, len(scaled))]] = -np.inf
@@ -83,16 +83,16 @@ def test_tokens_equal_the_definition_in_any_batch(params: list[SamplingParams], 
         if each.is_greedy:
             assert together[i] == logits[i].argmax()
             continue
-        probs = allowed(logits[i], each)
+        probs = expected_distribution(logits[i], each)
         assert probs[together[i]] > 0
         cumulative = np.cumsum(probs)
-        # The chosen token's interval holds the number, up to the rounding of float32 sums.
+        # The number lies in the token's interval, up to the rounding of float32 sums.
         assert cumulative[together[i]] >= uniform[i] - 1e-4
         assert cumulative[together[i]] - probs[together[i]] <= uniform[i] + 1e-4
 
 
-class LoneScans(TorchDispatchMode):
-    """Finds the running sums that CUDA takes of one row: in no set order, so that ranks may see different ones."""
+class FindsSingleRowScans(TorchDispatchMode):
+    """Finds cumulative sums over one row, which CUDA computes in varying order, so that ranks may get different results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,11 +107,11 @@ class LoneScans(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("top_k", [0, 7])
-def test_no_sum_over_one_row_is_taken_in_any_order(top_k: int) -> None:
+def test_no_cumulative_sum_runs_over_a_single_row(top_k: int) -> None:
     logits = torch.from_numpy(np.random.default_rng(4).normal(size=(1, 3000)).astype(np.float32))
-    asked = plan([SamplingParams(temperature=1.0, top_p=0.9, top_k=top_k)], np.array([0.5]))
-    with LoneScans() as scans:
-        Sampler(1, 3000, CpuPlatform(), OPS)(logits, asked, torch.tensor([1]))
+    sampling_batch = plan([SamplingParams(temperature=1.0, top_p=0.9, top_k=top_k)], np.array([0.5]))
+    with FindsSingleRowScans() as scans:
+        Sampler(1, 3000, CpuPlatform(), OPS)(logits, sampling_batch, torch.tensor([1]))
         assert scans.found == []
         logits.cumsum(-1)
     assert scans.found == [logits.shape]
@@ -164,7 +164,7 @@ def test_penalties_follow_openai_and_ctrl(state: str) -> None:
         penalty_states=[PenaltyState(row=2, prompt_ids=prompt, output_ids=start)],
     )
     if state == "fresh":
-        for token in output:  # each sampled token counts from the next step on
+        for token in output:  # each sampled token counts from the next step
             forced = np.full((2, vocab_size), -1e4, np.float32)
             forced[:, token] = 1e4
             assert sampler(torch.from_numpy(forced), first, rows).tolist() == [token, token]
@@ -180,24 +180,24 @@ def test_penalties_follow_openai_and_ctrl(state: str) -> None:
 
 @pytest.mark.parametrize("repetition", [1e-6, 1e6])
 @pytest.mark.parametrize("temperature", [1e-5, 1e6])
-def test_the_farthest_factors_leave_a_distribution(repetition: float, temperature: float) -> None:
+def test_extreme_parameters_leave_a_valid_distribution(repetition: float, temperature: float) -> None:
     logits = np.random.default_rng(3).normal(size=(1, 40)).astype(np.float32) * 30
     seen = np.arange(5, 30, dtype=np.int32)
     changed = logits.astype(np.float64)
     changed[:, seen] *= np.where(changed[:, seen] > 0, 1 / repetition, repetition)
-    asked = plan(
+    sampling_batch = plan(
         [SamplingParams(temperature=temperature)],
         np.array([0.5]),
         penalties=np.array([0, 0, repetition], np.float32),
         penalty_states=[PenaltyState(row=1, prompt_ids=seen, output_ids=NO_INTS)],
     )
-    token = Sampler(1, 40, CpuPlatform(), OPS)(torch.from_numpy(logits), asked, torch.tensor([1])).item()
-    probs = allowed(changed[0], SamplingParams(temperature=temperature))
+    token = Sampler(1, 40, CpuPlatform(), OPS)(torch.from_numpy(logits), sampling_batch, torch.tensor([1])).item()
+    probs = expected_distribution(changed[0], SamplingParams(temperature=temperature))
     assert probs[:token].sum() - 1e-4 <= 0.5 <= probs[: token + 1].sum() + 1e-4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_biases_are_kept_per_row_and_tokens_are_banned(dtype: torch.dtype) -> None:
+def test_biases_and_banned_tokens_apply_per_request(dtype: torch.dtype) -> None:
     logits = torch.tensor([[1.0, 5.0, 2.0]] * 3, dtype=dtype)
     greedy = [SamplingParams(temperature=0.0)] * 3
     sampler, rows = Sampler(3, 3, CpuPlatform(), OPS), torch.tensor([3, 1, 2])
@@ -215,7 +215,7 @@ def test_biases_are_kept_per_row_and_tokens_are_banned(dtype: torch.dtype) -> No
     assert torch.equal(logits, torch.tensor([[1.0, 5.0, 2.0]] * 3, dtype=dtype)), "log-probabilities need the logits"
 
 
-def test_logprobs_are_those_of_the_raw_logits() -> None:
+def test_logprobs_are_computed_from_raw_logits() -> None:
     logits = np.random.default_rng(1).normal(size=(3, 30)).astype(np.float32)
     tokens = torch.tensor([4, 17, 29])
     found = token_logprobs(torch.from_numpy(logits), tokens, 5)

@@ -1,4 +1,4 @@
-"""The whole engine on Triton kernels, interpreted: RoPE and KV store in one launch, and the attention that counts on it."""
+"""The engine on Triton kernels in the interpreter: fused RoPE and KV store, and paged attention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from minisgl_core import LLM, SamplingParams
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU tests cover it there")
 @pytest.mark.parametrize("attn", ["triton", "triton,triton"])
-def test_tokens_are_those_of_transformers(attn: str, tmp_path: Path) -> None:
+def test_tokens_equal_transformers(attn: str, tmp_path: Path) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(2)
@@ -36,7 +36,7 @@ def test_tokens_are_those_of_transformers(attn: str, tmp_path: Path) -> None:
         "page_size": 4,
         "max_running_requests": 2,
     }
-    # A budget of four tokens: a step holds a decode beside a piece of the long prompt.
+    # A budget of four tokens per step: a decode runs beside a chunk of the long prompt.
     with LLM(str(tmp_path), dtype="float32", max_prefill_length=4, **options) as llm:
         outputs = llm.generate(prompts, sampling)
     for prompt, output in zip(prompts, outputs, strict=True):

@@ -1,4 +1,4 @@
-"""Memory that host and device share, on a device that does nothing before the host waits for it."""
+"""Mapped pinned memory, on a device that runs nothing before the host waits for it."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from minisgl_core.platforms.cpu import CpuPlatform
 SIZE, ROWS = 4, 9
 
 
-class LateDevice(CpuPlatform):
-    """Work is put off until an event after it is waited for."""
+class LazyDevice(CpuPlatform):
+    """Runs work only when the host waits for an event recorded after it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.work: list[Callable[[], None]] = []
 
     def record_event(self) -> Event:
-        return LateEvent(self, len(self.work))
+        return LazyEvent(self, len(self.work))
 
 
-class LateEvent:
-    def __init__(self, device: LateDevice, num_submitted: int) -> None:
+class LazyEvent:
+    def __init__(self, device: LazyDevice, num_submitted: int) -> None:
         self.device, self.num_submitted = device, num_submitted
 
     def synchronize(self) -> None:
@@ -38,9 +38,9 @@ class LateEvent:
 
 
 @given(st.lists(st.tuples(st.integers(1, SIZE), st.integers(0, 3)), min_size=1, max_size=12))
-def test_each_step_reads_its_inputs_and_keeps_its_tokens(steps: list[tuple[int, int]]) -> None:
-    """However far the host is ahead, and whenever, or never, it reads what steps leave: `steps` are (requests, reads)."""
-    device, ops = LateDevice(), StepOps(torch.device("cpu"), torch.float32)
+def test_steps_keep_inputs_and_tokens_while_the_host_is_ahead(steps: list[tuple[int, int]]) -> None:
+    """`steps` are pairs of the number of requests, and the number of earlier results that the host reads after the launch."""
+    device, ops = LazyDevice(), StepOps(torch.device("cpu"), torch.float32)
     io = ZeroCopyIO(device, 5, SIZE)
     inputs, last_tokens = torch.zeros(5, SIZE, dtype=torch.int32), torch.zeros(ROWS, dtype=torch.int32)
     table = torch.zeros(ROWS, 20, dtype=torch.int32)
@@ -71,7 +71,7 @@ def test_each_step_reads_its_inputs_and_keeps_its_tokens(steps: list[tuple[int, 
 
 
 def test_restart_resets_the_buffer_index_on_the_device() -> None:
-    io = ZeroCopyIO(LateDevice(), 1, 1)
+    io = ZeroCopyIO(LazyDevice(), 1, 1)
     io.buffer_index.fill_(1)
     io.restart()
     assert io.buffer_index.tolist() == [0]

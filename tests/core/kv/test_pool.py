@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="zeros take memory there")
-def test_pages_take_memory_when_they_are_written() -> None:
+def test_pages_allocate_memory_on_first_write() -> None:
     before = psutil.Process().memory_info().rss
     pool = KVPool(KVPoolSpec(4, 1024, 16, 8, 128, torch.bfloat16, CPU))
     assert pool.data.nbytes == 2**28
@@ -26,7 +26,7 @@ def test_pages_take_memory_when_they_are_written() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, FP8])
-def test_a_pool_begins_with_zeros(dtype: torch.dtype) -> None:
+def test_the_pool_is_initialized_to_zero(dtype: torch.dtype) -> None:
     pool = KVPool(KVPoolSpec(2, 3, 4, 2, 8, dtype, CPU, "HND"))
     assert pool.data.dtype == dtype
     assert pool.k(0).shape == (3, 2, 4, 8)

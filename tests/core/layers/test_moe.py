@@ -38,7 +38,7 @@ def build_for(communicator: Communicator, kernel: type[MoeKernel] = TorchMoe) ->
 
 
 def randomised(module: nn.Module) -> Any:
-    """Fill parameters and buffers with numbers that make mistakes visible."""
+    """Fill parameters and buffers with random values, so that mistakes are visible."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
@@ -48,7 +48,7 @@ def randomised(module: nn.Module) -> Any:
 
 
 def load(layer: Layer, tensors: dict[str, torch.Tensor], fused_projections: Any) -> None:
-    """Fill a layer from a checkpoint's tensors, each of which must be used."""
+    """Load a layer from a checkpoint's tensors, and check that all are used."""
     used = set()
     for name, target in layer.weight_targets("", fused_projections):
         name = name.removeprefix(".")
@@ -60,7 +60,7 @@ def load(layer: Layer, tensors: dict[str, torch.Tensor], fused_projections: Any)
 
 
 class Router(ReplicatedLinear):
-    """A linear layer, and the bias of the choice."""
+    """A linear layer and the correction bias of the selection."""
 
     def __init__(self, build: BuildContext) -> None:
         super().__init__(HIDDEN, EXPERTS, build)
@@ -77,7 +77,7 @@ class SharedExperts(Layer):
 
 
 class DeepseekMoE(Layer):
-    """A block such as a plugin would write it."""
+    """MoE block as a plugin would write it."""
 
     def __init__(self, build: BuildContext) -> None:
         self.gate = Router(build)
@@ -106,7 +106,7 @@ def deepseek_reference() -> Any:
         experts_implementation="eager",
     )
     module = randomised(DeepseekV3MoE(config))
-    module.gate.e_score_correction_bias.mul_(0.3)  # else it decides every choice
+    module.gate.e_score_correction_bias.mul_(0.3)  # a larger bias would decide every selection
     return module
 
 
@@ -121,8 +121,8 @@ def deepseek_tensors(module: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 3])
-def test_experts_of_deepseek_agree_with_transformers(tp_size: int) -> None:
-    """Grouped sigmoid routing with a correction bias, and shared experts; on two ranks the experts do not divide."""
+def test_deepseek_moe_equals_transformers(tp_size: int) -> None:
+    """Grouped sigmoid routing with a correction bias and shared experts. Two ranks do not divide the experts' columns."""
     reference = deepseek_reference()
     tensors = deepseek_tensors(reference)
     x = torch.randn(40, HIDDEN, generator=torch.Generator().manual_seed(1))
@@ -137,7 +137,7 @@ def test_experts_of_deepseek_agree_with_transformers(tp_size: int) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_routing_agrees_with_transformers() -> None:
+def test_routing_equals_transformers() -> None:
     router = deepseek_reference().gate
     x = torch.randn(200, HIDDEN, generator=torch.Generator().manual_seed(2))
     logits, weights, ids = router(x)
@@ -149,8 +149,8 @@ def test_routing_agrees_with_transformers() -> None:
 
 @pytest.mark.parametrize("tp_size", [1, 2, 3])
 @pytest.mark.parametrize("kernel", [TorchMoe, NaiveMoe])
-def test_experts_of_gpt_oss_agree_with_transformers(kernel: type[MoeKernel], tp_size: int) -> None:
-    """They have biases and clamps; one rank alone adds the bias of ``down``."""
+def test_gpt_oss_moe_equals_transformers(kernel: type[MoeKernel], tp_size: int) -> None:
+    """The experts have biases and clamps; only rank 0 adds the bias of ``down``."""
     from transformers import GptOssConfig
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
@@ -183,14 +183,14 @@ def test_experts_of_gpt_oss_agree_with_transformers(kernel: type[MoeKernel], tp_
         return layer.forward(x, logits)
 
     values, ids = logits.topk(TOP_K)
-    weights = values.softmax(-1)  # over the chosen: what a softmax over all is after renormalization
+    weights = values.softmax(-1)  # equals a softmax over all, renormalized over the selected experts
     expected = reference(x, ids, weights)
     for found in run_ranks(tp_size, run):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_shared_experts_cost_no_all_reduce() -> None:
-    """Their output is added before the one of the routed experts, or left to the next norm with it."""
+def test_shared_experts_add_no_all_reduce() -> None:
+    """Their output is added before the all-reduce of the routed experts, or before the one fused into the next norm."""
 
     class Counting(SingleRank):
         def __init__(self) -> None:
@@ -226,7 +226,7 @@ class PlainMoe(TorchMoe):
         ({"swiglu_limit": 7.0}, "swiglu_limit=7.0"),
     ],
 )
-def test_experts_that_the_kernel_lacks_are_refused(options: dict[str, Any], reason: str) -> None:
+def test_unsupported_experts_are_refused(options: dict[str, Any], reason: str) -> None:
     with pytest.raises(ProviderUnsupportedError, match=reason):
         FusedMoE(2, 4, 6, RoutingSpec(1, True), build_for(SingleRank(), PlainMoe), **options)
 
@@ -251,13 +251,13 @@ def test_quantized_experts_are_refused_by_a_kernel_without_them() -> None:
         ({"top_k": 0}, "top_k=0 is not between 1 and 6"),
     ],
 )
-def test_a_routing_that_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_invalid_routing_is_refused(changes: dict[str, Any], message: str) -> None:
     check_routing(DEEPSEEK, EXPERTS)
     with pytest.raises(ModelFormatError, match=message):
         FusedMoE(EXPERTS, 4, 6, replace(DEEPSEEK, **changes), build_for(SingleRank()))
 
 
-def test_a_routing_with_fields_of_its_own_is_refused() -> None:
+def test_routing_with_unknown_fields_is_refused() -> None:
     @dataclass(frozen=True)
     class NoisyRouting(RoutingSpec):
         noise: float = 0.1

@@ -17,8 +17,8 @@ from minisgl_core.layers import RMSNorm, check_activation
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_offset_of_1_is_gemmas_norm(dtype: torch.dtype) -> None:
-    """The sum of 1 and the weight is not rounded to bfloat16."""
+def test_offset_1_equals_gemmas_norm(dtype: torch.dtype) -> None:
+    """The sum of 1 and the weight must not be rounded to bfloat16."""
     tolerance = 1e-6
     generator, device = torch.Generator().manual_seed(0), torch.device("cpu")
     expected = Gemma2RMSNorm(24, eps=1e-3).to(dtype)
@@ -34,7 +34,7 @@ def test_an_offset_of_1_is_gemmas_norm(dtype: torch.dtype) -> None:
     assert (found - expected(x + residual)).abs().max() <= tolerance
 
 
-def test_another_activation_is_refused() -> None:
+def test_unknown_activations_are_refused() -> None:
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     raw = {"architectures": ["X"], "max_position_embeddings": 8, **dict.fromkeys(sizes, 8), "head_dim": 2}
     silu = model_config(raw)

@@ -57,14 +57,14 @@ def fill_with_ones(layer: Layer) -> None:
     layer.prepare()
 
 
-class OfRank(SingleRank):
+class FakeRank(SingleRank):
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
 
 @given(total=st.integers(1, 200), size=st.integers(1, 16))
-def test_shards_cover_a_dimension_once(total: int, size: int) -> None:
-    shards = [Shard.of(total, build_for(OfRank(rank, size))) for rank in range(size)]
+def test_shards_partition_a_dimension(total: int, size: int) -> None:
+    shards = [Shard.of(total, build_for(FakeRank(rank, size))) for rank in range(size)]
     covered = [i for shard in shards for i in range(total)[shard.index] if shard.unpadded_size]
     assert covered == list(range(total))
     assert len({shard.size for shard in shards}) == 1
@@ -74,14 +74,14 @@ def test_shards_cover_a_dimension_once(total: int, size: int) -> None:
 
 
 @given(num_kv_heads=st.integers(1, 12), group=st.integers(1, 8))
-def test_every_rank_has_the_kv_heads_of_its_queries(num_kv_heads: int, group: int) -> None:
+def test_ranks_have_the_kv_heads_of_their_query_heads(num_kv_heads: int, group: int) -> None:
     num_q_heads, dim = num_kv_heads * group, 2
     allowed = allowed_tp_sizes(num_q_heads, num_kv_heads)
     assert 1 in allowed
     assert num_q_heads in allowed, "one query head a rank always works"
     for size in allowed:
         for rank in range(size):
-            layer = QKVParallelLinear(4, dim, num_q_heads, num_kv_heads, build_for(OfRank(rank, size)))
+            layer = QKVParallelLinear(4, dim, num_q_heads, num_kv_heads, build_for(FakeRank(rank, size)))
             _, (_, k), (_, v) = layer.weight_targets("qkv_proj", QKV)
             kv_rows = range(num_kv_heads * dim)[k.index[0]]
             assert k.index == v.index
@@ -111,21 +111,21 @@ def tiny_config(**changes: int) -> ModelConfig:
     return model_config(RAW | changes)
 
 
-def test_a_size_that_does_not_split_the_heads_is_refused() -> None:
+def test_tp_sizes_that_do_not_divide_the_heads_are_refused() -> None:
     for size in (1, 2, 4, 12):
         check_tp_size(12, 4, size)
     for size in (3, 5, 6, 24):
         with pytest.raises(InvalidValueError, match=rf"--tp={size} is not valid: must be one of 1, 2, 4, 12 for this"):
             check_tp_size(12, 4, size)
         with pytest.raises(InvalidValueError, match=f"--tp={size}"):
-            QKVParallelLinear(4, 2, 12, 4, build_for(OfRank(0, size)))
+            QKVParallelLinear(4, 2, 12, 4, build_for(FakeRank(0, size)))
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
-def test_each_rank_has_the_sinks_of_its_heads(tp_size: int) -> None:
+def test_sinks_are_sharded_by_head(tp_size: int) -> None:
     sinks, held = torch.arange(8.0), []
     for rank in range(tp_size):
-        layer = Attention(0, 1.0, None, build_for(OfRank(rank, tp_size)), num_sinks=8)
+        layer = Attention(0, 1.0, None, build_for(FakeRank(rank, tp_size)), num_sinks=8)
         [(name, target)] = layer.weight_targets("model.layers.0.self_attn.attn", {})
         assert name == "model.layers.0.self_attn.sinks"
         target.destination.copy_(sinks[target.index])
@@ -135,14 +135,14 @@ def test_each_rank_has_the_sinks_of_its_heads(tp_size: int) -> None:
     assert torch.equal(torch.cat(held), sinks)
 
 
-def test_layers_of_a_stage_count_from_0_in_the_pool() -> None:
+def test_pool_layers_of_a_stage_count_from_0() -> None:
     build = replace(build_for(SingleRank()), layers=range(3, 6))
     assert [Attention(index, 1.0, None, build).layer.index for index in build.layers or ()] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(("vocab_size", "tp_size"), [(7, 1), (8, 4), (7, 4), (5, 4), (97, 3)])
-def test_embedding_and_head_over_ranks(vocab_size: int, tp_size: int) -> None:
-    """The vocabulary need not divide; a rank may hold none of it."""
+def test_embedding_and_lm_head_are_sharded(vocab_size: int, tp_size: int) -> None:
+    """Ranks need not divide the vocabulary; a rank may have no rows."""
     table = torch.randn(vocab_size, 6, generator=torch.Generator().manual_seed(0))
     ids = torch.arange(vocab_size)
 
@@ -164,7 +164,7 @@ def test_embedding_and_head_over_ranks(vocab_size: int, tp_size: int) -> None:
         assert torch.allclose(logits, table @ table.T, atol=1e-5)
 
 
-def test_a_row_parallel_bias_counts_once() -> None:
+def test_a_row_parallel_bias_is_added_once() -> None:
     def run(communicator: Communicator) -> torch.Tensor:
         layer = RowParallelLinear(4, 3, build_for(communicator), bias=True)
         fill_with_ones(layer)
@@ -175,15 +175,15 @@ def test_a_row_parallel_bias_counts_once() -> None:
 
 
 def fill(model: Model) -> None:
-    """Each rank takes its part of the same weights."""
+    """Load each rank's shard of the same weights."""
     for seed, (_, target) in enumerate(model.weight_targets("", model.fused_projections)):
         whole = torch.randn(target.shape or target.destination.shape, generator=torch.Generator().manual_seed(seed))
         target.destination.copy_(whole[target.index] * 0.3)
     prepare_all(model)
 
 
-class Counting(SingleRank):
-    """One of two ranks, which only counts its collectives."""
+class CountingRank(SingleRank):
+    """Rank 0 of two ranks, which only counts its collectives."""
 
     def __init__(self) -> None:
         self.rank, self.size, self.calls = 0, 2, Counter[str]()
@@ -201,9 +201,9 @@ class Counting(SingleRank):
 
 @pytest.mark.parametrize("model_class", [LlamaForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM])
 def test_all_reduces_of_layers_are_fused_into_norms(model_class: type[Model]) -> None:
-    """But for the embedding's, there is none alone."""
+    """Only the embedding has an all-reduce that is not fused into a norm."""
     experts = {"num_experts": 4, "num_experts_per_tok": 2} if model_class is Qwen3MoeForCausalLM else {}
-    group = Counting()
+    group = CountingRank()
     model = model_class(tiny_config(num_hidden_layers=3, **experts), replace(build_for(group), moe_kernel=NaiveMoe))
     fill(model)
     model.forward(torch.arange(4), torch.arange(4), DenseAttention())
@@ -211,13 +211,13 @@ def test_all_reduces_of_layers_are_fused_into_norms(model_class: type[Model]) ->
 
 
 class CountingOps(TorchOps):
-    """Counts the kernels of what a model asks for, not those that these are made of."""
+    """Counts the ops that a model calls; ops called by other ops do not count."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(device, dtype)
         self.calls = Counter[str]()
 
-    def counted(self, name: str, kernel: Any) -> Any:
+    def count_calls(self, name: str, kernel: Any) -> Any:
         def call(*args: Any) -> Any:
             self.calls[name] += 1
             return kernel(*args)
@@ -225,22 +225,22 @@ class CountingOps(TorchOps):
         return call
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
-        return self.counted("linear", super().prepare_linear(weight, bias))
+        return self.count_calls("linear", super().prepare_linear(weight, bias))
 
     def prepare_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
         plain = TorchOps(self.device, self.dtype)
-        return self.counted("gated", plain.prepare_gated(weight, bias))
+        return self.count_calls("gated", plain.prepare_gated(weight, bias))
 
     def __getattribute__(self, name: str) -> Any:
         found = super().__getattribute__(name)
         activations = ("silu_and_mul", "gelu_tanh_and_mul")
         kernels = ("gather_rows", "rms_norm", "add_rms_norm", *activations, "apply_rope", "qk_norm_rope", "route")
-        return self.counted(name, getattr(TorchOps(self.device, self.dtype), name)) if name in kernels else found
+        return self.count_calls(name, getattr(TorchOps(self.device, self.dtype), name)) if name in kernels else found
 
 
 @pytest.mark.parametrize("model_class", [LlamaForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM])
-def test_kernels_of_a_step(model_class: type[Model]) -> None:
-    """Four GEMMs and two fused norms per layer, besides attention; RoPE and norms of heads are attention's."""
+def test_ops_per_step_of_llama(model_class: type[Model]) -> None:
+    """Each layer has four GEMMs and two fused norms, besides attention, which includes RoPE and QK norms."""
     device, has_experts = torch.device("cpu"), model_class is Qwen3MoeForCausalLM
     experts = {"num_experts": 4, "num_experts_per_tok": 2} if has_experts else {}
     ops = Ops.of(device, torch.float32, CountingOps)
@@ -254,8 +254,8 @@ def test_kernels_of_a_step(model_class: type[Model]) -> None:
     assert ops.norm.calls == {"gather_rows": 3, "rms_norm": 1, "add_rms_norm": 6, **of_mlp}
 
 
-def test_kernels_of_a_step_of_gemma() -> None:
-    """Two of a layer's four norms are fused with the residual addition, and GELU is fused with the multiplication."""
+def test_ops_per_step_of_gemma() -> None:
+    """Two of four norms per layer are fused with the residual addition, and GELU with the multiplication."""
     device = torch.device("cpu")
     ops = Ops.of(device, torch.float32, CountingOps)
     raw = RAW | {"architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 3, "head_dim": 2}
@@ -269,18 +269,18 @@ def test_kernels_of_a_step_of_gemma() -> None:
 
 
 @pytest.mark.parametrize("model_class", [LlamaForCausalLM, Qwen3ForCausalLM])
-def test_the_last_mlp_runs_on_the_tokens_that_are_wanted(
+def test_the_last_mlp_runs_only_on_tokens_with_logits(
     model_class: type[Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     index = torch.tensor([1, 4, 6], dtype=torch.int32)
     step = torch.arange(7), torch.arange(7)
     seen: list[int] = []
 
-    def noted(gate_up: torch.Tensor) -> torch.Tensor:
+    def record_inputs(gate_up: torch.Tensor) -> torch.Tensor:
         seen.append(len(gate_up))
         return silu_and_mul(gate_up)
 
-    monkeypatch.setattr("minisgl_core.contracts.ops.linear.silu_and_mul", noted)
+    monkeypatch.setattr("minisgl_core.contracts.ops.linear.silu_and_mul", record_inputs)
     model = model_class(tiny_config(num_hidden_layers=2), build_for(SingleRank()))
     fill(model)
     whole = model.forward(*step, DenseAttention())
@@ -289,7 +289,7 @@ def test_the_last_mlp_runs_on_the_tokens_that_are_wanted(
     assert seen == [7, 3]
 
 
-def test_a_prepared_matrix_belongs_to_the_kernel() -> None:
+def test_prepare_frees_the_weight_and_runs_only_once() -> None:
     kept = []
 
     class Packing(LinearOps):
@@ -311,13 +311,13 @@ def test_a_prepared_matrix_belongs_to_the_kernel() -> None:
     assert torch.equal(layer.forward(torch.ones(1, 3)), torch.full((1, 2), 3.0))
 
 
-def test_using_a_layer_before_its_weights_are_there_is_noticed() -> None:
+def test_forward_before_loading_weights_raises_an_error() -> None:
     with pytest.raises(AssertionError, match="the weights have not been loaded"):
         ReplicatedLinear(3, 2, build_for(SingleRank())).forward(torch.ones(1, 3))
 
 
 class Scale(Layer):
-    """Stores what its factor is above 1."""
+    """Layer with an offset of 1: `factor` holds the stored value, and `prepare` adds 1."""
 
     def __init__(self) -> None:
         self.factor = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
@@ -336,7 +336,7 @@ class Nested(Layer):
 
 
 def test_parameters_have_the_names_of_their_attributes() -> None:
-    """Tensors that are no parameters, and what begins with an underscore, are the layer's own."""
+    """Plain tensors and attributes with a leading underscore are no parameters."""
     nested = Nested()
     names = ["scale.factor", "layers.0.factor", "layers.1.factor"]
     assert [name for name, _ in nested.named_parameters()] == names
@@ -352,8 +352,8 @@ def test_every_layer_is_prepared_once() -> None:
     assert torch.equal(nested.scale.factor, torch.ones(2))
 
 
-def test_an_mlp_may_keep_its_projections_apart() -> None:
-    """Without the activation, the two halves are what the matrices give."""
+def test_an_mlp_may_have_separate_projections() -> None:
+    """Without the activation, the two halves are the outputs of the two matrices."""
     layer, joined = (
         MergedColumnParallelLinear(3, [2, 2], build_for(SingleRank()), silu_and_mul=fused) for fused in (False, True)
     )
@@ -367,7 +367,7 @@ def test_an_mlp_may_keep_its_projections_apart() -> None:
 
 
 @pytest.mark.parametrize("tp_size", [1, 3])
-def test_fused_matrices_are_shared_out_like_single_ones(tp_size: int) -> None:
+def test_fused_matrices_are_sharded_like_separate_ones(tp_size: int) -> None:
     """The layers have biases, and three ranks do not divide the rows."""
     sizes = {"a": 4, "b": 7}
     whole = {
@@ -375,7 +375,7 @@ def test_fused_matrices_are_shared_out_like_single_ones(tp_size: int) -> None:
         "m.ba.bias": torch.randn(11, generator=torch.Generator().manual_seed(1)),
     }
     for rank in range(tp_size):
-        build = build_for(OfRank(rank, tp_size))
+        build = build_for(FakeRank(rank, tp_size))
         single, fused = (MergedColumnParallelLinear(5, [7, 4], build, bias=True) for _ in range(2))
         for name, target in single.weight_targets("m.ba", {"ba": ("b", "a")}):
             _, part, kind = name.split(".")
@@ -395,7 +395,7 @@ def test_fused_matrices_are_shared_out_like_single_ones(tp_size: int) -> None:
 
 
 class KeepsTheStoredOrder(Quantization):
-    """Weights whose rows cannot be moved, as those of a packed format."""
+    """Quantized weights whose rows cannot be permuted, as in packed formats."""
 
     class Method(LinearMethod):
         def __init__(self, spec: LinearSpec, plain: LinearMethod) -> None:
@@ -414,11 +414,11 @@ class KeepsTheStoredOrder(Quantization):
 
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_interleaved_dimensions_of_q_and_k_become_halves(tp_size: int, is_packed: bool) -> None:
-    """Only the 4 rotated dimensions of 6 move; v stays in place."""
+def test_interleaved_rope_dimensions_are_permuted_to_halves(tp_size: int, is_packed: bool) -> None:
+    """Only the 4 rotated dimensions of 6 are permuted; V is unchanged."""
     rows = torch.arange(24.0).view(4, 6)
     for rank in range(tp_size):
-        build = build_for(OfRank(rank, tp_size))
+        build = build_for(FakeRank(rank, tp_size))
         if is_packed:
             spec = QuantizationSpec(build.dtype, build.device)
             build = replace(build, quantization=KeepsTheStoredOrder(spec, build.ops))
@@ -434,7 +434,7 @@ def test_interleaved_dimensions_of_q_and_k_become_halves(tp_size: int, is_packed
         assert torch.equal(v[0], 101 * rows[rank * kv_heads :][:kv_heads])
 
 
-def test_an_error_on_one_rank_ends_all() -> None:
+def test_an_error_on_one_rank_ends_all_ranks() -> None:
     def run(communicator: Communicator) -> None:
         assert isinstance(communicator, ThreadCommunicator)
         if communicator.rank == 1:

@@ -1,4 +1,4 @@
-"""Frequencies against transformers', and the table past the context that the model was trained for."""
+"""RoPE frequencies compared with transformers, and cos and sin tables beyond the original context."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from minisgl_core.layers.rotary import RotaryEmbedding, inverse_frequencies
 CONTEXT = 64
 
 
-def config_of(**rope: Any) -> LlamaConfig:
+def rope_config(**rope: Any) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=10,
         hidden_size=64,
@@ -63,12 +63,12 @@ def build(dtype: torch.dtype = torch.float32) -> BuildContext:
     ids=lambda rope: "-".join(str(value) for value in rope.values()),
 )
 def test_frequencies_equal_transformers(rope: dict[str, Any]) -> None:
-    config = config_of(**rope)
+    config = rope_config(**rope)
     expected, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
     frequencies, my_scale = inverse_frequencies(model_config(config.to_dict()).rope)
     assert torch.allclose(frequencies, expected, rtol=1e-6, atol=0)
     assert my_scale == pytest.approx(scale, rel=1e-6)
-    plain, _ = inverse_frequencies(model_config(config_of(rope_type="default").to_dict()).rope)
+    plain, _ = inverse_frequencies(model_config(rope_config(rope_type="default").to_dict()).rope)
     assert not torch.allclose(frequencies, plain)
 
 
@@ -83,9 +83,9 @@ LONGROPE = {
 @pytest.mark.parametrize("attention_factor", [None, 1.3])
 @pytest.mark.parametrize("context", [8, 16, 17, CONTEXT])
 def test_longrope_equals_transformers(context: int, attention_factor: float | None) -> None:
-    """Its long factors where the context is longer than the original one."""
+    """The long factors apply if the context is longer than the original one."""
     rope = LONGROPE if attention_factor is None else {**LONGROPE, "attention_factor": attention_factor}
-    config = config_of(**rope)
+    config = rope_config(**rope)
     expected, scale = ROPE_INIT_FUNCTIONS["longrope"](config, torch.device("cpu"), seq_len=context)
     mine = model_config(config.to_dict())
     assert mine.max_position == CONTEXT
@@ -97,7 +97,7 @@ def test_longrope_equals_transformers(context: int, attention_factor: float | No
 
 
 def test_table_is_cos_and_sin_of_the_angles() -> None:
-    rope = model_config(config_of(rope_type="default").to_dict()).rope
+    rope = model_config(rope_config(rope_type="default").to_dict()).rope
     positions = torch.tensor([0, 3, 63, 3])
     cos, sin = RotaryEmbedding(rope, CONTEXT, build()).forward(positions)
     for row, position in enumerate(positions.tolist()):
@@ -107,22 +107,22 @@ def test_table_is_cos_and_sin_of_the_angles() -> None:
             assert sin[row, pair] == pytest.approx(math.sin(angle), abs=1e-5)
 
 
-def test_half_precision_is_rounded_once() -> None:
-    rope = model_config(config_of(rope_type="default").to_dict()).rope
+def test_tables_in_half_precision_are_rounded_once() -> None:
+    rope = model_config(rope_config(rope_type="default").to_dict()).rope
     positions = torch.arange(CONTEXT)
     exact, _ = RotaryEmbedding(rope, CONTEXT, build()).forward(positions)
     half, _ = RotaryEmbedding(rope, CONTEXT, build(torch.bfloat16)).forward(positions)
     assert torch.equal(half, exact.bfloat16())
 
 
-def test_tables_beyond_the_memory_are_refused() -> None:
-    rope = model_config(config_of(rope_type="default").to_dict()).rope
+def test_tables_that_exceed_the_memory_are_refused() -> None:
+    rope = model_config(rope_config(rope_type="default").to_dict()).rope
     with pytest.raises(OutOfMemoryError, match=r"1099511627776 positions .* --max-seq-len-override"):
         RotaryEmbedding(rope, 2**40, build())
 
 
-def test_dynamic_equals_transformers_up_to_the_unscaled_context() -> None:
-    config = config_of(rope_type="dynamic", factor=4.0)
+def test_dynamic_ntk_equals_transformers_in_the_original_context() -> None:
+    config = rope_config(rope_type="dynamic", factor=4.0)
     expected, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, torch.device("cpu"), seq_len=CONTEXT)
     mine = model_config(config.to_dict())
     cos, _ = RotaryEmbedding(mine.rope, mine.max_position, build()).forward(torch.arange(CONTEXT))

@@ -32,13 +32,13 @@ def hook_names() -> set[str]:
     return {name for name, value in vars(hookspecs).items() if hasattr(value, f"{hookspecs.PROJECT}_spec")}
 
 
-def test_every_hook_without_implementations_is_none():
+def test_hooks_without_implementations_are_none():
     hooks = Hooks()
     assert len(hook_names()) == 10
     assert all(getattr(hooks, name) is None for name in hook_names())
 
 
-def test_a_hook_module_is_called_with_the_arguments_it_names(site):
+def test_hooks_are_called_with_the_arguments_they_name(site):
     site.install("good", {"hooks": {"good": "good_hooks"}}, good_hooks=GOOD)
     hooks = Hooks(Registry.from_environment())
     assert hooks.engine_started is not None
@@ -63,7 +63,7 @@ def test_a_hook_module_is_called_with_the_arguments_it_names(site):
         ("from minisgl_core import hookimpl\n@hookimpl\nasync def api_routes(app): pass", "without async"),
     ],
 )
-def test_a_bad_module_is_skipped_with_one_warning(site, caplog, source, cause):
+def test_an_invalid_hook_module_is_skipped_with_one_warning(site, caplog, source, cause):
     site.install("bad", {"hooks": {"bad": "bad_hooks"}}, bad_hooks=source)
     site.install("good", {"hooks": {"good": "good_hooks"}}, good_hooks=GOOD)
     with caplog.at_level(logging.WARNING):
@@ -119,7 +119,7 @@ def test_hooks_that_fail_to_start_are_skipped_with_a_warning(site, caplog, failu
     assert "no licence" in caplog.text
 
 
-def test_two_distributions_may_use_one_name_for_their_hooks(site):
+def test_hooks_of_two_distributions_may_have_one_name(site):
     for name in ("one", "two"):
         site.install(name, {"hooks": {"metrics": f"{name}_hooks"}}, **{f"{name}_hooks": GOOD})
     hooks = Hooks(Registry.from_environment())
@@ -132,8 +132,9 @@ def test_two_distributions_may_use_one_name_for_their_hooks(site):
 
 
 @pytest.mark.parametrize("failure", ["RuntimeError('out of ideas')", "SystemExit('out of ideas')"])
-def test_a_failing_hook_is_logged_once_and_goes_no_further(site, caplog, monkeypatch, failure):
-    monkeypatch.setenv("MINISGL_PLUGINS_BLOCK", "minisgl-example,minisgl-server:hooks:web_ui")  # their routes need apps
+def test_errors_of_hooks_are_logged_once_and_not_raised(site, caplog, monkeypatch, failure):
+    # these hooks need an app
+    monkeypatch.setenv("MINISGL_PLUGINS_BLOCK", "minisgl-example,minisgl-server:hooks:web_ui")
     source = f"""
 from minisgl_core import hookimpl
 
@@ -161,7 +162,7 @@ def api_routes(app):
         hooks.api_routes(app=None)
 
 
-def test_a_failing_wrapper_is_logged_once_and_goes_no_further(site, caplog):
+def test_errors_of_wrappers_are_logged_once_and_not_raised(site, caplog):
     source = """
 from minisgl_core import hookimpl
 
@@ -179,7 +180,7 @@ def engine_stopped():
     assert "bad_hooks.py" in caplog.text
 
 
-def test_a_preference_that_is_no_name_is_an_error_that_names_the_module(site):
+def test_a_preference_that_is_not_a_name_names_the_module(site):
     source = "from minisgl_core import hookimpl\n@hookimpl\ndef preferred_provider(kind):\n    return 7\n"
     site.install("bad", {"hooks": {"bad": "bad_hooks"}}, bad_hooks=source)
     preferred = preferred_by(Hooks(Registry.from_environment()))
@@ -187,7 +188,7 @@ def test_a_preference_that_is_no_name_is_an_error_that_names_the_module(site):
         preferred("ops", Hardware("cpu", "x86_64", (), 2**30, 1))
 
 
-def test_the_specs_are_documented_and_the_marker_is_the_projects():
+def test_hook_specs_are_documented_and_have_the_marker():
     assert all(inspect.getdoc(getattr(hookspecs, name)) for name in hook_names())
     assert isinstance(hookimpl, pluggy.HookimplMarker)
     assert hookimpl.project_name == "minisgl"

@@ -37,7 +37,7 @@ def policy(api: str = ">=2,<3") -> str:
     return POLICY.format(api=api)
 
 
-def test_entries_come_from_metadata_alone(site):
+def test_listing_entries_imports_no_plugin(site):
     site.install("one", {"policy": {"backwards": "no_such_module:Nothing"}}, version="2.5")
     registry = Registry.from_environment()
     assert Entry("policy", "backwards", "no_such_module:Nothing", "one", "2.5") in registry.entries("policy")
@@ -50,7 +50,7 @@ def test_shipped_providers_are_found_through_their_own_metadata():
     assert {entry.distribution for entry in registry.entries("platform")} >= {"minisgl-core"}
 
 
-def test_every_shipped_provider_has_a_requirement_that_installs_it():
+def test_shipped_providers_name_the_package_to_install():
     wrong = []
     for entry in (each for kind in KINDS for each in Registry.from_environment().entries(kind)):
         if entry.distribution in SHIPPED - {"minisgl-core"}:
@@ -71,7 +71,7 @@ def test_load_returns_the_class(site):
     ("body", "cause"),
     [("raise OSError('no such device')", "OSError: no such device"), ("return 'needs'", "'needs'"), ("pass", "None")],
 )
-def test_a_provider_that_cannot_say_whether_it_applies_is_named(site, body, cause):
+def test_a_provider_whose_unsupported_method_fails_is_named(site, body, cause):
     source = f"""
 from minisgl_core.platforms.cpu import CpuPlatform
 
@@ -85,7 +85,7 @@ class Odd(CpuPlatform):
     with pytest.raises(ProviderLoadError, match=f"'odd' of stranger 1.0 .*{cause}"):
         registry.unsupported("platform", "odd")
     hinted = pick_platform("auto", registry, lambda kind, hardware: "odd")
-    assert hinted[0].name in ("cpu", "cuda"), "it is passed over"
+    assert hinted[0].name in ("cpu", "cuda"), "auto skips it"
 
 
 THEIRS = """
@@ -101,7 +101,7 @@ class Theirs(CpuPlatform):
 """
 
 
-def test_auto_takes_a_packages_platform_only_where_preferred(site, monkeypatch):
+def test_auto_selects_a_plugin_platform_only_if_preferred(site, monkeypatch):
     site.install("stranger", {"platform": {"theirs": "theirs:Theirs"}}, theirs=THEIRS)
     registry = Registry.from_environment()
     own = pick_platform("auto", registry, NONE_PREFERRED)[1]
@@ -122,7 +122,7 @@ def test_auto_takes_a_packages_platform_only_where_preferred(site, monkeypatch):
     )
 
 
-def test_a_platform_whose_devices_torch_does_not_know_is_named(site):
+def test_a_platform_with_an_unknown_torch_device_is_named(site):
     source = """
 from dataclasses import replace
 from minisgl_core.platforms.cpu import CpuPlatform
@@ -137,7 +137,7 @@ class Odd(CpuPlatform):
         pick_platform("odd", Registry.from_environment(), NONE_PREFERRED)
 
 
-def test_an_unknown_name_lists_providers_and_a_close_match():
+def test_unknown_names_list_providers_and_a_close_match():
     with pytest.raises(ProviderNotFoundError, match=r"--policy.*'fcsf'.*installed: .*fcfs.*Did you mean 'fcfs'\?"):
         Registry.from_environment().entry("policy", "fcsf")
 
@@ -152,13 +152,13 @@ def test_an_unknown_name_lists_providers_and_a_close_match():
         ("commands", "launch", "pip install minisgl-server"),
     ],
 )
-def test_a_missing_shipped_name_names_its_package(kind, name, remedy):
+def test_missing_shipped_providers_name_their_package(kind, name, remedy):
     with pytest.raises(ProviderNotFoundError) as caught:
         Registry([]).entry(kind, name)
     assert remedy in str(caught.value)
 
 
-def test_a_typo_of_a_missing_shipped_name_is_recognised():
+def test_close_matches_include_missing_shipped_providers():
     with pytest.raises(ProviderNotFoundError, match="Did you mean 'trtllm'"):
         Registry([]).entry("attention", "trtlm")
 
@@ -168,7 +168,7 @@ def test_an_unknown_kind_is_refused():
         Registry([]).names("atention")
 
 
-def test_two_distributions_with_one_name_are_both_named(site):
+def test_duplicate_providers_name_both_distributions(site):
     for name in ("one", "two"):
         site.install(name, {"policy": {"backwards": f"{name}_policy:Backwards"}}, **{f"{name}_policy": policy()})
     registry = Registry.from_environment()
@@ -181,8 +181,8 @@ def test_two_distributions_with_one_name_are_both_named(site):
 
 
 @pytest.mark.parametrize("owner", ["a-plugin", "z-plugin"])
-def test_the_remedy_for_two_of_one_name_keeps_the_shipped_one(site, owner):
-    """And hides nothing but the other."""
+def test_the_remedy_for_duplicates_keeps_the_shipped_provider(site, owner):
+    """The remedy hides no other provider."""
     points = {"policy": {"fcfs": "other_policy:Backwards", "backwards": "other_policy:Backwards"}}
     site.install(owner, points, other_policy=policy())
     with pytest.raises(DuplicateProviderError) as caught:
@@ -193,7 +193,7 @@ def test_the_remedy_for_two_of_one_name_keeps_the_shipped_one(site, owner):
     assert registry.names("policy") == ["backwards", "fcfs", "longest-output-first", "lpm"]
 
 
-def test_one_distribution_found_twice_on_the_path_is_one(site, tmp_path: Path, monkeypatch):
+def test_a_distribution_found_twice_on_the_path_counts_once(site, tmp_path: Path, monkeypatch):
     site.install("my-plugin", {"policy": {"backwards": "one_policy:Backwards"}}, one_policy=policy())
     later = type(site)(tmp_path / "later")
     later.install("My_Plugin", {"policy": {"backwards": "other:Backwards", "stale": "other:Stale"}}, version="0.9")
@@ -204,7 +204,7 @@ def test_one_distribution_found_twice_on_the_path_is_one(site, tmp_path: Path, m
     assert "stale" not in registry.names("policy")
 
 
-def test_a_failing_import_says_why_and_what_to_do(site):
+def test_failed_imports_report_cause_and_remedy(site):
     site.install("one", {"policy": {"p": "one_broken:P"}}, one_broken="import surely_not_installed.part")
     site.install("two", {"policy": {"q": "two_broken:Q"}}, two_broken="raise RuntimeError('no\\n driver')")
     site.install("three", {"policy": {"r": "three_broken:R"}}, three_broken="import sys; sys.exit(3)")
@@ -218,7 +218,7 @@ def test_a_failing_import_says_why_and_what_to_do(site):
         registry.load("policy", "r")
 
 
-def test_a_shipped_provider_that_does_not_import_names_its_extra():
+def test_failed_imports_of_shipped_providers_name_the_extra():
     entry = Entry("attention", "fi", "surely_not_installed:Fi", "minisgl-backends", "0.1.0")
     with pytest.raises(ProviderLoadError, match=r"pip install 'minisgl-backends\[fi\]'"):
         Registry([entry]).load("attention", "fi")
@@ -253,7 +253,7 @@ def test_a_provider_for_another_plugin_api_is_refused(site, api, reason):
         Registry.from_environment().load("policy", "p")
 
 
-def test_lists_hide_providers_and_say_so(site):
+def test_allow_and_block_lists_hide_providers_with_a_note(site):
     site.install("My_Plugin", {"policy": {"a": "x:A", "b": "x:B"}})
     site.install("other", {"policy": {"c": "x:C"}})
 
@@ -292,12 +292,12 @@ def test_a_list_with_an_unknown_kind_is_refused(item):
 
 
 @pytest.mark.parametrize("item", ["policy:", ":policy:a", "mine:policy:", ":"])
-def test_a_list_with_half_an_item_is_refused(item):
+def test_a_list_with_an_incomplete_item_is_refused(item):
     with pytest.raises(InvalidValueError, match=f"MINISGL_PLUGINS_BLOCK='{item}'"):
         Registry.from_environment({"MINISGL_PLUGINS_BLOCK": item})
 
 
-def test_bad_metadata_and_unknown_groups_become_notes(site):
+def test_invalid_metadata_and_unknown_groups_become_notes(site):
     site.install("one", {"polcy": {"p": "one:P"}})
     site.install("two", {"policy": {"fine": "two:P"}})
     broken = site.path / "three-1.0.dist-info"
@@ -310,7 +310,7 @@ def test_bad_metadata_and_unknown_groups_become_notes(site):
 
 
 @pytest.mark.parametrize("name", ["a,b", "a:b", "a b"])
-def test_a_name_that_no_list_can_hold_is_a_note(site, name):
+def test_names_that_no_list_can_hold_become_notes(site, name):
     site.install("one", {"attention": {name: "one:P", "fine": "one:Q"}})
     registry = Registry.from_environment()
     assert "fine" in registry.names("attention")
@@ -318,7 +318,7 @@ def test_a_name_that_no_list_can_hold_is_a_note(site, name):
     assert any(f"one registers {name!r} in minisgl.attention" in note for note in registry.notes)
 
 
-def test_the_digest_changes_with_every_part_of_a_provider():
+def test_the_digest_covers_all_fields_of_an_entry():
     entry = Entry("policy", "p", "one:P", "one", "1.0")
     same = Registry([entry]).digest({"policy": "p"})
     others = [
@@ -330,7 +330,7 @@ def test_the_digest_changes_with_every_part_of_a_provider():
     assert len({same, *(Registry([other]).digest({"policy": "p"}) for other in others)}) == 4
 
 
-def test_the_digest_covers_both_halves_of_a_pair_in_order():
+def test_the_digest_covers_both_backends_of_a_pair_in_order():
     registry = Registry(Entry("attention", name, f"one:{name}", "one", "1.0") for name in "ab")
     digests = {registry.digest({"attention": names}) for names in ("a", "b", "a,b", "b,a")}
     assert len(digests) == 4

@@ -1,4 +1,4 @@
-"""TCP sockets between ranks: peers with the key are heard, others are refused, and messages are not readable on the way."""
+"""TCP sockets between ranks: peers without the key are refused, and messages are encrypted."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def free_port() -> int:
 
 
 def plain(peer: Any) -> None:
-    """Encrypts nothing."""
+    """Configure no encryption."""
 
 
 def with_another_key(peer: Any) -> None:
-    """Knows the receiver's public key, and has a key pair of its own."""
+    """Configure the receiver's public key and another key pair."""
     peer.curve_publickey, peer.curve_secretkey = zmq.curve_keypair()
     peer.curve_serverkey = zmq.curve_public(zmq.utils.z85.encode(bytes.fromhex(KEY)))
 
 
 def of_another_engine(peer: Any) -> None:
-    """Takes its own key for the receiver's, too."""
+    """Configure another engine's keys for both sides."""
     public, peer.curve_secretkey = zmq.curve_keypair()
     peer.curve_publickey = peer.curve_serverkey = public
 
@@ -72,7 +72,7 @@ def test_a_peer_without_the_key_is_refused(prepare: Callable[[Any], None]) -> No
 
 
 def test_a_peer_without_the_key_that_sends_too_much_is_closed() -> None:
-    """A greeting and the header of a command, as ZMTP 3.0 lays them out, come before any key."""
+    """Before the handshake, a peer may send a greeting and one command, as ZMTP 3.0 lays them out."""
     greeting = struct.pack(">B8xBBx20s32x", 0xFF, 0x7F, 3, b"CURVE")
     port = free_port()
     with (
@@ -96,7 +96,7 @@ def test_messages_arrive_in_order_over_tcp() -> None:
             assert [receiver.receive(timeout_s=10).request_id for _ in range(200)] == [str(n) for n in range(200)]
 
 
-def test_a_message_is_not_readable_on_the_wire() -> None:
+def test_messages_are_encrypted() -> None:
     port, seen = free_port(), bytearray()
     with (
         socket.create_server(("127.0.0.1", 0)) as proxy,
@@ -126,7 +126,7 @@ def test_an_address_without_a_key_is_refused() -> None:
         Sender(f"tcp://127.0.0.1:{free_port()}")
 
 
-def test_a_port_in_use_is_an_error_and_leaves_no_thread() -> None:
+def test_a_port_in_use_raises_an_error_and_leaves_no_thread() -> None:
     before = threading.active_count()
     with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(zmq.ZMQError, match="in use"):
         Receiver[Any](tcp_address("127.0.0.1", server.getsockname()[1], KEY), Stop)

@@ -1,4 +1,4 @@
-"""The executor that is shipped passes the kit, and the kit catches broken ones."""
+"""The shipped executors pass the kit, and the kit catches broken ones."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ def test_a_broken_executor_fails_the_kit(broken: type[Executor], caught_by: str)
     assert isinstance(error, AssertionError), error
 
 
-def test_local_refuses_a_placement_over_hosts() -> None:
+def test_the_local_executor_refuses_several_hosts() -> None:
     with pytest.raises(ProviderUnsupportedError, match="use --executor ray"):
         make_executor(EngineConfig.from_flat(tp=2, placement="spread"), Registry.from_environment(), Supervisor())
 
 
-def test_ray_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the package; with it, for Ray Client and for several engines."""
+def test_unsupported_ray_setups_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray may be missing; Ray Client and several engines are unsupported."""
     config, registry = EngineConfig.from_flat(tp=2, executor="ray"), Registry.from_environment()
     if importlib.util.find_spec("ray") is None:
         with pytest.raises(ProviderUnsupportedError, match=r"pip install 'minisgl-backends\[ray\]'"):

@@ -15,7 +15,7 @@ from minisgl_core.runtime.ipc import AsyncReceiver, IpcAddresses, Receiver, Send
 from minisgl_core.sampling_params import SamplingParams
 
 
-def test_a_launch_has_a_private_directory_that_is_removed() -> None:
+def test_the_ipc_directory_is_private_and_removed_at_the_end() -> None:
     with IpcAddresses.create() as first, IpcAddresses.create() as second:
         assert first.directory != second.directory
         assert stat.S_IMODE(Path(first.directory).stat().st_mode) == 0o700
@@ -23,13 +23,13 @@ def test_a_launch_has_a_private_directory_that_is_removed() -> None:
     first.remove()
 
 
-def test_addresses_differ() -> None:
+def test_ipc_addresses_are_unique() -> None:
     addresses = IpcAddresses("/x", num_tokenizers=3)
     named = [addresses.api_in, addresses.scheduler_in, *addresses.tokenizer_in]
     assert len(set(named)) == 5
 
 
-def test_a_temporary_directory_too_deep_for_sockets_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_long_paths_of_sockets_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     deep = tmp_path / ("d" * 90)
     deep.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(deep))
@@ -60,19 +60,19 @@ def test_messages_sent_before_the_receiver_binds_arrive_in_order() -> None:
             assert receiver.drain() == []
 
 
-def test_what_was_sent_last_arrives_after_the_sender_has_closed() -> None:
+def test_close_delivers_pending_messages() -> None:
     with IpcAddresses.create() as endpoints, Receiver[Any](endpoints.scheduler_in, Stop) as receiver:
         with Sender(endpoints.scheduler_in) as sender:
             sender.send(Stop())
         assert receiver.receive(timeout_s=10) == Stop()
 
 
-def test_closing_without_a_receiver_does_not_wait_long() -> None:
+def test_close_without_a_receiver_returns_soon() -> None:
     with IpcAddresses.create() as endpoints, Sender(endpoints.scheduler_in) as sender:
         sender.send(Stop())
 
 
-def test_a_sender_that_reconnects_drops_its_queue_and_keeps_its_limit() -> None:
+def test_reconnecting_drops_the_queue_and_keeps_its_limit() -> None:
     with IpcAddresses.create() as endpoints, Sender(endpoints.scheduler_in, max_messages=1) as sender:
         sender.send(Abort("lost"), wait=False)
         sender.reconnect(endpoints.router_events)

@@ -16,7 +16,7 @@ from minisgl_core.errors import WorkerDiedError, WorkerRefusedError
 from minisgl_core.runtime.supervisor import Supervisor
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))  # children import what they run by name
+sys.path.insert(0, str(HERE))  # child processes import their functions by name
 import children  # noqa: E402
 
 
@@ -27,7 +27,7 @@ def supervisor():
     made.terminate()
 
 
-def test_children_report_carry_a_title_and_end(supervisor: Supervisor) -> None:
+def test_children_report_ready_set_their_title_and_end(supervisor: Supervisor) -> None:
     supervisor.start("engine rank 0", children.serve, "engine rank 0")
     supervisor.start("tokenizer 0", children.serve, "tokenizer 0")
     assert supervisor.wait_ready()
@@ -38,28 +38,28 @@ def test_children_report_carry_a_title_and_end(supervisor: Supervisor) -> None:
     assert not any(process.is_running() for process in found)
 
 
-def test_garbage_collections_skip_what_the_start_has_made(supervisor: Supervisor) -> None:
+def test_objects_of_the_start_are_frozen_for_garbage_collection(supervisor: Supervisor) -> None:
     supervisor.start("frozen", children.end_frozen)
     with pytest.raises(WorkerDiedError, match="17"):
         supervisor.wait()
 
 
-def test_a_wait_of_no_time_looks_all_the_same(supervisor: Supervisor) -> None:
+def test_wait_without_a_timeout_checks_the_children(supervisor: Supervisor) -> None:
     supervisor.start("victim", children.serve, "victim")
     assert supervisor.wait_ready()
     assert not supervisor.wait(timeout_s=0)
     os.kill(supervisor.pid("victim"), signal.SIGKILL)
 
-    def look_again_and_again() -> None:
+    def wait_repeatedly() -> None:
         for _ in range(100):
             supervisor.wait(timeout_s=0)
             time.sleep(0.05)
 
     with pytest.raises(WorkerDiedError, match="'victim' was killed by SIGKILL"):
-        look_again_and_again()
+        wait_repeatedly()
 
 
-def test_wait_ends_at_its_timeout_and_when_woken(supervisor: Supervisor) -> None:
+def test_wait_ends_at_its_timeout_and_when_the_pipe_is_written(supervisor: Supervisor) -> None:
     supervisor.start("slow", children.never_ready)
     assert not supervisor.wait_ready(timeout_s=0.1)
     reader, writer = os.pipe()
@@ -79,7 +79,7 @@ def test_wait_ends_at_its_timeout_and_when_woken(supervisor: Supervisor) -> None
         (children.end_with, (0,), "'bad' ended unexpectedly with exit code 0"),
     ],
 )
-def test_a_failure_is_raised_in_the_parent(supervisor: Supervisor, target, args, words) -> None:
+def test_errors_of_children_are_raised_in_the_parent(supervisor: Supervisor, target, args, words) -> None:
     supervisor.start("other", children.never_ready)
     supervisor.start("bad", target, *args)
     with pytest.raises(WorkerDiedError) as caught:
@@ -91,7 +91,7 @@ def test_a_failure_is_raised_in_the_parent(supervisor: Supervisor, target, args,
 
 @pytest.mark.parametrize("debug", ["0", "1"])
 @pytest.mark.parametrize("target", [children.fail_by_bug, children.fail_by_user])
-def test_the_traceback_of_a_bug_is_logged_and_debug_logs_that_of_any_error(
+def test_tracebacks_of_bugs_are_logged_and_of_all_with_debug(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, debug: str, target
 ) -> None:
     monkeypatch.setenv("MINISGL_DEBUG", debug)
@@ -117,17 +117,17 @@ def test_a_killed_child_is_named_before_those_that_fail(supervisor: Supervisor) 
     peer, victim = (psutil.Process(supervisor.pid(name)) for name in ("peer", "victim"))
     victim.kill()
     while any(process.status() != psutil.STATUS_ZOMBIE for process in (peer, victim)):
-        time.sleep(0.01)  # not waited for, as the supervisor reads their exit codes
+        time.sleep(0.01)  # do not wait: the supervisor must read their exit codes
     with pytest.raises(WorkerDiedError, match="'victim' was killed by SIGKILL"):
         supervisor.wait_ready()
 
 
-def test_a_killed_child_whose_end_becomes_visible_after_a_failure_is_named(supervisor: Supervisor) -> None:
+def test_a_killed_child_is_named_if_its_peer_failed_earlier(supervisor: Supervisor) -> None:
     supervisor.start("peer", children.fail_by_bug)
     supervisor.start("victim", children.never_ready)
     peer, victim = (psutil.Process(supervisor.pid(name)) for name in ("peer", "victim"))
     while peer.status() != psutil.STATUS_ZOMBIE:
-        time.sleep(0.01)  # not waited for, as the supervisor reads its exit code
+        time.sleep(0.01)  # do not wait: the supervisor must read its exit code
     killer = threading.Timer(0.3, victim.kill)
     killer.start()
     with pytest.raises(WorkerDiedError, match="'victim' was killed by SIGKILL"):
@@ -144,22 +144,22 @@ def test_a_killed_child_is_named_with_its_signal(supervisor: Supervisor) -> None
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_to_all_is_the_parents_business(supervisor: Supervisor, number: int) -> None:
+def test_children_ignore_terminal_signals(supervisor: Supervisor, number: int) -> None:
     supervisor.start("one", children.serve, "one")
     supervisor.wait_ready()
     os.kill(supervisor.pid("one"), number)
-    assert not supervisor.wait(timeout_s=0.5), "it goes on"
+    assert not supervisor.wait(timeout_s=0.5), "the child still runs"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_so_is_one_before_the_child_has_begun(supervisor: Supervisor, number: int) -> None:
+def test_children_ignore_terminal_signals_while_they_start(supervisor: Supervisor, number: int) -> None:
     supervisor.start("one", children.serve, "one")
     os.kill(supervisor.pid("one"), number)
     supervisor.wait_ready()
-    assert number not in signal.pthread_sigmask(signal.SIG_BLOCK, []), "the parent hears its own again"
+    assert number not in signal.pthread_sigmask(signal.SIG_BLOCK, []), "the parent has unblocked the signal"
 
 
-def test_an_end_that_was_asked_for_is_no_error(supervisor: Supervisor) -> None:
+def test_end_raises_no_error(supervisor: Supervisor) -> None:
     supervisor.start("one", children.serve, "one")
     supervisor.wait_ready()
     supervisor.end("one")
@@ -167,7 +167,7 @@ def test_an_end_that_was_asked_for_is_no_error(supervisor: Supervisor) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_an_end_after_the_check_of_the_condition_wakes_the_wait(supervisor: Supervisor) -> None:
+def test_a_child_that_ends_during_the_condition_ends_the_wait(supervisor: Supervisor) -> None:
     supervisor.start("one", children.serve, "one")
     assert supervisor.wait_ready()
     pid = supervisor.pid("one")
@@ -176,13 +176,13 @@ def test_an_end_after_the_check_of_the_condition_wakes_the_wait(supervisor: Supe
         if not supervisor.is_alive("one"):
             return True
         supervisor.end("one")
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # it has ended by the time that this is known
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # it has ended before the condition returns
         return False
 
     assert supervisor.wait(has_ended, timeout_s=math.inf)
 
 
-def test_a_child_that_does_not_end_is_killed(supervisor: Supervisor) -> None:
+def test_children_that_ignore_sigterm_are_killed(supervisor: Supervisor) -> None:
     supervisor.start("deaf", children.serve_deaf)
     supervisor.wait_ready()
     child = psutil.Process(supervisor.pid("deaf"))
@@ -190,7 +190,7 @@ def test_a_child_that_does_not_end_is_killed(supervisor: Supervisor) -> None:
     assert not child.is_running()
 
 
-def test_children_of_a_killed_parent_end_and_clean_up(tmp_path: Path) -> None:
+def test_children_end_and_remove_files_if_the_parent_is_killed(tmp_path: Path) -> None:
     sockets = tmp_path / "sockets"
     sockets.mkdir()
     pid_file = tmp_path / "pids"

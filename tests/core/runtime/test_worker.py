@@ -1,4 +1,4 @@
-"""A rank's process serves, closes its engine at the end, and after an error does not wait for the other ranks."""
+"""The process of a rank: it serves, closes its engine at the end, and after an error does not wait for other ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CONFIG = EngineConfig.from_flat(
 
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Calls at the end of the process, in order."""
+    """Record the calls at the end of the process, in order."""
     done: list[str] = []
     close, abort, send_all = ModelRunner.close, SingleRank.abort, worker.send_all
     monkeypatch.setattr(ModelRunner, "close", lambda self: (done.append("close"), close(self))[1])
@@ -57,12 +57,12 @@ def run(messages: list[Any], before_each: Callable[[], object] = lambda: None) -
         worker.run_worker(CONFIG, [RankPlacement()], 0, endpoints, report)
 
 
-def test_a_stopped_rank_closes_its_engine_after_telling_others(ends: list[str]) -> None:
+def test_a_stopped_rank_stops_the_others_and_closes_its_engine(ends: list[str]) -> None:
     run([Stop()])
     assert ends == ["stop the others", "close"]
 
 
-def test_a_rank_that_fails_waits_for_nobody(ends: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_rank_aborts_without_waiting(ends: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: object) -> None:
         raise RuntimeError("by and by")
 
@@ -91,7 +91,7 @@ def test_the_grammar_backend_is_loaded_once_when_no_request_runs(monkeypatch: py
 
 @contextmanager
 def stage() -> Iterator[tuple[BuiltModelRunner, Receiver[Any], Sender, str, str]]:
-    """An engine as the last pipeline stage has it: its queue, a sender to that, and the addresses of it and of rank 0."""
+    """Build an engine as the last pipeline stage does. Yield its receiver, a sender to it, and the addresses of ranks 1 and 0."""
     with IpcAddresses.create() as endpoints:
         own, rank0 = (f"ipc://{endpoints.directory}/rank-{rank}" for rank in (1, 0))
         with Receiver[Any](own, worker.FromRank0) as inbox, Sender(own) as sender:
@@ -114,8 +114,8 @@ def test_the_last_stage_sends_each_result_to_rank_0(monkeypatch: pytest.MonkeyPa
             assert len(found.prompt_logprobs[0]) > 0
 
 
-def test_a_step_that_fails_later_ends_the_rank_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 waits for the result, so no further plan would wake this rank."""
+def test_an_asynchronous_error_of_a_step_ends_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 waits for the result, so that no further plan would wake this rank."""
 
     def fail(pending: PendingStep) -> None:
         raise RuntimeError("the device failed")
@@ -128,7 +128,7 @@ def test_a_step_that_fails_later_ends_the_rank_with_its_error(monkeypatch: pytes
 
 
 class Backlog:
-    """A receiver with all messages at once, and a Stop when no work is left."""
+    """Receiver that has all messages at once, and then a Stop."""
 
     def __init__(self, *messages: Any) -> None:
         self._messages = list(messages)
@@ -141,8 +141,8 @@ class Backlog:
         return taken
 
 
-class WorkersSocket:
-    """A tokenizer worker's."""
+class FakeSocket:
+    """Socket of a tokenizer worker."""
 
     def __init__(self) -> None:
         self.messages: list[Any] = []
@@ -151,9 +151,9 @@ class WorkersSocket:
         self.messages.append(message)
 
 
-def test_requests_of_one_token_that_came_together_run_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each ends with the step that it began with, so nothing runs between two of them."""
-    loop, socket, steps = tiny.new_loop(num_rows=9, num_pages=100), WorkersSocket(), []
+def test_all_queued_requests_run_in_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of one token end in their first step, so that no later step could batch them."""
+    loop, socket, steps = tiny.new_loop(num_rows=9, num_pages=100), FakeSocket(), []
     monkeypatch.setattr(loop.scheduler, "step_planned", lambda plan: steps.append(plan.num_requests))
     one = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     names = [str(place) for place in range(8)]

@@ -1,4 +1,4 @@
-"""A grammar applies from the first token, or after the reasoning content."""
+"""Grammars apply from the first token, or after the reasoning content."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ def allowed(grammars: GrammarManager, constraint: Constraint) -> set[int]:
     return set(np.flatnonzero(np.unpackbits(masks[1].view(np.uint8), bitorder="little")).tolist())
 
 
-class Forgetful(LlguidanceGrammar):
+class CompilesToNone(LlguidanceGrammar):
     def compile(self, kind: GrammarKind, text: str, name: str) -> Any:
         super().compile(kind, text, name)
 
 
-def test_a_provider_that_compiles_to_nothing_is_named() -> None:
-    grammars = GrammarManager(lambda: Forgetful(byte_tokenizer(), VOCAB_SIZE, EOS), VOCAB_SIZE)
+def test_a_provider_that_returns_no_grammar_is_named() -> None:
+    grammars = GrammarManager(lambda: CompilesToNone(byte_tokenizer(), VOCAB_SIZE, EOS), VOCAB_SIZE)
     constraint = grammars.start(GrammarSource("choice", '["a"]', "it"))
     wait([constraint.compilation], 60)
     constraint.begin()
-    assert "compile() of <class 'tests.core.scheduler.test_constraints.Forgetful'>" in constraint.error
+    assert "compile() of <class 'tests.core.scheduler.test_constraints.CompilesToNone'>" in constraint.error
 
 
 class Broken(LlguidanceGrammar):
@@ -71,7 +71,7 @@ class Broken(LlguidanceGrammar):
     [
         (Broken, "(", "invalid", "it", r"it='\('"),
         (Broken, "broken", "internal", None, "The grammar cannot be compiled"),
-        (Forgetful, "a", "internal", None, r"compile\(\) of .*Forgetful"),
+        (CompilesToNone, "a", "internal", None, r"compile\(\) of .*CompilesToNone"),
     ],
 )
 def test_errors_of_grammars_name_the_request_or_the_provider(
@@ -88,8 +88,8 @@ def test_errors_of_grammars_name_the_request_or_the_provider(
     assert re.search(message, output.rejected.message)
 
 
-def test_a_grammar_that_exceeds_a_limit_can_be_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """llguidance's limits are those of all outputs of a compiled grammar together."""
+def test_a_grammar_whose_output_hit_a_limit_is_usable_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limits of llguidance apply to all outputs of a compiled grammar together."""
     monkeypatch.setattr(llguidance_grammar, "_LIMITS", llguidance.LLParserLimits(max_lexer_states=100))
     loop = tiny.new_loop(page_size=4, num_pages=20)
     loop.scheduler.grammars = GrammarManager(lambda: LlguidanceGrammar(byte_tokenizer(), VOCAB_SIZE, EOS), VOCAB_SIZE)
@@ -116,7 +116,7 @@ def test_an_aborted_request_does_not_wait_for_its_grammar() -> None:
     grammars = GrammarManager(lambda: LlguidanceGrammar(byte_tokenizer(), VOCAB_SIZE, EOS), VOCAB_SIZE)
     loop.scheduler.grammars = grammars
     submit = Submit(request_id="r", token_ids=np.array([3, 4], np.int32), sampling=SamplingParams(max_tokens=2))
-    with grammars._backend_lock:  # the threads wait
+    with grammars._backend_lock:  # blocks the threads
         for number in range(9):
             source = GrammarSource("regex", f"{number}", "it")
             loop.scheduler.submit(msgspec.structs.replace(submit, request_id=f"{number}", grammar=source))
@@ -130,7 +130,7 @@ def test_an_aborted_request_does_not_wait_for_its_grammar() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 15, 16, 1000])
-def test_banned_tokens_are_cleared(count: int) -> None:
+def test_banned_tokens_are_cleared_from_masks(count: int) -> None:
     mask = np.full(mask_width(2000), -1, np.int32)
     banned = frozenset(np.random.default_rng(count).choice(2000, count, replace=False).tolist())
     clear_tokens(mask, banned)
@@ -138,8 +138,8 @@ def test_banned_tokens_are_cleared(count: int) -> None:
     assert set(np.flatnonzero(bits == 0).tolist()) == banned
 
 
-def test_many_banned_tokens_cost_little() -> None:
-    """Each output of a request may have a thousand bad words and a thousand stop tokens, which every step bans."""
+def test_many_banned_tokens_take_little_time() -> None:
+    """Each output may have a thousand bad words and a thousand stop tokens, which are banned in every step."""
     mask = np.full(mask_width(150_000), -1, np.int32)
 
     def seconds(count: int) -> float:
@@ -150,9 +150,9 @@ def test_many_banned_tokens_cost_little() -> None:
 
 
 def test_a_grammar_starts_in_constant_time() -> None:
-    """Clients may send thousands of different grammars, and the loop of all requests starts each."""
+    """Clients may send thousands of different grammars, and the engine loop starts all of them."""
     grammars, seconds = GrammarManager(lambda: LlguidanceGrammar(byte_tokenizer(), VOCAB_SIZE, EOS), VOCAB_SIZE), []
-    with grammars._backend_lock:  # the threads wait
+    with grammars._backend_lock:  # blocks the threads
         for number in range(2000):
             started = time.perf_counter()
             grammars.start(GrammarSource("regex", f"a{number}", "it"))
@@ -161,14 +161,14 @@ def test_a_grammar_starts_in_constant_time() -> None:
     assert min(seconds[-200:]) < 20 * min(seconds[:200])
 
 
-def test_from_the_beginning(grammars: GrammarManager) -> None:
+def test_grammars_apply_from_the_first_token(grammars: GrammarManager) -> None:
     constraint = begin(grammars, None, None)
     assert allowed(grammars, constraint) == {A, B}
     constraint.accept(B)
     assert constraint.is_finished
 
 
-def test_after_thoughts(grammars: GrammarManager) -> None:
+def test_grammars_apply_after_the_reasoning_content(grammars: GrammarManager) -> None:
     constraint = begin(grammars, END, None)
     for token in (X, BEGIN, X):
         assert len(allowed(grammars, constraint)) == EVERYTHING
@@ -177,8 +177,8 @@ def test_after_thoughts(grammars: GrammarManager) -> None:
     assert allowed(grammars, constraint) == {A, B}
 
 
-def test_after_thoughts_if_there_are_any(grammars: GrammarManager) -> None:
-    """A model that may think or not: what it does not think follows the grammar."""
+def test_grammars_apply_after_optional_reasoning_content(grammars: GrammarManager) -> None:
+    """The model may start with reasoning content or with the output of the grammar."""
     constraint = begin(grammars, END, BEGIN)
     assert allowed(grammars, constraint) == {A, B, BEGIN}
     assert not constraint.is_finished

@@ -1,4 +1,4 @@
-"""Grammars are tried in a process of their own, with limits; what passes is remembered within bounds."""
+"""Grammars are checked in a separate process with limits; valid ones are cached in bounded memory."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ def new_grammars(checker: GrammarChecker | None = None) -> GrammarManager:
 
 
 def wait_for_none_pending(grammars: GrammarManager) -> None:
-    """A thread removes a grammar a moment after it has set the result."""
+    """Wait until no grammar is pending, as a thread removes a grammar shortly after it sets the result."""
     deadline = time.monotonic() + 10
     while grammars._pending:
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
 
-def test_what_takes_too_long_names_field_and_limit(checker: GrammarChecker) -> None:
+def test_slow_grammars_are_refused_with_field_and_limit(checker: GrammarChecker) -> None:
     with pytest.raises(InvalidValueError, match="must be compiled within") as raised:
         checker.check(GrammarSource("grammar", INTERSECTION, "field.of_the_user"))
     assert raised.value.name == "field.of_the_user"
-    assert checker.check(regex("a|b")) > 0  # by a new process
+    assert checker.check(regex("a|b")) > 0  # in a new process
 
 
-def test_a_fault_is_told_as_by_the_provider(checker: GrammarChecker) -> None:
+def test_errors_equal_those_of_the_provider(checker: GrammarChecker) -> None:
     with pytest.raises(InvalidValueError) as wanted:
         LlguidanceGrammar.check("regex", "(a", "it")
     with pytest.raises(InvalidValueError) as raised:
@@ -90,7 +90,7 @@ def test_close_ends_the_process() -> None:
     assert not child.is_running()
 
 
-def test_a_process_that_is_killed_is_not_called_slow() -> None:
+def test_a_killed_process_is_not_reported_as_slow() -> None:
     checker = GrammarChecker("llguidance")
     checker.check(regex("a"))
     process = psutil.Process(checker._thorough._process.pid)
@@ -111,7 +111,7 @@ def test_a_process_that_is_killed_is_not_called_slow() -> None:
     checker.close()
 
 
-def test_it_ends_with_a_parent_that_is_killed() -> None:
+def test_processes_end_if_the_parent_is_killed() -> None:
     code = (
         "import time; from minisgl_core.scheduler.grammar_checker import GrammarChecker; checker = GrammarChecker('llguidance');"
         "from minisgl_core.contracts.structured_outputs import GrammarSource; checker.check(GrammarSource('regex', 'a', 'it'));"
@@ -129,7 +129,7 @@ def test_it_ends_with_a_parent_that_is_killed() -> None:
         assert not each.is_running() or each.status() == psutil.STATUS_ZOMBIE
 
 
-def test_no_failed_grammar_is_remembered(checker: GrammarChecker) -> None:
+def test_failed_grammars_are_not_cached(checker: GrammarChecker) -> None:
     grammars = new_grammars(checker)
     for text in ("(a", "b)", "[c"):
         with pytest.raises(InvalidValueError):
@@ -139,7 +139,7 @@ def test_no_failed_grammar_is_remembered(checker: GrammarChecker) -> None:
     assert grammars.num_grammars == 1
 
 
-def test_grammars_are_forgotten_by_their_bytes(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_grammars_are_limited_in_bytes(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
     grammars = new_grammars(checker)
     monkeypatch.setattr(constraints, "MAX_CACHED_BYTES", 3 * 64 * 1000)
     for number in range(10):
@@ -148,7 +148,7 @@ def test_grammars_are_forgotten_by_their_bytes(checker: GrammarChecker, monkeypa
     assert 1 <= grammars.num_grammars <= 3
 
 
-def test_too_much_text_that_waits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_pending_characters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     grammars = new_grammars()
     monkeypatch.setattr(constraints, "MAX_PENDING_CHARS", 1000)
     with grammars._backend_lock:
@@ -159,7 +159,7 @@ def test_too_much_text_that_waits_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     grammars.close()
 
 
-def test_a_part_is_named_before_the_whole(checker: GrammarChecker) -> None:
+def test_errors_name_the_part_of_a_combined_grammar(checker: GrammarChecker) -> None:
     parts = (("tools[0].function.parameters", '{"type": "no"}'),)
     source = GrammarSource("choice", '["a"]', "tools", parts=parts)
     with pytest.raises(InvalidValueError) as raised:
@@ -167,10 +167,10 @@ def test_a_part_is_named_before_the_whole(checker: GrammarChecker) -> None:
     assert raised.value.name == "tools[0].function.parameters"
 
 
-def test_a_grammar_that_no_request_waits_for_is_not_compiled() -> None:
-    """Otherwise clients that send expensive grammars and leave would keep the threads busy for all others."""
+def test_grammars_without_waiting_requests_are_not_compiled() -> None:
+    """Clients that send expensive grammars and disconnect must not keep the threads busy."""
     grammars = new_grammars()
-    with grammars._backend_lock:  # the threads wait
+    with grammars._backend_lock:  # blocks the threads
         busy = [grammars.start(GrammarSource("regex", f"busy{number}", "it")) for number in range(2)]
         left = [grammars.start(GrammarSource("regex", "left" * 1000, "it")) for _ in range(2)]
         kept = grammars.start(GrammarSource("regex", "kept", "it"))
@@ -189,8 +189,8 @@ def test_a_grammar_that_no_request_waits_for_is_not_compiled() -> None:
     grammars.close()
 
 
-def test_expensive_grammars_delay_others_by_little(checker: GrammarChecker) -> None:
-    """Those that fail a quick trial are tried again in another process and thread."""
+def test_expensive_grammars_do_not_delay_others(checker: GrammarChecker) -> None:
+    """Grammars that time out in a quick trial are compiled again in another process and thread."""
     grammars = new_grammars(checker)
     expensive = [grammars.start(GrammarSource("grammar", f"{INTERSECTION}// {number}", "it")) for number in range(8)]
     harmless = grammars.start(regex("a|b"))
@@ -204,8 +204,8 @@ def test_expensive_grammars_delay_others_by_little(checker: GrammarChecker) -> N
     wait_for_none_pending(grammars)
 
 
-def test_the_limit_is_that_of_all_parts_together(checker: GrammarChecker) -> None:
-    """Otherwise one request with many tools could keep the process busy for a minute."""
+def test_the_time_limit_covers_all_parts_together(checker: GrammarChecker) -> None:
+    """One request with many tools must not keep the process busy for a minute."""
     enum = json.dumps({"enum": [{"a": number, "b": "x"} for number in range(300)]})
     checker.check(GrammarSource("json_schema", enum, "one"))  # takes about 15 ms
     parts = tuple((f"tools[{index}]", enum) for index in range(200))
@@ -215,7 +215,7 @@ def test_the_limit_is_that_of_all_parts_together(checker: GrammarChecker) -> Non
 
 
 def test_errors_name_the_field_of_their_request() -> None:
-    """Requests with the same text in different fields share no error, and other parts are checked although the text is known."""
+    """Equal texts in different fields share no error. Parts are checked even if the text is cached."""
     grammars = new_grammars()
     with grammars._backend_lock:
         constraints = [grammars.start(GrammarSource("regex", "(a", name)) for name in ("one", "two")]
@@ -232,7 +232,7 @@ def test_errors_name_the_field_of_their_request() -> None:
     checker.close()
 
 
-def test_a_grammar_may_fail_while_the_same_is_started() -> None:
+def test_a_grammar_may_fail_while_an_equal_one_starts() -> None:
     """The thread that fails removes the entry at any moment of `start`."""
 
     class Entries(OrderedDict):  # type: ignore[type-arg]

@@ -1,4 +1,4 @@
-"""Scheduling for several pipeline stages: even batches in flight, and no request that needs a token the host does not know."""
+"""Scheduling for several pipeline stages: micro-batches are even, and requests wait until their last token is known."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROMPTS = [[5, 9, 3, number] for number in range(10, 18)]
 
 
 def watched(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[EngineLoop, list[BatchPlan], list[int]]:
-    """A loop, the plans that it launches, and the steps in flight after each call of `step`."""
+    """Return a loop, the plans that it launches, and the number of steps in flight after each call of `step`."""
     loop, plans, left = tiny.new_loop(num_rows=9, num_pages=100, **options), [], []
     execute_model, step = loop.model_runner.execute_model, loop.step
     monkeypatch.setattr(loop.model_runner, "execute_model", lambda plan: (plans.append(plan), execute_model(plan))[1])
@@ -34,7 +34,7 @@ def generate(loop: EngineLoop, prompts: list[list[int]], max_tokens: int) -> Non
 
 
 @pytest.mark.parametrize(("pp", "overlap", "num_batches"), [(2, False, 2), (2, True, 3), (3, False, 3), (4, True, 5)])
-def test_decodes_spread_evenly_over_the_batches_in_flight(
+def test_decodes_are_spread_evenly_over_micro_batches(
     pp: int, overlap: bool, num_batches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop, plans, left = watched(monkeypatch, pp=pp, disable_overlap=not overlap)
@@ -47,8 +47,8 @@ def test_decodes_spread_evenly_over_the_batches_in_flight(
 
 
 @pytest.mark.parametrize("pp", [2, 3])
-def test_a_request_waits_for_its_token(pp: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only `--pp 1` reads tokens that the host does not know yet: other stages than the last one do not have them."""
+def test_requests_wait_for_their_last_token(pp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only `--pp 1` reads unknown tokens on the device: no other stage than the last one has them."""
     loop, plans, _ = watched(monkeypatch, pp=pp, disable_overlap=False)
     generate(loop, PROMPTS[:3], 6)
     assert all((plan.token_ids != FROM_DEVICE).all() for plan in plans)
@@ -57,15 +57,15 @@ def test_a_request_waits_for_its_token(pp: int, monkeypatch: pytest.MonkeyPatch)
     assert any((plan.token_ids == FROM_DEVICE).any() for plan in plans)
 
 
-def test_chunks_of_a_prompt_follow_each_other_through_the_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_of_a_prompt_are_pipelined(monkeypatch: pytest.MonkeyPatch) -> None:
     loop, plans, left = watched(monkeypatch, pp=3, disable_overlap=True, max_prefill_length=4)
     generate(loop, [list(range(3, 19))], 1)
     assert [plan.starts.tolist() for plan in plans] == [[0], [4], [8], [12]]
     assert left[:3] == [1, 2, 2]
 
 
-def test_a_preempted_request_leaves_its_step_to_another() -> None:
-    """The request that is next in the pipeline is also the last in the queue's order, so it loses its pages."""
+def test_the_next_request_of_a_micro_batch_may_be_preempted() -> None:
+    """The next request of the pipeline is the last one in the queue, so it loses its pages."""
     loop = tiny.new_loop(page_size=1, num_pages=49, cache="naive", pp=2, disable_overlap=True)
     sampling = SamplingParams(temperature=0.0, max_tokens=28, ignore_eos=True)
     prompts = {"deferred": list(range(3, 23)), "urgent": list(range(23, 43))}

@@ -1,4 +1,4 @@
-"""Engine snapshots are exact, bounded, and made only while a client asks for them."""
+"""Engine snapshots are exact and bounded, and are recorded only while clients request them."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def submit(loop: Any, name: str, prompt: tuple[int, ...], num_tokens: int = 20) 
 
 
 def owners(state: EngineSnapshot) -> np.ndarray:
-    """The page map, a page an entry."""
+    """Return the page map, with an entry per page."""
     pages = state.pages
     ends = [*pages.map_starts[1:].tolist(), pages.num_mapped]
     return np.repeat(pages.map_owners, np.diff([*pages.map_starts.tolist()[:1], *ends]))
 
 
 def check_pages(state: EngineSnapshot) -> None:
-    """The counts add up to the pool, and the map and the tree agree with them."""
+    """Check that the counts add up to the pool's size, and that the map and the tree agree with them."""
     pages, mapped = state.pages, owners(state)
     assert pages.num_free + pages.num_private + pages.num_locked + pages.num_evictable == pages.capacity
     assert len(mapped) == pages.capacity
@@ -49,7 +49,7 @@ def check_pages(state: EngineSnapshot) -> None:
         assert node.parent_id in {0, *(each.node_id for each in state.nodes)}
 
 
-def test_counts_while_requests_run_and_after() -> None:
+def test_page_counts_during_and_after_requests() -> None:
     loop = new_loop(max_running_requests=2)
     watch = Monitor(loop.scheduler)
     empty = watch.snapshot(SnapshotRequest(worker=3))
@@ -126,7 +126,7 @@ def test_a_snapshot_of_many_requests_stays_small() -> None:
     tiny.run(loop)
 
 
-def test_of_many_requests_in_a_step_prefills_are_kept() -> None:
+def test_snapshots_prefer_prefills_if_a_step_has_many_requests() -> None:
     loop = new_loop(num_pages=3000, max_running_requests=256, max_prefill_length=4096)
     watch = Monitor(loop.scheduler)
     watch.snapshot(SnapshotRequest(worker=0))
@@ -141,7 +141,7 @@ def test_of_many_requests_in_a_step_prefills_are_kept() -> None:
     tiny.run(loop)
 
 
-def test_nothing_is_recorded_unless_somebody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_recorded_only_after_recent_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = new_loop()
     watch = Monitor(loop.scheduler)
     submit(loop, "a", SYSTEM)
@@ -153,12 +153,12 @@ def test_nothing_is_recorded_unless_somebody_watches(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(monitor_module, "WATCH_S", -1.0)
     assert len(watch.snapshot(SnapshotRequest(worker=0)).steps) == 1
     loop.step()
-    assert loop.scheduler.step_planned is None, "nobody asked for a while"
+    assert loop.scheduler.step_planned is None, "the last snapshot is too old"
     tiny.run(loop)
     assert watch.snapshot(SnapshotRequest(worker=0)).steps == []
 
 
-def test_the_steps_kept_are_bounded() -> None:
+def test_the_number_of_recorded_steps_is_bounded() -> None:
     loop = new_loop(max_seq_len_override=800)
     watch = Monitor(loop.scheduler)
     watch.snapshot(SnapshotRequest(worker=0))

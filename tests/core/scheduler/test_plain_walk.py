@@ -1,4 +1,4 @@
-"""The scheduler's arrays against a walk over the requests, for random traffic with random tokens instead of a model."""
+"""The scheduler's arrays, compared with a simulation per request, for random traffic with random tokens instead of a model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VOCAB_SIZE, EOS, MAX_SEQ_LEN = 40, 2, 300
 
 @dataclass
 class Sequence:
-    """One request as a list of tokens and two numbers."""
+    """A request as a list of tokens and two counters."""
 
     submit: Submit
     tokens: list[int]
@@ -46,15 +46,15 @@ class Sequence:
         return not self.is_ended and has_output and self.num_computed + 1 == self.length < self.max_length
 
     def reason(self, token: int) -> str | None:
-        """Why the request ends with its newest token, if it does."""
+        """Return the finish reason of the newest token, if any."""
         sampling = self.submit.sampling
         if token in sampling.stop_token_ids or (token == EOS and not sampling.ignore_eos):
             return "stop"
         return "length" if len(self.tokens) == self.max_length else None
 
 
-class Walk:
-    """Runs a scheduler, and does by hand for each request what a step does."""
+class PlainSimulation:
+    """Runs a scheduler, and simulates each step request by request."""
 
     def __init__(self, scheduler: Scheduler, max_in_flight: int, seed: int) -> None:
         self.scheduler, self.max_in_flight, self.draw = scheduler, max_in_flight, random.Random(seed)
@@ -101,12 +101,12 @@ class Walk:
                 assert plan.rows[: plan.num_decodes].tolist() == expected
             self.launch(plan, [self.sequences[names[row]] for row in plan.rows.tolist()])
         if self.in_flight and (plan is None or len(self.in_flight) > self.max_in_flight):
-            self.land(*self.in_flight.popleft())
-        if self.draw.random() < 0.03:  # seldom, because this moves the recent tokens of all rows
+            self.process_result(*self.in_flight.popleft())
+        if self.draw.random() < 0.03:  # seldom, because it flushes the recent tokens of all slots
             self.check()
 
     def launch(self, plan: BatchPlan, sequences: list[Sequence]) -> None:
-        """Check a plan, and count its tokens."""
+        """Check a plan, and advance the counters."""
         self.table |= {(row, column): page for row, column, page in plan.page_table_writes.reshape(3, -1).T.tolist()}
         size, slots = self.scheduler.pages.page_size, []
         token_ids, chunks = plan.token_ids.tolist(), []
@@ -135,8 +135,8 @@ class Walk:
         assert len(set(slots)) == len(slots), "two tokens go to one slot"
         self.in_flight.append((plan, chunks))
 
-    def land(self, plan: BatchPlan, chunks: list[tuple[Sequence, bool]]) -> None:
-        """Give a step random tokens, and check what comes out."""
+    def process_result(self, plan: BatchPlan, chunks: list[tuple[Sequence, bool]]) -> None:
+        """Process a step with random tokens, and check its outputs."""
         tokens, expected = [], {}
         for sequence in [sequence for sequence, samples in chunks if samples]:
             tokens.append(self.draw.choice([EOS, *range(3, VOCAB_SIZE)]))
@@ -176,7 +176,7 @@ class Walk:
     slack=st.integers(0, 300),
     rate=st.sampled_from([0.05, 0.3]),
 )
-def test_schedules_equal_those_of_a_plain_loop(
+def test_schedules_equal_the_plain_simulation(
     seed: int,
     page_size: int,
     cache: str,
@@ -198,7 +198,7 @@ def test_schedules_equal_those_of_a_plain_loop(
         num_micro_batches=1 if max_in_flight < 2 else 3,
     )
     provider = tiny.registry().load("prefix_cache", cache)
-    walk = Walk(Scheduler(limits, provider(page_size), FirstComeFirstServed()), max_in_flight, seed)
+    walk = PlainSimulation(Scheduler(limits, provider(page_size), FirstComeFirstServed()), max_in_flight, seed)
     for _ in range(150):
         if walk.draw.random() < rate:
             walk.submit()

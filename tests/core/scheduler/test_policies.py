@@ -1,4 +1,4 @@
-"""The shipped policies pass the kit and do what their names say; the kit finds policies that are broken."""
+"""The shipped policies pass the kit and order requests as documented; the kit catches broken policies."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_first_come_first_served() -> None:
     assert not queue.num_calls
 
 
-def test_longest_prefix_first_among_those_that_it_looks_at() -> None:
+def test_longest_prefix_first_within_the_lookahead() -> None:
     queue = Queue(500, 1, seed=2)
     found = queue.ordered_by(LongestPrefixMatch())
     window = LongestPrefixMatch.window
@@ -56,7 +56,7 @@ def test_longest_prefix_matches_few_very_long_prompts() -> None:
     assert list(found[3:]) == queue.waiting[3:]
 
 
-def test_longest_output_first_and_the_older_of_equals() -> None:
+def test_longest_output_first_breaks_ties_by_age() -> None:
     queue = Queue(200, 2, seed=3)
     found = queue.ordered_by(LongestOutputFirst())
     for one, next_one in pairwise(found):
@@ -81,7 +81,7 @@ class ForgetsPriorities(Policy):
         return sorted(waiting, key=lambda request: request.arrival)
 
 
-class ThrowsDice(Policy):
+class IsRandom(Policy):
     def order(self, waiting: Waiting, running: Waiting, num_cached: NumCached) -> Waiting:
         return sorted(waiting, key=lambda request: (request.priority, random.random()))
 
@@ -116,7 +116,7 @@ class ReturnsAnIterator(Policy):
         (LeavesOneOut, "test_order_has_each_waiting_request_once"),
         (TakesOneTwice, "test_order_has_each_waiting_request_once"),
         (ForgetsPriorities, "test_lower_priorities_run_first"),
-        (ThrowsDice, "test_order_is_deterministic"),
+        (IsRandom, "test_order_is_deterministic"),
         (RemembersCalls, "test_order_is_deterministic"),
         (ComparesByTheCache, "test_num_cached_is_called_once_per_request"),
     ],

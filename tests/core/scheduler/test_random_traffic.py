@@ -1,4 +1,4 @@
-"""Random traffic: whatever arrives, is aborted or runs out of pages, each request's tokens are those of running it alone."""
+"""Random traffic with arrivals, aborts and preemptions: each request's tokens equal those of running it alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SYSTEM_PROMPTS = [[5, 9, 3, 7, 11, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 4
 
 @st.composite
 def prompts(draw: st.DrawFn) -> tuple[int, ...]:
-    """Shared beginnings, cut anywhere, and an own end."""
+    """A random part of a shared prefix, and a random suffix."""
     shared = draw(st.sampled_from(SYSTEM_PROMPTS))
     shared = shared[: draw(st.integers(0, len(shared)))]
     own = draw(st.lists(st.integers(3, tiny.VOCAB_SIZE - 1), max_size=12))
@@ -48,7 +48,7 @@ def prompt_logprobs(prompt: tuple[int, ...]) -> list[float]:
 
 
 def check_prompt_logprobs(prompt: tuple[int, ...], sampling: SamplingParams, found: tiny.Collected) -> None:
-    """They come with the first tokens, where they are wanted, and only then."""
+    """Check that prompt log-probabilities come with the first tokens, and only if they are requested."""
     for place, output in enumerate(found.outputs):
         is_wanted = sampling.prompt_logprobs is not None and place == 0 and len(output.token_ids) > 0
         assert (output.prompt_logprobs is not None) == is_wanted
@@ -59,8 +59,8 @@ def check_prompt_logprobs(prompt: tuple[int, ...], sampling: SamplingParams, fou
             assert [each.token.logprob for each in others if each] == pytest.approx(prompt_logprobs(prompt), abs=1e-3)
 
 
-def alone(prompt: tuple[int, ...], sampling: SamplingParams) -> tuple[list[int], str]:
-    """Tokens and finish reason of the request by itself: by transformers where it is greedy."""
+def run_alone(prompt: tuple[int, ...], sampling: SamplingParams) -> tuple[list[int], str]:
+    """Return tokens and finish reason of the request alone; greedy ones are computed by transformers."""
     stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {tiny.EOS})
     if sampling.is_greedy:
         tokens = list(tiny.greedy(prompt, sampling.max_tokens))
@@ -80,7 +80,7 @@ class Traffic(RuleBasedStateMachine):
 
     @initialize(
         page_size=st.sampled_from([1, 4, 16]),
-        cache=st.sampled_from(["radix", "takes a page a time", "naive"]),
+        cache=st.sampled_from(["radix", "inserts one page", "naive"]),
         overlap=st.booleans(),
         pp=st.sampled_from([1, 1, 2, 3]),
         policy=st.sampled_from(["fcfs", "longest-output-first", "lpm"]),
@@ -100,7 +100,7 @@ class Traffic(RuleBasedStateMachine):
         slack: int,
     ) -> None:
         """Start a loop with as many steps in flight as `pp` stages would have, although one rank computes them all."""
-        # As tight as it gets: one longest sequence fits, and little more.
+        # The smallest pool: little more than one sequence of maximum length fits.
         num_pages = -(-tiny.MAX_SEQ_LEN // page_size) + 1 + slack
         self.loop = tiny.new_loop(
             page_size=page_size,
@@ -112,8 +112,8 @@ class Traffic(RuleBasedStateMachine):
             max_running_requests=max_running,
             max_prefill_length=max_prefill,
         )
-        if cache == "takes a page a time":
-            self.loop.scheduler.pages.cache = tiny.TakesAPageATime(page_size)
+        if cache == "inserts one page":
+            self.loop.scheduler.pages.cache = tiny.InsertsOnePage(page_size)
         self.collected: dict[str, tiny.Collected] = {}
         self.expected: dict[str, tuple[tuple[int, ...], SamplingParams]] = {}
         self.aborted: set[str] = set()
@@ -151,7 +151,7 @@ class Traffic(RuleBasedStateMachine):
         assert self.collected.keys() == self.expected.keys()
         for name, (prompt, sampling) in self.expected.items():
             found = self.collected[name]
-            tokens, reason = alone(prompt, sampling)
+            tokens, reason = run_alone(prompt, sampling)
             check_prompt_logprobs(prompt, sampling, found)
             if name in self.aborted:
                 assert found.finish_reason == "abort"

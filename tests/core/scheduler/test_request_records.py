@@ -1,4 +1,4 @@
-"""The hook `request_finished` is told of every request once, when it holds nothing any more."""
+"""The hook `request_finished` is called once per request, after its pages are freed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from minisgl_core.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_every_end_is_reported_once(overlap: bool) -> None:
-    built = tiny.built(page_size=4, num_pages=14)  # too few for four at once
+def test_every_finished_request_is_reported_once(overlap: bool) -> None:
+    built = tiny.built(page_size=4, num_pages=14)  # too few pages for four requests at once
     options = {"cache": "radix", "max_running_requests": 4, "disable_overlap": not overlap}
     records: list[RequestRecord] = []
     hooks = Hooks()

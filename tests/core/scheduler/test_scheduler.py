@@ -1,4 +1,4 @@
-"""Guarantees of the scheduler, one situation per test, in steps and tokens."""
+"""Guarantees of the scheduler, in steps and tokens; each test has one situation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def prompt(seed: int, length: int) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_prompt_of_7000_tokens_stalls_no_running_stream(overlap: bool) -> None:
+def test_a_long_prompt_does_not_stall_running_requests(overlap: bool) -> None:
     chunk = 512
     loop = tiny.new_loop(
         page_size=16, num_pages=600, max_seq_len_override=8192, max_prefill_length=chunk, disable_overlap=not overlap
@@ -54,7 +54,7 @@ def test_a_prompt_of_7000_tokens_stalls_no_running_stream(overlap: bool) -> None
     assert tuple(collected["long"].tokens) == tiny.greedy(prompt(99, 7000), 2)
 
 
-def test_fifty_chats_prefill_their_system_prompt_once() -> None:
+def test_concurrent_chats_prefill_their_system_prompt_once() -> None:
     loop = tiny.new_loop(page_size=4, num_pages=600, max_seq_len_override=8192, max_prefill_length=256, cache="radix")
     system = prompt(1, 600)
     for i in range(50):
@@ -69,7 +69,7 @@ def test_fifty_chats_prefill_their_system_prompt_once() -> None:
 
 @pytest.mark.parametrize("cache", ["radix", "naive"])
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_a_shared_prompt_is_prefilled_once_even_within_one_step(cache: str, page_size: int) -> None:
+def test_a_shared_prefix_within_one_step_is_prefilled_once(cache: str, page_size: int) -> None:
     loop = tiny.new_loop(page_size=page_size, num_pages=400, max_prefill_length=1000, cache=cache)
     shared = prompt(1, 20)
     for i in range(10):
@@ -88,8 +88,8 @@ def test_a_shared_prompt_is_prefilled_once_even_within_one_step(cache: str, page
 
 
 @pytest.mark.parametrize("chunk", [3, 1000])
-def test_prompts_that_begin_alike_are_scored(chunk: int) -> None:
-    """Every token of a prompt is computed for its log-probabilities, also where the cache holds the beginning."""
+def test_prompt_logprobs_ignore_the_prefix_cache(chunk: int) -> None:
+    """Prompt log-probabilities need the logits of all tokens, also of those in the cache."""
     loop = tiny.new_loop(page_size=4, num_pages=100, max_prefill_length=chunk, cache="radix")
     prompts = [(*prompt(1, 16), *prompt(seed, 5)) for seed in (2, 3, 4)]
     for i, each in enumerate(prompts):
@@ -103,10 +103,10 @@ def test_prompts_that_begin_alike_are_scored(chunk: int) -> None:
     tiny.assert_nothing_in_use(loop)
 
 
-def test_a_cache_may_take_fewer_pages_than_it_is_offered() -> None:
-    """A request ends, and so leaves a page to the cache, of which another one, halfway through its prompt, has its own."""
+def test_a_cache_may_insert_fewer_pages_than_offered() -> None:
+    """A finished request inserts a page of which another request, in its prefill, has its own copy."""
     loop = tiny.new_loop(page_size=4, num_pages=100, max_prefill_length=12)
-    loop.scheduler.pages.cache = tiny.TakesAPageATime(4)
+    loop.scheduler.pages.cache = tiny.InsertsOnePage(4)
     prompts = {"first": prompt(1, 12), "second": (*prompt(1, 12), *prompt(2, 13))}
     collected: dict[str, tiny.Collected] = {}
     tiny.submit(loop, "first", prompts["first"], greedy(2))
@@ -121,7 +121,7 @@ def test_a_cache_may_take_fewer_pages_than_it_is_offered() -> None:
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_the_same_prompt_again_computes_at_most_a_page(page_size: int) -> None:
+def test_a_repeated_prompt_computes_at_most_one_page(page_size: int) -> None:
     loop = tiny.new_loop(page_size=page_size, num_pages=100, cache="radix")
     tokens = prompt(3, 32)
     for name in ("first", "again"):
@@ -133,8 +133,8 @@ def test_the_same_prompt_again_computes_at_most_a_page(page_size: int) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_prefill_moves_to_pages_that_another_request_cached(overlap: bool) -> None:
-    """The second turn of a chat arrives before the first has ended: halfway, the first one's pages replace its own."""
+def test_a_running_prefill_uses_newly_cached_pages(overlap: bool) -> None:
+    """The second turn of a chat starts before the first has ended. In its prefill, pages of the first replace its own."""
     loop = tiny.new_loop(page_size=4, num_pages=100, max_prefill_length=8, cache="radix", disable_overlap=not overlap)
     collected: dict[str, tiny.Collected] = {}
     first = prompt(5, 8)
@@ -146,11 +146,11 @@ def test_a_prefill_moves_to_pages_that_another_request_cached(overlap: bool) -> 
     tiny.submit(loop, "second", second, greedy(4))
     tiny.run(loop, collected)
     assert tuple(collected["second"].tokens) == tiny.greedy(second, 4)
-    assert loop.scheduler.stats.num_prefilled_tokens < 8 + 25 - 8, "nothing was taken over"
+    assert loop.scheduler.stats.num_prefilled_tokens < 8 + 25 - 8, "no cached page was used"
     tiny.assert_nothing_in_use(loop)
 
 
-def test_preemption_and_resumption_lose_no_token() -> None:
+def test_preempted_requests_lose_no_tokens() -> None:
     loop = tiny.new_loop(page_size=1, num_pages=tiny.MAX_SEQ_LEN + 2, cache="naive", max_running_requests=4)
     prompts = [prompt(i, 10) for i in range(4)]
     for i, each in enumerate(prompts):
@@ -170,8 +170,8 @@ class CountsMatches(RadixPrefixCache):
         return super().match(*args)
 
 
-def test_a_request_that_waits_for_pages_moves_no_table_entries() -> None:
-    """Though the cache holds the beginning of its prompt, which is looked up only if the cache has grown."""
+def test_waiting_requests_write_no_page_table_entries() -> None:
+    """The prefix cache is looked up for a waiting request only if it has grown."""
     scheduler = tiny.new_loop(page_size=1, num_pages=tiny.MAX_SEQ_LEN + 1, cache="radix").scheduler
     cache = scheduler.pages.cache = CountsMatches(1)
 
@@ -192,14 +192,14 @@ def test_a_request_that_waits_for_pages_moves_no_table_entries() -> None:
     assert num_entries() == 47
 
 
-def test_more_urgent_requests_go_first_and_are_preempted_last() -> None:
+def test_priorities_order_admission_and_preemption() -> None:
     loop = tiny.new_loop(page_size=1, num_pages=tiny.MAX_SEQ_LEN + 2, cache="naive", max_running_requests=1)
     for name, priority in (("late", 1), ("early", 0), ("urgent", -1)):
         tiny.submit(loop, name, prompt(1, 4), greedy(2), priority)
     assert list(tiny.run(loop)) == ["urgent", "early", "late"]
 
 
-def test_longest_prefix_match_prefers_what_is_cached() -> None:
+def test_longest_prefix_match_prefers_cached_prompts() -> None:
     options = {"page_size": 1, "num_pages": 200, "max_running_requests": 1, "cache": "radix"}
     orders = {}
     for policy in ("fcfs", "lpm"):
@@ -225,7 +225,7 @@ def test_longest_output_first_counts_remaining_tokens() -> None:
 
 
 class LastComeFirstServed(Policy):
-    """Sorts what it is given in place."""
+    """Sorts its argument in place."""
 
     def order(self, waiting: Any, running: Any, num_cached: Callable[[RequestView], int]) -> Sequence[RequestView]:
         waiting.sort(key=lambda request: -request.arrival)
@@ -257,7 +257,7 @@ def test_a_policy_that_loses_requests_is_a_plugin_error(change: Callable[[Any], 
 
 
 class FairShare(Policy):
-    """Users take turns: first those with the fewest requests that run or are ahead in the queue."""
+    """Admits users in turn: first those with the fewest running or earlier waiting requests."""
 
     def order(self, waiting: Any, running: Any, num_cached: Callable[[RequestView], int]) -> Sequence[RequestView]:
         turns = Counter(request.user for request in running)
@@ -268,7 +268,7 @@ class FairShare(Policy):
         return sorted(waiting, key=lambda request: keys[request.arrival])
 
 
-def test_a_policy_can_share_fairly_between_users() -> None:
+def test_a_policy_may_be_fair_between_users() -> None:
     loop = tiny.new_loop(page_size=1, num_pages=200, max_running_requests=2)
     loop.scheduler.policy = FairShare()
     for user, count in (("busy", 4), ("calm", 2)):
@@ -282,7 +282,7 @@ def test_a_policy_can_share_fairly_between_users() -> None:
     assert list(tiny.run(loop)) == ["busy0", "calm0", "busy1", "calm1", "busy2", "busy3"]
 
 
-def test_salts_share_no_prefix() -> None:
+def test_requests_with_different_salts_share_no_prefix() -> None:
     loop = tiny.new_loop(page_size=4, num_pages=200)
     ids = np.array(prompt(1, 20), np.int32)
     cached = []
@@ -296,14 +296,14 @@ def test_salts_share_no_prefix() -> None:
     tiny.assert_nothing_in_use(loop)
 
 
-def test_an_adapter_is_refused_by_name() -> None:
+def test_adapters_are_refused() -> None:
     loop = tiny.new_loop(page_size=4, num_pages=200)
     submit = Submit(request_id="r", token_ids=np.array([5], np.int32), sampling=greedy(2), adapter_id="mine")
     with pytest.raises(InvalidValueError, match=r"adapter_id='mine' .*has no adapters"):
         loop.scheduler.submit(submit)
 
 
-def test_hooks_tell_all_that_enters_and_leaves_the_cache() -> None:
+def test_hooks_report_cached_and_evicted_pages() -> None:
     built = tiny.built(page_size=4, num_pages=14)
     held: dict[int, bytes] = {}
     namespaces: set[str] = set()
@@ -334,26 +334,26 @@ def test_hooks_tell_all_that_enters_and_leaves_the_cache() -> None:
     assert namespaces == {"", "s"}
 
 
-class Hoards(RadixPrefixCache):
-    """Gives back no page."""
+class NeverEvicts(RadixPrefixCache):
+    """Evicts no page."""
 
     @property
     def num_evictable(self) -> int:
         return 0
 
 
-def test_a_cache_that_keeps_pages_is_a_plugin_error() -> None:
+def test_a_cache_that_does_not_evict_raises_a_plugin_error() -> None:
     loop = tiny.new_loop(page_size=1, num_pages=40)
-    loop.scheduler.pages.cache = Hoards(1)
+    loop.scheduler.pages.cache = NeverEvicts(1)
     tiny.submit(loop, "a", prompt(1, 30), greedy(2))
     tiny.run(loop)
     tiny.submit(loop, "b", prompt(2, 30), greedy(2))
-    with pytest.raises(PluginError, match=r"prefix cache .*Hoards'>"):
+    with pytest.raises(PluginError, match=r"prefix cache .*NeverEvicts'>"):
         tiny.run(loop)
 
 
 def test_the_queue_is_bounded() -> None:
-    """A request that a row is free for does not count as waiting, though it was not admitted yet."""
+    """A request for which a slot is free does not count as waiting, even if it is not admitted yet."""
     loop = tiny.new_loop(page_size=1, num_pages=200, max_running_requests=3, max_queued_requests=2)
     for i in range(5):
         tiny.submit(loop, f"r{i}", (5,), greedy(4))
@@ -382,7 +382,7 @@ def test_the_queue_is_bounded() -> None:
         ([5], greedy(1, stop_token_ids=(-3,)), "stop_token_ids"),
     ],
 )
-def test_what_cannot_run_is_refused_by_name(tokens: list[int], sampling: SamplingParams, name: str) -> None:
+def test_invalid_requests_are_refused_with_the_field(tokens: list[int], sampling: SamplingParams, name: str) -> None:
     loop = tiny.new_loop(page_size=1, num_pages=200)
     with pytest.raises(InvalidValueError) as caught:
         loop.scheduler.submit(Submit(request_id="r", token_ids=np.array(tokens, np.int32), sampling=sampling))
@@ -391,7 +391,7 @@ def test_what_cannot_run_is_refused_by_name(tokens: list[int], sampling: Samplin
 
 
 @pytest.mark.parametrize("num_pages", [5, 20])
-def test_more_pages_are_recommended_only_if_they_are_the_limit(num_pages: int) -> None:
+def test_num_pages_is_recommended_only_if_pages_are_the_limit(num_pages: int) -> None:
     loop = tiny.new_loop(page_size=4, num_pages=num_pages)
     max_seq_len = loop.scheduler.limits.max_seq_len
     assert max_seq_len == min(4 * (num_pages - 1), tiny.MAX_SEQ_LEN)
@@ -418,7 +418,7 @@ def test_an_abort_at_any_stage_frees_everything(overlap: bool, after: int) -> No
     tiny.assert_nothing_in_use(loop)
 
 
-def test_min_tokens_holds_the_end_back() -> None:
+def test_min_tokens_delays_stop_tokens() -> None:
     tokens = tiny.greedy(prompt(4, 6), 8)
     loop = tiny.new_loop(page_size=1, num_pages=200)
     tiny.submit(loop, "r", prompt(4, 6), greedy(8, stop_token_ids=(tokens[0],)))
@@ -431,8 +431,8 @@ def test_min_tokens_holds_the_end_back() -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("early_length", [26, 27, 28])
-def test_a_resumed_request_goes_on_from_the_token_that_it_had(early_length: int, overlap: bool) -> None:
-    """The last chunk of a resumed request may be one token: a decode whose token is not on the device."""
+def test_resumed_requests_continue_from_their_last_token(early_length: int, overlap: bool) -> None:
+    """The last chunk of a resumed request may be one token, as in a decode, but this token is not on the device."""
     loop = tiny.new_loop(
         page_size=1,
         num_pages=50,
@@ -451,7 +451,7 @@ def test_a_resumed_request_goes_on_from_the_token_that_it_had(early_length: int,
         tiny.step(loop, collected)
         if loop.scheduler.num_waiting > num_waiting and not is_preempted:
             is_preempted = True
-            tiny.submit(loop, "between", prompt(3, 3), greedy(3))  # samples in the row that the late one had
+            tiny.submit(loop, "between", prompt(3, 3), greedy(3))  # samples in the slot of the preempted request
     assert is_preempted
     assert collected["late"].tokens == list(tiny.greedy(late, 14))
     assert collected["early"].tokens == list(tiny.greedy(early, 14))

@@ -1,4 +1,4 @@
-"""Estimates of step durations, and the limits of prompt tokens that follow from them."""
+"""Estimates of step durations, and the limits of prompt tokens that they imply."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from minisgl_core.scheduler.step_times import MIN_CHUNK, StepTimes
 
 
 def device_s(num_decodes: int, num_prompt_tokens: int) -> float:
-    """Return the time of a step on a device with constant costs."""
+    """Return the duration of a step on a device with constant costs."""
     return (0.008 + 1e-5 * num_decodes if num_decodes else 0.0) + 45e-6 * num_prompt_tokens
 
 
@@ -30,13 +30,13 @@ def measured(max_step_s: float = 0.05) -> StepTimes:
 
 
 @given(st.integers(1, 32), st.integers(0, 8192))
-def test_steps_like_those_before_are_predicted(num_decodes: int, num_prompt_tokens: int) -> None:
+def test_durations_of_similar_steps_are_predicted(num_decodes: int, num_prompt_tokens: int) -> None:
     predicted = measured().predict(num_decodes, num_prompt_tokens)
     assert predicted == pytest.approx(device_s(num_decodes, num_prompt_tokens), rel=0.02)
 
 
 @given(st.integers(1, 32), st.integers(1, 8192), st.floats(0.01, 1.0))
-def test_a_step_takes_at_most_the_limit_or_twice_its_decodes(num_decodes: int, most: int, max_step_s: float) -> None:
+def test_steps_are_limited_in_time_or_to_twice_their_decodes(num_decodes: int, most: int, max_step_s: float) -> None:
     tokens = measured(max_step_s).prompt_tokens(num_decodes, most)
     assert 1 <= tokens <= most
     longest = max(max_step_s, 2 * device_s(num_decodes, 0), device_s(num_decodes, MIN_CHUNK))
@@ -44,7 +44,7 @@ def test_a_step_takes_at_most_the_limit_or_twice_its_decodes(num_decodes: int, m
     assert tokens == most or device_s(num_decodes, tokens + 2) >= 0.98 * max_step_s, "the time is used"
 
 
-def test_without_decodes_or_a_limit_steps_are_full() -> None:
+def test_steps_without_decodes_or_without_a_limit_are_full() -> None:
     assert measured().prompt_tokens(0, 8192) == 8192
     assert measured(max_step_s=0.0).prompt_tokens(5, 8192) == 8192
 
@@ -62,7 +62,7 @@ def test_a_slow_first_step_is_forgotten() -> None:
 
 
 def test_chunks_do_not_shrink_while_launches_are_slow() -> None:
-    """The host needs 0.3 s to launch a step: small chunks would take as long as large ones, and prompts would pile up."""
+    """The host takes 0.3 s per launch. Small chunks would take as long as large ones, and prompts would queue up."""
     times, draw = measured(), np.random.default_rng(3)
 
     def run(num_steps: int, launch_s: float) -> list[int]:
@@ -80,7 +80,7 @@ def test_chunks_do_not_shrink_while_launches_are_slow() -> None:
 
 
 def test_chunks_shrink_with_the_context() -> None:
-    """A prompt token takes longer the more tokens are before it."""
+    """The time per prompt token grows with the number of tokens before it."""
     times, before = measured(), 0
     while before < 100_000:
         size = times.prompt_tokens(20, 8192)
@@ -90,7 +90,7 @@ def test_chunks_shrink_with_the_context() -> None:
         before += size
 
 
-def test_short_prompts_are_measured_although_their_launch_takes_most_of_the_step() -> None:
+def test_short_prompts_with_slow_launches_are_measured() -> None:
     times = StepTimes(0.05)
     for _ in range(5):
         times.observe(1, 100, 0.012, 0.01)
@@ -106,7 +106,7 @@ def prompt(seed: int, length: int) -> tuple[int, ...]:
 
 
 class Constant(StepTimes):
-    """A decode takes 8 ms and a prompt token 0.1 ms, whatever is observed."""
+    """Estimates 8 ms per decode and 0.1 ms per prompt token, whatever it observes."""
 
     def __init__(self, max_step_s: float) -> None:
         super().__init__(max_step_s)
@@ -119,7 +119,7 @@ class Constant(StepTimes):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_step_with_decodes_is_not_longer_than_the_limit(overlap: bool) -> None:
+def test_steps_with_decodes_keep_the_time_limit(overlap: bool) -> None:
     loop = tiny.new_loop(
         page_size=4,
         num_pages=400,
@@ -158,14 +158,14 @@ def test_a_step_with_decodes_is_not_longer_than_the_limit(overlap: bool) -> None
         [("f", 100)],
         [("f", 100)],
         [("f", 50)],
-        [("g", 30), ("h", 70)],  # more requests wait: less than half of the tokens were used before h
+        [("g", 30), ("h", 70)],  # more requests wait; h starts after less than half of the tokens
         [("h", 10), ("i", 30), ("j", 5)],
     ]
     for seed, (name, length) in enumerate(lengths.items()):
         assert tuple(collected[name].tokens) == tiny.greedy(prompt(seed, length), 3)
 
 
-def test_the_next_step_is_scheduled_shortly_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_scheduled_shortly_before_the_previous_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = tiny.new_loop(page_size=4, num_pages=100, disable_overlap=False)
     loop.scheduler.step_times = Constant(max_step_s=0.0)
     assert loop.time_to_schedule() == 0, "nothing runs"
@@ -189,7 +189,7 @@ def test_the_next_step_is_scheduled_shortly_before_the_end(monkeypatch: pytest.M
     assert sequential.time_to_schedule() == 0
 
 
-def test_a_step_that_is_launched_slowly_is_scheduled_earlier(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_with_slow_launches_are_scheduled_earlier(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = tiny.new_loop(page_size=4, num_pages=100, disable_overlap=False)
     loop.scheduler.step_times = Constant(max_step_s=0.0)
     now, execute_model = time.monotonic(), loop.model_runner.execute_model

@@ -1,4 +1,4 @@
-"""Allowed tokens and bad words, with transformers' logits processors as the reference."""
+"""Allowed tokens and bad words, compared with transformers' logits processors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ token = st.integers(3, tiny.VOCAB_SIZE - 1)
 
 
 def reference(prompt: tuple[int, ...], num_tokens: int, bad_words: list[list[int]], allowed: list[int] | None) -> Any:
-    """Greedy tokens of transformers with its processors, which see the output only."""
+    """Return greedy tokens of transformers with its processors, which see the output only."""
     from transformers import NoBadWordsLogitsProcessor, SuppressTokensLogitsProcessor
 
     output: list[int] = []
@@ -49,8 +49,8 @@ def submit(loop: Any, name: str, prompt: tuple[int, ...], bad_words: list[list[i
 
 
 @pytest.mark.parametrize("options", [{}, {"disable_overlap": True}, {"num_pages": 10}], ids=str)
-def test_tokens_are_those_of_transformers_in_a_batch(options: dict[str, Any]) -> None:
-    """Beside requests without rules, with and without overlap, and preempted."""
+def test_tokens_in_a_batch_equal_transformers(options: dict[str, Any]) -> None:
+    """Requests without rules run beside them, with and without overlap and preemption."""
     loop = tiny.new_loop(**{"page_size": 4, "num_pages": 60, **options})
     free = {prompt: list(tiny.greedy(prompt, 10)) for prompt in PROMPTS}
     cases: dict[str, tuple[tuple[int, ...], list[list[int]], list[int] | None]] = {}
@@ -71,7 +71,7 @@ def test_tokens_are_those_of_transformers_in_a_batch(options: dict[str, Any]) ->
     tiny.assert_nothing_in_use(loop)
 
 
-def test_random_tokens_keep_to_the_rules() -> None:
+def test_sampled_tokens_follow_the_rules() -> None:
     loop = tiny.new_loop(page_size=4, num_pages=400)
     allowed = tuple(range(10, 20))
     for i in range(12):
@@ -86,7 +86,7 @@ def test_random_tokens_keep_to_the_rules() -> None:
 
 @settings(max_examples=200)
 @given(st.lists(st.lists(token, min_size=1, max_size=4), max_size=8), st.lists(token, max_size=8))
-def test_what_would_complete_a_bad_word_is_banned(bad_words: list[list[int]], output: list[int]) -> None:
+def test_tokens_that_complete_a_bad_word_are_banned(bad_words: list[list[int]], output: list[int]) -> None:
     one = Submit(request_id="r", token_ids=np.array([5], np.int32), sampling=SamplingParams(), bad_words=bad_words)
     rules = TokenRules.of(one)
     expected = {each[-1] for each in bad_words if output[len(output) - len(each) + 1 :] == each[:-1]}
@@ -94,7 +94,7 @@ def test_what_would_complete_a_bad_word_is_banned(bad_words: list[list[int]], ou
     assert (set() if rules is None else rules.banned_after(np.array(output, np.int32))) == expected
 
 
-def test_many_bad_words_with_one_last_token_but_one_take_little_time() -> None:
+def test_many_bad_words_with_one_prefix_take_little_time() -> None:
     words = [[3 + i // 32, 3 + i % 32, *[9] * 12, 5, 7] for i in range(MAX_BAD_WORDS)]
     submit = Submit(request_id="r", token_ids=np.array([5], np.int32), sampling=SamplingParams(), bad_words=words)
     rules = TokenRules.of(submit)
@@ -103,7 +103,7 @@ def test_many_bad_words_with_one_last_token_but_one_take_little_time() -> None:
     assert min(timeit.repeat(lambda: rules.banned_after(output), number=10, repeat=10)) < 10 * 0.25e-3
 
 
-def test_only_the_end_of_a_long_output_is_compared() -> None:
+def test_only_the_end_of_an_output_is_compared_with_bad_words() -> None:
     submit = Submit(
         request_id="r", token_ids=np.array([5], np.int32), sampling=SamplingParams(), bad_words=[[3, 0, 7], [0, 8]]
     )
@@ -138,7 +138,7 @@ def test_rules_that_leave_no_token_are_refused(bad_words: list[list[int]], sampl
     assert caught.value.name == name
 
 
-def test_an_allowed_end_ends_the_output() -> None:
+def test_an_allowed_eos_ends_the_output() -> None:
     loop = tiny.new_loop(page_size=4, num_pages=60)
     submit(loop, "r", (5, 9), [], allowed_token_ids=[tiny.EOS, 7], min_tokens=2, ignore_eos=False, max_tokens=6)
     submit(loop, "end", (5, 9), [], allowed_token_ids=[tiny.EOS], ignore_eos=False)
@@ -163,8 +163,8 @@ def test_biases_are_sent_to_the_engine_once_per_admission() -> None:
     assert not any(len(plan.banned_index) for plan in plans)
 
 
-def test_a_vocabulary_of_biases_is_decoded_fast() -> None:
-    """The scheduler decodes a message per output between two steps."""
+def test_messages_with_a_bias_per_token_decode_quickly() -> None:
+    """The scheduler decodes one such message per output between two steps."""
     ids = tuple(range(2**17))
     sampling = SamplingParams(logit_bias=dict.fromkeys(ids, 1.0), allowed_token_ids=ids)
     data = encode(Submit(request_id="r", token_ids=np.array([5], np.int32), sampling=sampling))

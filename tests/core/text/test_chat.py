@@ -1,4 +1,4 @@
-"""Conversations with tools, and templates of one's own."""
+"""Chat templates: conversations with tools, and templates of the user."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def test_tools_calls_and_results(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("arguments", ['{"x": "Par', "[]", r'{"x": "\ud83d"}'])
-def test_arguments_that_are_no_object_are_given_as_they_came(tokenizer: Any, arguments: str) -> None:
-    """As of a call that was cut off, which a client sends back with the conversation."""
+def test_invalid_arguments_of_calls_are_passed_unchanged(tokenizer: Any, arguments: str) -> None:
+    """A client sends back an incomplete call with the conversation, for example."""
     calls = [{**CALL, "function": {"name": "f", "arguments": arguments}}]
     [message] = plain_messages([{"role": "assistant", "tool_calls": calls}])
     assert message["tool_calls"][0]["function"]["arguments"] == arguments
@@ -83,12 +83,12 @@ def test_invalid_messages_are_refused_by_name(tokenizer: Any, message: Any, name
     assert raised.value.name == name
 
 
-def test_no_template() -> None:
+def test_a_missing_template_is_an_error() -> None:
     with pytest.raises(InvalidValueError, match="--chat-template"):
         render_chat(SimpleNamespace(chat_template=None), [{"role": "user", "content": "a"}])
 
 
-def test_a_template_from_a_file_or_as_it_is(tmp_path: Path) -> None:
+def test_templates_from_files_or_texts(tmp_path: Path) -> None:
     (tmp_path / "chat.jinja").write_text(TEMPLATE)
     assert read_chat_template(str(tmp_path / "chat.jinja")) == TEMPLATE
     assert read_chat_template(TEMPLATE) == TEMPLATE
@@ -108,8 +108,8 @@ def test_an_invalid_template_file_is_refused_with_its_line(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("content", ["m.content", "m['content'] | selectattr('type', 'equalto', 'text')"])
-def test_templates_that_only_read_parts_get_parts(tokenizer: Any, content: str) -> None:
-    """Otherwise, they would loop over the characters of the text and show nothing."""
+def test_templates_that_require_content_parts_get_parts(tokenizer: Any, content: str) -> None:
+    """Such templates would iterate over the characters of a text and show nothing."""
     tokenizer.chat_template = (
         f"{{% for m in messages %}}{{% for p in {content} %}}<{{{{ p.text }}}}>{{% endfor %}}{{% endfor %}}"
     )

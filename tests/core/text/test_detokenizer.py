@@ -15,7 +15,7 @@ EMOJI = "a👩‍👩‍👧‍👦b 🇫🇷é漢字 \ufffd naïve ☃\n\n  x"
 
 
 def chunks(ids: list[int], sizes: list[int]) -> list[list[int]]:
-    """Split `ids` into chunks of the given sizes, repeated as needed; of one token if no size is given."""
+    """Split `ids` into chunks of the given sizes, which repeat; the default is one token."""
     result, at, turn = [], 0, 0
     while at < len(ids):
         size = sizes[turn % len(sizes)] if sizes else 1
@@ -44,7 +44,7 @@ def run(detokenizer: IncrementalDetokenizer, pieces: list[list[int]]) -> tuple[l
 
 @pytest.fixture(scope="module", params=["bytes", "window"])
 def tokens(request: pytest.FixtureRequest, engine_tokenizer: Any) -> TokenBytes:
-    """`TokenBytes` of a byte-level tokenizer, which decodes bytes or, like other tokenizers, texts."""
+    """`TokenBytes` of a byte-level tokenizer, or of the same tokenizer treated as one that decodes texts."""
     made = TokenBytes(engine_tokenizer)
     assert made.is_byte_level
     made.is_byte_level = request.param == "bytes"
@@ -53,13 +53,13 @@ def tokens(request: pytest.FixtureRequest, engine_tokenizer: Any) -> TokenBytes:
 
 @pytest.fixture(scope="module")
 def byte_ids(engine_tokenizer: Any) -> list[int]:
-    """Tokens of one or few bytes that are no characters by themselves: what breaks naive decoders."""
+    """Tokens of one or few bytes that are incomplete UTF-8, which naive detokenizers decode wrongly."""
     return [i for i in range(17, len(engine_tokenizer)) if "\ufffd" in decode(engine_tokenizer, [i], False)]
 
 
 @given(data=st.data())
 @settings(max_examples=400)
-def test_pieces_joined_are_the_whole_text(
+def test_joined_texts_equal_the_decoded_output(
     data: st.DataObject, engine_tokenizer: Any, byte_ids: list[int], tokens: TokenBytes
 ) -> None:
     anything = st.integers(0, len(engine_tokenizer) - 1)
@@ -79,7 +79,7 @@ def test_pieces_joined_are_the_whole_text(
 
 @pytest.mark.parametrize("num", range(MAX_WINDOW - 4, MAX_WINDOW + KEPT_WINDOW + 4))
 def test_a_character_after_many_invalid_bytes(num: int, engine_tokenizer: Any, tokens: TokenBytes) -> None:
-    """The window moves on while no place is known to lie between two characters."""
+    """The window moves on even if no token boundary is known to be a character boundary."""
     emoji = engine_tokenizer("👩")["input_ids"]
     ids = emoji[:1] * num + emoji
     texts, _ = run(incremental(tokens), chunks(ids, []))
@@ -87,23 +87,23 @@ def test_a_character_after_many_invalid_bytes(num: int, engine_tokenizer: Any, t
     assert texts[-1].endswith("👩")
 
 
-def test_no_piece_ends_inside_a_character(engine_tokenizer: Any, tokens: TokenBytes) -> None:
+def test_no_text_ends_inside_a_character(engine_tokenizer: Any, tokens: TokenBytes) -> None:
     text = "日本語 👩‍👩‍👧‍👦 ok"
     ids = engine_tokenizer(text)["input_ids"]
-    assert len(ids) > len(text), "the text must need several tokens a character for this test to mean anything"
+    assert len(ids) > len(text), "some characters must have several tokens"
     texts, _ = run(incremental(tokens), chunks(ids, []))
     assert "".join(texts) == text
     assert not any("\ufffd" in piece for piece in texts)
 
 
-def test_half_a_character_at_the_end_is_not_lost(engine_tokenizer: Any, tokens: TokenBytes) -> None:
+def test_incomplete_characters_at_the_end_are_not_lost(engine_tokenizer: Any, tokens: TokenBytes) -> None:
     ids = engine_tokenizer("x👩")["input_ids"][:-1]
     texts, _ = run(incremental(tokens), chunks(ids, []))
     assert "".join(texts) == decode(engine_tokenizer, ids, True)
     assert texts[-1].endswith("\ufffd")
 
 
-def test_a_finish_without_tokens_returns_what_was_held(engine_tokenizer: Any, tokens: TokenBytes) -> None:
+def test_finish_without_tokens_returns_the_withheld_text(engine_tokenizer: Any, tokens: TokenBytes) -> None:
     detokenizer = incremental(tokens, stop=("hello world",))
     assert detokenizer.push(engine_tokenizer("hello")["input_ids"], False) == ("", None)
     assert detokenizer.push([], True) == ("hello", None)
@@ -128,7 +128,7 @@ def test_only_the_last_tokens_are_decoded_again(engine_tokenizer: Any) -> None:
 
 @given(data=st.data())
 @settings(max_examples=300)
-def test_stop_texts_cut_the_output_before_the_first_match(
+def test_outputs_end_before_the_first_stop_string(
     data: st.DataObject, engine_tokenizer: Any, tokens: TokenBytes
 ) -> None:
     ids = engine_tokenizer(data.draw(st.text("ab é漢", min_size=1, max_size=40)))["input_ids"]
@@ -146,7 +146,7 @@ def test_stop_texts_cut_the_output_before_the_first_match(
 
 
 @given(data=st.data())
-def test_stop_texts_end_nothing_before_so_many_tokens(
+def test_stop_strings_have_no_effect_before_min_tokens(
     data: st.DataObject, engine_tokenizer: Any, tokens: TokenBytes
 ) -> None:
     ids = engine_tokenizer("one two one two one two one")["input_ids"]
@@ -157,14 +157,14 @@ def test_stop_texts_end_nothing_before_so_many_tokens(
     assert ("".join(texts), stop) == (free + rest.partition("one")[0], "one" if "one" in rest else None)
 
 
-def test_a_possible_stop_text_is_withheld_and_then_sent(engine_tokenizer: Any, tokens: TokenBytes) -> None:
+def test_text_that_may_become_a_stop_string_is_withheld(engine_tokenizer: Any, tokens: TokenBytes) -> None:
     detokenizer = incremental(tokens, stop=("The end.",))
     shown = [detokenizer.push([token], False)[0] for token in engine_tokenizer("The endless")["input_ids"]]
     assert shown[0] == ""
     assert "".join(shown) == "The endless"
 
 
-def test_the_token_that_stopped_the_output_is_not_text(engine_tokenizer: Any, tokens: TokenBytes) -> None:
+def test_the_stop_token_is_not_part_of_the_text(engine_tokenizer: Any, tokens: TokenBytes) -> None:
     word, stop = engine_tokenizer(" sun")["input_ids"], engine_tokenizer(" moon")["input_ids"]
     sampling = SamplingParams(stop_token_ids=tuple(stop), skip_special_tokens=False)
     out = ([*word, *stop], "stop", stop[0])
@@ -174,13 +174,13 @@ def test_the_token_that_stopped_the_output_is_not_text(engine_tokenizer: Any, to
     assert OutputText(tokens, sampling).push([*word, 2], "stop", 2) == (" sun", "stop", None, False)
 
 
-def test_a_stop_text_ends_the_output_before_the_scheduler_knows(engine_tokenizer: Any, tokens: TokenBytes) -> None:
+def test_a_stop_string_ends_an_output_that_still_runs(engine_tokenizer: Any, tokens: TokenBytes) -> None:
     output = OutputText(tokens, SamplingParams(stop=("moon",)))
     assert output.push(engine_tokenizer("sun moon sun")["input_ids"]) == ("sun ", "stop", "moon", True)
 
 
 def sentencepiece_tokenizer() -> Any:
-    """A tokenizer like Llama 2's: words begin with ▁, bytes are the fallback, a text's first space is dropped."""
+    """Tokenizer like that of Llama 2: words begin with ▁, byte fallback, and the first space of a text is dropped."""
     from tokenizers import Tokenizer, decoders
     from tokenizers.models import BPE
     from transformers import PreTrainedTokenizerFast
@@ -212,14 +212,14 @@ def test_sentencepiece_spaces_and_byte_fallback(words: list[str], sizes: list[in
     assert "".join(texts) == decode(tokenizer, ids, True)
 
 
-def test_added_tokens_of_sentencepiece_vocabularies_are_decoded_like_others() -> None:
+def test_added_tokens_of_sentencepiece_are_decoded() -> None:
     """Gemma adds a token for each run of spaces."""
     tokenizer = sentencepiece_tokenizer()
     tokenizer.add_tokens(["▁▁"])
     assert TokenBytes(tokenizer)[len(tokenizer) - 1] == b"  "
 
 
-def test_several_bytes_at_once_may_end_inside_a_character() -> None:
+def test_tokens_of_several_bytes_may_end_inside_a_character() -> None:
     ids = [3 + byte for byte in "ßé👩".encode()]
     texts, _ = run(incremental(TokenBytes(_sentencepiece)), [ids[:3], ids[3:5], ids[5:]])
     assert texts == ["ß", "é", "👩"]

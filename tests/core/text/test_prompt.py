@@ -14,7 +14,7 @@ CHAT = [{"role": "user", "content": "Hi"}]
 
 @pytest.fixture
 def bos_tokenizer() -> Any:
-    """Adds a BOS to every text, and has a template that writes one too, as Llama's do."""
+    """Tokenizer that adds a BOS to every text, and whose template writes one too, as Llama's do."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
@@ -38,7 +38,7 @@ def test_a_templated_prompt_has_one_bos(bos_tokenizer: Any) -> None:
     assert encode_prompt(bos_tokenizer, "Hi", add_special_tokens=False) == [1]
 
 
-def test_equals_transformers(engine_tokenizer: Any) -> None:
+def test_encoded_chats_equal_transformers(engine_tokenizer: Any) -> None:
     messages = [*CHAT, {"role": "assistant", "content": "Hello"}, {"role": "user", "content": "Bye 👋"}]
     expected = engine_tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
     expected = expected["input_ids"] if hasattr(expected, "keys") else expected
@@ -71,18 +71,18 @@ def test_template_variables(bos_tokenizer: Any) -> None:
         ([{"role": "user", "content": "boom"}], "messages"),
     ],
 )
-def test_bad_conversations(bos_tokenizer: Any, messages: list[dict[str, Any]], name: str) -> None:
+def test_invalid_conversations_are_refused(bos_tokenizer: Any, messages: list[dict[str, Any]], name: str) -> None:
     with pytest.raises(InvalidValueError) as caught:
         encode_chat(bos_tokenizer, messages)
     assert caught.value.name == name
 
 
-def test_the_templates_own_words_reach_the_user(bos_tokenizer: Any) -> None:
+def test_errors_raised_by_templates_reach_the_user(bos_tokenizer: Any) -> None:
     with pytest.raises(InvalidValueError, match="no booms"):
         encode_chat(bos_tokenizer, [{"role": "user", "content": "boom"}])
 
 
-def test_a_model_without_a_template(bos_tokenizer: Any) -> None:
+def test_a_model_without_a_template_is_refused(bos_tokenizer: Any) -> None:
     bos_tokenizer.chat_template = None
     with pytest.raises(InvalidValueError, match="chat template"):
         encode_chat(bos_tokenizer, CHAT)
@@ -103,7 +103,7 @@ def test_a_lone_surrogate_is_refused(bos_tokenizer: Any) -> None:
 
 
 def test_a_panic_of_the_tokenizer_is_an_error(bos_tokenizer: Any) -> None:
-    """Its regex exceeds the limit on backtracking, as Qwen's does for ten million spaces."""
+    """Its regex exceeds the backtracking limit, as Qwen's does for ten million spaces."""
     from tokenizers import Regex
     from tokenizers.pre_tokenizers import Split
 
@@ -123,8 +123,8 @@ def test_an_unknown_word_without_an_unknown_token_is_an_error() -> None:
         encode_prompt(tokenizer, "c")
 
 
-def test_bad_words_after_a_space_are_vllms(smollm2_tokenizer: Any) -> None:
-    """Each word as vLLM's `SamplingParams.update_from_tokenizer` tells its tokens."""
+def test_bad_words_are_tokenized_as_in_vllm(smollm2_tokenizer: Any) -> None:
+    """Tokens equal those of vLLM's `SamplingParams.update_from_tokenizer`, with and without a space before the word."""
     words = ("Paris", " London", "unbelievable", "!", "a b")
     for word in words:
         expected: list[list[int]] = []
@@ -135,7 +135,7 @@ def test_bad_words_after_a_space_are_vllms(smollm2_tokenizer: Any) -> None:
         assert bad_word_tokens(smollm2_tokenizer, SamplingParams(bad_words=(word,))) == expected
 
 
-def test_a_text_is_tokenized_as_far_as_the_limit_needs(engine_tokenizer: Any) -> None:
+def test_texts_are_tokenized_only_up_to_the_limit(engine_tokenizer: Any) -> None:
     words = "once upon a time " * 20_000
     whole = encode_prompt(engine_tokenizer, words)
     assert encode_prompt(engine_tokenizer, words, max_tokens=len(whole)) == whole
@@ -145,7 +145,7 @@ def test_a_text_is_tokenized_as_far_as_the_limit_needs(engine_tokenizer: Any) ->
     assert part[:1000] == whole[:1000]
 
 
-def test_a_text_is_tokenized_from_its_end_if_it_is_truncated_on_the_left(engine_tokenizer: Any) -> None:
+def test_left_truncation_tokenizes_only_the_end_of_a_text(engine_tokenizer: Any) -> None:
     words = "once upon a time " * 20_000
     whole = encode_prompt(engine_tokenizer, words)
     part = encode_prompt(engine_tokenizer, words, max_tokens=1000, truncation_side="left")
@@ -154,12 +154,12 @@ def test_a_text_is_tokenized_from_its_end_if_it_is_truncated_on_the_left(engine_
 
 
 @pytest.mark.parametrize("text", ["a" * 40_000, " " * 40_000, "\N{GRINNING FACE}" * 10_000, "a b" * 20_000])
-def test_a_text_that_fits_the_limit_is_never_cut(engine_tokenizer: Any, text: str) -> None:
+def test_texts_within_the_limit_are_not_truncated(engine_tokenizer: Any, text: str) -> None:
     whole = encode_prompt(engine_tokenizer, text)
     assert encode_prompt(engine_tokenizer, text, max_tokens=len(whole)) == whole
 
 
-def test_no_token_stands_for_more_bytes_than_the_longest(engine_tokenizer: Any, bos_tokenizer: Any) -> None:
+def test_the_longest_token_bounds_the_bytes_per_token(engine_tokenizer: Any, bos_tokenizer: Any) -> None:
     tokens = TokenBytes(engine_tokenizer)
     assert max(len(tokens[each]) for each in range(len(engine_tokenizer))) <= max_token_bytes(engine_tokenizer) < 200
     assert max_token_bytes(bos_tokenizer) == 0  # an unknown word is one token, however long it is

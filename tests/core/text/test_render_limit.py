@@ -1,4 +1,4 @@
-"""Chat templates that fail, loop or grow: one typed error each, and the process goes on."""
+"""Chat templates that fail, loop or grow raise one typed error each, and the process continues."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def render(tokenizer: Any, template: str) -> str:
 
 
 @pytest.mark.parametrize("name", FAILING)
-def test_a_failing_template_is_a_typed_error(tokenizer: Any, name: str) -> None:
+def test_failing_templates_raise_a_typed_error(tokenizer: Any, name: str) -> None:
     with pytest.raises(InvalidValueError, match="that the model's chat template accepts") as caught:
         render(tokenizer, FAILING[name])
     assert len(str(caught.value)) < 1000
     assert render(tokenizer, "{{ messages[0].content }}") == "Hi"
 
 
-def test_small_precisions_are_rendered(tokenizer: Any) -> None:
+def test_round_accepts_small_precisions(tokenizer: Any) -> None:
     template = (
         "{{ 1.26 | round(1) }} {{ [1.26] | map('round', precision=1) | join }} {{ [1.26] | map('round') | join }}"
     )
@@ -85,7 +85,7 @@ def test_a_growing_template_is_stopped(tokenizer: Any, name: str, monkeypatch: p
         render(tokenizer, GROWING[name])
 
 
-def test_only_the_thread_that_renders_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_rendering_thread_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(render_limit, "MAX_SECONDS", 0.2)
     ends = threading.Event()
     done: list[str] = []
@@ -109,8 +109,8 @@ def test_only_the_thread_that_renders_is_stopped(monkeypatch: pytest.MonkeyPatch
     assert sys.exc_info() == (None, None, None)
 
 
-def test_a_template_that_ends_late_leaves_no_exception_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limit falls again and again on the end of the function; nothing may be raised outside of it."""
+def test_no_exception_is_raised_after_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time limit repeatedly expires at the end of the function, outside of which nothing may be raised."""
     monkeypatch.setattr(render_limit, "_POLL_S", 0.0)
     monkeypatch.setattr(render_limit, "MAX_SECONDS", 0.0005)
     stopped = 0

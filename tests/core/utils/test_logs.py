@@ -18,7 +18,7 @@ def record(message: str, *args: object, **extra: object) -> logging.LogRecord:
     )
 
 
-def test_text_names_the_process_and_the_request() -> None:
+def test_text_logs_name_process_and_request() -> None:
     formatter = TextFormatter("scheduler 100%")
     assert formatter.format(record("%d left", 3)).endswith(" WARNING scheduler 100%: 3 left")
     assert formatter.format(record("left", request_id="r1")).endswith(": [r1] left")
@@ -27,7 +27,7 @@ def test_text_names_the_process_and_the_request() -> None:
     REQUEST_ID.reset(token)
 
 
-def test_json_is_one_object_a_line_with_all_that_is_known() -> None:
+def test_json_logs_are_one_object_per_line() -> None:
     formatter = JsonFormatter("api")
     line = formatter.format(record("two\nlines %s", "é\ud800"[:1], request_id="r1", status=200, what={1: object}))
     assert "\n" not in line
@@ -45,14 +45,14 @@ def test_json_is_one_object_a_line_with_all_that_is_known() -> None:
     assert "out of ideas" in json.loads(formatter.format(failed))["exception"]
 
 
-def test_json_escapes_names_that_are_not_utf8() -> None:
+def test_json_logs_escape_invalid_utf8() -> None:
     name = os.fsdecode(b"models/\xff")
     data = json.loads(JsonFormatter("api").format(record("no such folder: %s", name, path=Path(name), names=[name])))
     assert (data["message"], data["path"], data["names"]) == (f"no such folder: {name}", name, [name])
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])
-def test_a_full_disk_costs_lines_and_no_memory(log_format: str) -> None:
+def test_a_full_disk_loses_log_lines_but_uses_no_memory(log_format: str) -> None:
     code = f"""
 import logging, resource
 from minisgl_core.utils import logs

@@ -51,19 +51,19 @@ def logits(folder: Path, communicator: Communicator) -> torch.Tensor:
         return model.gather_logits(model.compute_logits(model.forward(ids, ids, DenseAttention())))
 
 
-def test_logits_are_finite_and_deterministic(folder: Path) -> None:
+def test_logits_of_dummy_weights_are_finite_and_deterministic(folder: Path) -> None:
     first, second = (run_ranks(1, lambda c: logits(folder, c))[0] for _ in range(2))
     assert torch.equal(first, second)
     assert 0.001 < first.std() < 10
     assert (first - first[0]).abs().max() > 0.01, "positions differ"
 
 
-def test_ranks_agree(folder: Path) -> None:
+def test_ranks_have_equal_logits(folder: Path) -> None:
     results = run_ranks(4, lambda c: logits(folder, c))
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-def test_fills_views_and_parts_longer_than_its_block(folder: Path) -> None:
+def test_views_and_large_tensors_are_filled(folder: Path) -> None:
     source = DummyWeights(folder)
     assert isinstance(source, WeightGenerator)
     matrix = torch.zeros(3, 10)
@@ -77,15 +77,15 @@ def test_fills_views_and_parts_longer_than_its_block(folder: Path) -> None:
     assert torch.unique(long[:, 0]).numel() > 2_000, "rows differ"
 
 
-def test_slices_of_a_tensor_differ(folder: Path) -> None:
+def test_shards_of_a_tensor_differ(folder: Path) -> None:
     source, parts = DummyWeights(folder), [torch.zeros(4, 4), torch.zeros(4, 4)]
     for rank, part in enumerate(parts):
         source.generate("a.weight", WeightTarget(part, (slice(4 * rank, 4 * rank + 4),)))
     assert not torch.equal(*parts)
 
 
-def test_packed_weights_and_their_scales(folder: Path) -> None:
-    """Float8 or integers: codes times scales are about as large as other weights."""
+def test_quantized_weights_and_scales_have_usual_magnitudes(folder: Path) -> None:
+    """Codes times scales are about as large as other weights, for FP8 and for integers."""
     source = DummyWeights(folder)
     codes, scales = torch.zeros(500, 400, dtype=FP8), torch.zeros(500, 1)
     source.generate("a.weight", WeightTarget(codes))
@@ -106,7 +106,7 @@ def test_packed_weights_and_their_scales(folder: Path) -> None:
 @pytest.mark.parametrize(
     "quantization", [{"quant_method": "fp8"}, {"quant_method": "fp8", "weight_block_size": [16, 24]}]
 )
-def test_a_model_in_float8(folder: Path, quantization: dict[str, object]) -> None:
+def test_dummy_fp8_models_have_usual_logits(folder: Path, quantization: dict[str, object]) -> None:
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(raw | {"quantization_config": quantization}))
     source, device = DummyWeights(folder), torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Matrices in float8 are read as what they stand for, whole and in slices, as each way of writing them says."""
+"""FP8 checkpoints are dequantized correctly, whole and in slices, for every format of the scales."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def scales_of(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scales as stored, and expanded to one per number."""
+def quantization_scales(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scales as stored, and expanded to one per weight."""
     if kind == "tensor":
         scale = weight.abs().max() / FP8_MAX
         return scale, scale.expand(weight.shape)
@@ -76,13 +76,13 @@ def write(plain: Path, to: Path, quantization: dict[str, Any], tensors: dict[str
 
 
 def quantized(plain: Path, to: Path, kind: str) -> dict[str, torch.Tensor]:
-    """Writes the checkpoint, and says what its matrices stand for."""
+    """Write the checkpoint, and return its dequantized matrices."""
     stored, known = {}, {}
     for name, weight in load_file(plain / "model.safetensors").items():
         if not name.endswith("_proj.weight"):
             stored[name] = known[name] = weight
             continue
-        scales, each = scales_of(weight, kind)
+        scales, each = quantization_scales(weight, kind)
         stored[name] = (weight / each).to(FP8)
         known[name] = stored[name].float() * each
         # safetensors sorts names: some scales come before their matrix.
@@ -109,8 +109,8 @@ def test_dequantized_matrices_and_slices_are_equal(kind: str, plain: Path, tmp_p
 
 
 @pytest.mark.parametrize("kind", list(CONFIGS))
-def test_a_model_starts_from_it(kind: str, plain: Path, tmp_path: Path) -> None:
-    """FP8 weights are dequantized if FP8 GEMMs are slow, and kept if the user asks for FP8, with nearly equal logits."""
+def test_models_load_with_and_without_fp8_weights(kind: str, plain: Path, tmp_path: Path) -> None:
+    """FP8 weights are dequantized by default on CPUs. `--quantization fp8` keeps them, with nearly equal outputs."""
     known = quantized(plain, tmp_path, kind)
 
     def logits(folder: Path, **options: Any) -> tuple[str, torch.Tensor]:
@@ -134,7 +134,7 @@ def test_a_model_starts_from_it(kind: str, plain: Path, tmp_path: Path) -> None:
     assert 1e-4 < (ours - read).norm() / read.norm() < 0.1
 
 
-def test_other_methods_are_refused(plain: Path, tmp_path: Path) -> None:
+def test_other_quantization_methods_are_refused(plain: Path, tmp_path: Path) -> None:
     tensors = load_file(plain / "model.safetensors")
     folder = write(plain, tmp_path, {"quant_method": "hqq", "bits": 4}, tensors)
     assert SafetensorsWeights.unsupported(folder) == []
@@ -155,8 +155,8 @@ def test_other_methods_are_refused(plain: Path, tmp_path: Path) -> None:
     assert "4-bit integers (quant_method 'awq')" in reasons_against_dequantization(SafetensorsWeights(folder).config)[0]
 
 
-def test_packed_weights_come_as_they_are_stored(plain: Path, tmp_path: Path) -> None:
-    """A method that cannot be dequantized needs layers that take its tensors."""
+def test_packed_weights_are_read_as_stored(plain: Path, tmp_path: Path) -> None:
+    """Layers must take the stored tensors of a method that cannot be dequantized."""
     packed = {"q.qweight": torch.ones(4, 8, dtype=torch.int32), "q.bias": torch.ones(8)}
     source = SafetensorsWeights(write(plain, tmp_path, {"quant_method": "hqq", "bits": 4}, packed))
     config = model_config(source.config)
@@ -172,7 +172,7 @@ def test_packed_weights_come_as_they_are_stored(plain: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("kind", list(CONFIGS))
-def test_codes_and_scales_come_as_they_are_stored(kind: str, plain: Path, tmp_path: Path) -> None:
+def test_fp8_weights_and_scales_are_read_as_stored(kind: str, plain: Path, tmp_path: Path) -> None:
     known = quantized(plain, tmp_path, kind)
     stored = load_file(tmp_path / "model.safetensors")
     source = SafetensorsWeights(tmp_path)
@@ -188,8 +188,8 @@ def test_codes_and_scales_come_as_they_are_stored(kind: str, plain: Path, tmp_pa
 
 
 @pytest.mark.parametrize("kind", list(CONFIGS))
-def test_layers_that_the_checkpoint_leaves(kind: str, plain: Path, tmp_path: Path) -> None:
-    """They are in the model's dtype beside quantized ones, and the first layer is what the checkpoint says to the last bit."""
+def test_unquantized_layers_keep_the_models_dtype(kind: str, plain: Path, tmp_path: Path) -> None:
+    """Layer 0 has an unquantized matrix whose outputs are exact; that of layer 1 is quantized."""
     known = quantized(plain, tmp_path, kind)
     left = "model.layers.0.mlp.down_proj"
     key = {"channel": "ignore", "tensor": "ignored_layers"}.get(kind, "modules_to_not_convert")
@@ -219,7 +219,9 @@ def test_layers_that_the_checkpoint_leaves(kind: str, plain: Path, tmp_path: Pat
         ({"q.weight_scale": torch.full((4,), 127, dtype=torch.uint8)}, "q.weight has scales in torch.uint8"),
     ],
 )
-def test_what_does_not_fit(change: dict[str, torch.Tensor | None], message: str, plain: Path, tmp_path: Path) -> None:
+def test_inconsistent_weights_and_scales_are_refused(
+    change: dict[str, torch.Tensor | None], message: str, plain: Path, tmp_path: Path
+) -> None:
     tensors: dict[str, torch.Tensor | None] = {"q.weight": torch.zeros(4, 8).to(FP8), "q.weight_scale": torch.ones(4)}
     kept = {name: tensor for name, tensor in (tensors | change).items() if tensor is not None}
     source = SafetensorsWeights(write(plain, tmp_path, CONFIGS["channel"], kept))
@@ -232,8 +234,8 @@ def test_what_does_not_fit(change: dict[str, torch.Tensor | None], message: str,
         read()
 
 
-def test_experts_are_quantised() -> None:
-    """Their outputs differ from the model's, and not by much."""
+def test_fp8_experts_are_close_to_the_model() -> None:
+    """Logits differ from those of the unquantized model, but only little."""
     config = EngineConfig.from_flat(
         model=tiny_folder.qwen3_moe(), dtype="float32", platform="cpu", num_pages=8, quantization="fp8"
     )

@@ -51,7 +51,7 @@ class InMemory(WeightSource):
         yield from self._tensors.items()
 
 
-class OfRank(SingleRank):
+class FakeRank(SingleRank):
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
@@ -64,7 +64,7 @@ def model_for(
     layers: range | None = None,
 ) -> LlamaForCausalLM:
     device, dtype = torch.device("cpu"), torch.float32
-    build = BuildContext(OfRank(rank, tp_size), Ops.of(device, dtype), device, dtype, layers=layers)
+    build = BuildContext(FakeRank(rank, tp_size), Ops.of(device, dtype), device, dtype, layers=layers)
     return model_class(model_config(source.config), build)
 
 
@@ -88,7 +88,7 @@ def test_missing_and_unexpected_tensors_are_named() -> None:
 
 
 @pytest.mark.parametrize("name", ["unknown.weight", "model.layers.1.mlp.unknown.weight"])
-def test_a_stage_refuses_what_no_stage_knows(name: str) -> None:
+def test_stages_refuse_tensors_of_no_stage(name: str) -> None:
     source = InMemory(checkpoint() | {name: torch.zeros(8)})
     with pytest.raises(ModelFormatError, match=f"{name} is in the checkpoint but not in LlamaForCausalLM"):
         load_weights(model_for(source, layers=range(1, 2)), source)
@@ -96,7 +96,7 @@ def test_a_stage_refuses_what_no_stage_knows(name: str) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("layers", [range(1), range(1, 2), range(2), range(2, 3), range(3)])
-def test_a_stage_loads_its_part_alone(layers: range, tied: bool) -> None:
+def test_stages_load_only_their_layers(layers: range, tied: bool) -> None:
     changes = {"num_hidden_layers": 3, "tie_word_embeddings": tied}
     source = InMemory(checkpoint(**changes), **changes)
     model = model_for(source, layers=layers)
@@ -116,19 +116,19 @@ def test_a_stage_loads_its_part_alone(layers: range, tied: bool) -> None:
 
 
 @pytest.mark.parametrize("layers", [range(0), range(1, 3), range(-1, 1)])
-def test_a_range_outside_of_the_model_is_refused(layers: range) -> None:
+def test_layer_ranges_outside_the_model_are_refused(layers: range) -> None:
     with pytest.raises(AssertionError, match="of 2 layers"):
         model_for(InMemory({}), layers=layers)
 
 
-def test_many_missing_tensors_are_counted() -> None:
+def test_errors_count_many_missing_tensors() -> None:
     source = InMemory({})
     with pytest.raises(ModelFormatError, match=r"model\.layers\.0\.mlp\.gate_proj\.weight and 16 more are missing"):
         load_weights(model_for(source), source)
 
 
 @pytest.mark.parametrize("shape", [(9, 8), (10, 9), (8,), (12, 8, 1), (13, 8)])
-def test_another_shape_is_named(shape: tuple[int, ...]) -> None:
+def test_wrong_shapes_are_named(shape: tuple[int, ...]) -> None:
     source = InMemory({**checkpoint(), "model.layers.1.mlp.gate_proj.weight": torch.zeros(shape)})
     with pytest.raises(ModelFormatError, match=r"layers\.1\.mlp\.gate_proj\.weight has shape"):
         load_weights(model_for(source), source)
@@ -147,8 +147,8 @@ def test_another_shape_is_named(shape: tuple[int, ...]) -> None:
         "lm_head.weight",
     ],
 )
-def test_a_tensor_larger_than_its_config_is_named_on_every_rank(name: str, rank: int) -> None:
-    """Although it has all that the rank takes."""
+def test_too_large_tensors_are_refused_on_every_rank(name: str, rank: int) -> None:
+    """A rank refuses the tensor even if its own shard is inside."""
     tensors = checkpoint(mlp_bias=True)
     right = list(tensors[name].shape)
     larger = torch.zeros([size + 4 for size in right])
@@ -166,7 +166,7 @@ class NamesNoShapes(LlamaForCausalLM):
             yield each, WeightTarget(target.destination, target.index)
 
 
-def test_a_target_without_a_shape_must_have_what_the_rank_takes() -> None:
+def test_targets_without_a_shape_check_only_the_shard() -> None:
     name = "model.layers.0.mlp.gate_proj.weight"
     source = InMemory({**checkpoint(), name: torch.zeros(11, 8)})
     load_weights(model_for(source, 0, 2, NamesNoShapes), source)
@@ -177,8 +177,8 @@ def test_a_target_without_a_shape_must_have_what_the_rank_takes() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
-def test_packed_weights_are_not_cast(dtype: torch.dtype) -> None:
-    """A layer in the model's dtype must not take codes for weights."""
+def test_quantized_weights_are_not_cast(dtype: torch.dtype) -> None:
+    """A layer in the model's dtype must not load FP8 or integer codes as weights."""
     name = "model.layers.0.self_attn.o_proj.weight"
     source = InMemory({**checkpoint(), name: torch.ones(8, 8).to(dtype)})
     with pytest.raises(
@@ -189,7 +189,7 @@ def test_packed_weights_are_not_cast(dtype: torch.dtype) -> None:
     load_weights(model_for(source), source)
 
 
-def test_one_value_may_fill_its_destination() -> None:
+def test_single_values_are_broadcast_to_their_target() -> None:
     for held, stored in ((torch.zeros(3, 1), torch.tensor(5.0)), (torch.zeros(4), torch.tensor([[5.0]]))):
         fill_target("scale", stored, WeightTarget(held, (slice(1, 4),), shape=(9, 1), broadcast=True))
         assert (held == 5).all()
@@ -200,13 +200,13 @@ def test_one_value_may_fill_its_destination() -> None:
         fill_target("scale", torch.zeros(2, 1), WeightTarget(rows, (slice(1, 4),), shape=(9, 1), broadcast=True))
 
 
-def test_what_architectures_ignore_is_no_error() -> None:
+def test_ignored_tensors_of_architectures_raise_no_error() -> None:
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4), "lm_head.weight": torch.zeros(11, 8)}
     source = InMemory({**checkpoint(tie_word_embeddings=True), **extra}, tie_word_embeddings=True)
     load_weights(model_for(source), source)
 
 
-def test_the_tied_matrix_is_one_tensor() -> None:
+def test_tied_embeddings_share_one_tensor() -> None:
     source = InMemory(checkpoint(tie_word_embeddings=True), tie_word_embeddings=True)
     model = model_for(source)
     assert "lm_head.weight" not in [name for name, _ in model.weight_targets("", model.fused_projections)]
@@ -268,7 +268,7 @@ print(peak - before, shard, largest)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("ops", ["plain", "packing"])
 def test_peak_memory_is_little_more_than_the_shard(ops: str, tmp_path: Path) -> None:
-    """Also where the kernels keep packed copies: each matrix is freed before the next is packed."""
+    """This holds for kernels that repack weights, too: each matrix is freed before the next is packed."""
     from transformers import LlamaConfig
 
     from minisgl_core.testing.references import random_reference
@@ -301,7 +301,7 @@ def test_peak_memory_is_little_more_than_the_shard(ops: str, tmp_path: Path) -> 
     ],
     ids=["llama", "multi-token prediction", "multimodal", "multimodal by modules"],
 )
-def test_an_lm_head_is_compared_with_the_embedding(name: str, prefix: str, extra: dict[str, torch.Tensor]) -> None:
+def test_lm_heads_are_compared_with_the_embedding(name: str, prefix: str, extra: dict[str, torch.Tensor]) -> None:
     embedding = torch.arange(88.0).view(11, 8)
     tensors = {name: embedding, **extra}
     config = model_config(CONFIG)
@@ -310,6 +310,6 @@ def test_an_lm_head_is_compared_with_the_embedding(name: str, prefix: str, extra
     assert has_other_lm_head(InMemory({**tensors, f"{prefix}lm_head.weight": embedding + 1}), config)
 
 
-def test_an_lm_head_that_is_no_matrix_is_left_to_the_loader() -> None:
+def test_lm_heads_of_wrong_shapes_are_left_to_the_loader() -> None:
     tensors = {"model.embed_tokens.weight": torch.zeros(()), "lm_head.weight": torch.zeros(())}
     assert has_other_lm_head(InMemory(tensors), model_config(CONFIG))

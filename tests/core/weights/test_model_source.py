@@ -1,4 +1,4 @@
-"""Lookup of models, with a hub on localhost."""
+"""Lookup of models, with a model hub on localhost."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def hub_url() -> Iterator[str]:
 
 
 def locate(model: str, home: Path, revision: str = "", **environ: str) -> str:
-    """Locate a model in a new process, because huggingface_hub reads the environment at import."""
+    """Locate a model in a new process, as huggingface_hub reads environment variables when it is imported."""
     env = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
     env |= {"HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1", **environ}
     done = subprocess.run(
@@ -120,7 +120,7 @@ def locate(model: str, home: Path, revision: str = "", **environ: str) -> str:
     return lines[0]
 
 
-def test_a_hub_id_is_downloaded_once_and_then_works_offline(hub_url: str, tmp_path: Path) -> None:
+def test_hub_models_are_downloaded_once_and_then_work_offline(hub_url: str, tmp_path: Path) -> None:
     folder = Path(locate("owner/tiny", tmp_path, HF_ENDPOINT=hub_url))
     assert {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()} == WANTED
     assert (folder / "model.safetensors").read_bytes() == b"weights"
@@ -143,7 +143,7 @@ def test_a_hub_id_is_downloaded_once_and_then_works_offline(hub_url: str, tmp_pa
         ("tiny.gguf", "", "there is no such file or folder"),
     ],
 )
-def test_models_that_the_hub_refuses_are_not_found(
+def test_models_that_the_hub_refuses_raise_not_found_errors(
     model: str, revision: str, message: str, hub_url: str, tmp_path: Path
 ) -> None:
     line = locate(model, tmp_path, revision, HF_ENDPOINT=hub_url)
@@ -151,14 +151,14 @@ def test_models_that_the_hub_refuses_are_not_found(
     assert message in line
 
 
-def test_offline(tmp_path: Path) -> None:
+def test_uncached_models_are_not_found_offline(tmp_path: Path) -> None:
     line = locate("owner/tiny", tmp_path, HF_HUB_OFFLINE="1")
     assert line.endswith("'owner/tiny': it is not in the local cache, and HF_HUB_OFFLINE is set")
     line = locate("owner/tiny", tmp_path, HF_ENDPOINT="http://127.0.0.1:1")
     assert "it is not in the local cache, and the hub cannot be reached" in line
 
 
-def test_folders_and_files_are_taken_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_and_files_are_used_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "owner" / "name").mkdir(parents=True)
     (tmp_path / "model.gguf").touch()
     monkeypatch.chdir(tmp_path)
@@ -178,7 +178,7 @@ def test_the_embedded_model(smollm2_path: Path, monkeypatch: pytest.MonkeyPatch)
         locate_model(ModelOptions())
 
 
-def test_a_revision_is_of_a_hub(smollm2_path: Path) -> None:
+def test_revisions_need_a_hub_model(smollm2_path: Path) -> None:
     for model in (None, str(smollm2_path)):
         with pytest.raises(
             InvalidValueError, match="--revision='v2' is not valid: must be used with a hub id as --model"
@@ -187,7 +187,7 @@ def test_a_revision_is_of_a_hub(smollm2_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["~no-such-user/tiny", f"./{'x' * 300}"])
-def test_a_path_that_cannot_be_looked_up_is_not_found(model: str) -> None:
+def test_invalid_paths_are_not_found(model: str) -> None:
     with pytest.raises(ModelNotFoundError, match=r"^--model=.* cannot be looked up: "):
         locate_model(ModelOptions(model=model))
 
@@ -197,14 +197,14 @@ def test_an_empty_name_is_not_the_current_folder() -> None:
         locate_model(ModelOptions(model=""))
 
 
-def test_modelscope_is_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modelscope_without_its_extra_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "modelscope", None)
     with pytest.raises(MinisglError, match=r"pip install 'minisgl-core\[modelscope\]'"):
         locate_model(ModelOptions(model="owner/name", model_source="modelscope"))
 
 
 class FakeRegistry:
-    """Two formats: one cannot be imported, the other takes folders."""
+    """Registry of two formats: one cannot be imported, the other reads folders."""
 
     class Folders:
         def __init__(self, path: Path) -> None:
@@ -233,7 +233,7 @@ class FakeRegistry:
         return self.Folders if name == "folders" else type(name, (self.Folders,), {})
 
 
-def test_the_first_format_that_fits_opens_it(tmp_path: Path) -> None:
+def test_the_first_supported_format_opens_the_model(tmp_path: Path) -> None:
     registry: Any = FakeRegistry()
     assert type(open_weights(tmp_path, registry)).__name__ == "Folders", "the project's own before a stranger's"
     assert type(open_weights(tmp_path, registry, dummy=True)).__name__ == "dummy"
@@ -246,7 +246,7 @@ def test_the_first_format_that_fits_opens_it(tmp_path: Path) -> None:
         open_weights(tmp_path / "file", registry, dummy=True)
 
 
-def test_a_format_that_is_not_installed_has_a_remedy(smollm2_path: Path) -> None:
+def test_missing_formats_have_a_remedy(smollm2_path: Path) -> None:
     with pytest.raises(ModelFormatError, match=r"'gguf'.* Try: pip install minisgl-models"):
         open_weights(smollm2_path, Registry([]))
 

@@ -68,7 +68,7 @@ class TestExperts(TestOneFile):
         moe_intermediate_size=8,
     )
 
-    def test_experts_have_the_names_of_published_checkpoints(self) -> None:
+    def test_expert_tensors_have_published_names(self) -> None:
         with self.make_checkpoint() as (path, _):
             source = self.provider(path)
             names = {name for name, _ in source.tensors(model_config(source.config))}
@@ -90,7 +90,7 @@ def test_generation_config_is_read(tmp_path: Path) -> None:
     assert model_config(source.config, source.generation_config).eos_token_ids == (2, 5, 7)
 
 
-def test_the_remedy_for_pointers_to_git_lfs(tmp_path: Path) -> None:
+def test_git_lfs_pointers_have_a_remedy(tmp_path: Path) -> None:
     pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 5\n"
     folder = folder_with(tmp_path, a=torch.zeros(1))
     source = SafetensorsWeights(folder)
@@ -127,7 +127,7 @@ def test_a_damaged_folder_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["../other.safetensors", "/dev/zero", "a/../../b"])
-def test_an_index_names_files_in_the_folder_only(tmp_path: Path, file: str) -> None:
+def test_indices_with_files_outside_the_folder_are_refused(tmp_path: Path, file: str) -> None:
     source = SafetensorsWeights(folder_with(tmp_path, a=torch.zeros(1)))
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
     with pytest.raises(ModelFormatError, match=r"weight_map has '.*', not a file in the folder"):
@@ -153,8 +153,8 @@ def test_a_tensor_in_two_files_without_an_index_is_refused(tmp_path: Path) -> No
         list(source.tensors(model_config(source.config)))
 
 
-def test_code_of_a_checkpoint_is_not_offered_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default, transformers asks on standard input, and runs the code if the answer is yes."""
+def test_code_in_checkpoints_never_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers asks on standard input by default, and runs the code if the answer is yes."""
     folder, asked = folder_with(tmp_path, a=torch.zeros(1)), []
     monkeypatch.setattr("builtins.input", lambda *prompt: asked.append(prompt) or "y")
     (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
@@ -167,7 +167,7 @@ def test_code_of_a_checkpoint_is_not_offered_to_run(tmp_path: Path, monkeypatch:
     assert not (tmp_path / "ran").exists()
 
 
-def test_folders_without_weights_of_a_model_have_a_remedy(tmp_path: Path) -> None:
+def test_folders_without_model_weights_have_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "pytorch_model.bin").touch()
     [reason] = SafetensorsWeights.unsupported(tmp_path)
@@ -196,8 +196,8 @@ def test_a_missing_tokenizer_is_reported(tmp_path: Path) -> None:
         SafetensorsWeights(folder).tokenizer()
 
 
-def test_a_tokenizer_that_tokenizes_nothing_is_reported(tmp_path: Path, engine_tokenizer: Any) -> None:
-    """Transformers reads it, and every request would fail with status 500."""
+def test_a_tokenizer_that_cannot_encode_is_reported(tmp_path: Path, engine_tokenizer: Any) -> None:
+    """transformers loads it, but every request would fail with status 500."""
     folder = folder_with(tmp_path, a=torch.zeros(1))
     engine_tokenizer.save_pretrained(folder)
     settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"model_max_length": "8k"}
@@ -206,7 +206,7 @@ def test_a_tokenizer_that_tokenizes_nothing_is_reported(tmp_path: Path, engine_t
         SafetensorsWeights(folder).tokenizer()
 
 
-def test_a_tokenizer_file_on_which_the_tokenizers_package_panics_is_reported(tmp_path: Path) -> None:
+def test_panics_of_the_tokenizers_package_are_reported(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, a=torch.zeros(1))
     model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
     normalizer = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
@@ -245,7 +245,7 @@ def test_unusable_values_of_a_tokenizer_config_are_reported(
         (None, "PreTrainedTokenizerFast"),
     ],
 )
-def test_the_tokenizer_is_the_one_of_autotokenizer(
+def test_the_tokenizer_equals_that_of_autotokenizer(
     tmp_path: Path, engine_tokenizer: Any, model_type: str | None, tokenizer_class: str | None
 ) -> None:
     folder = folder_with(tmp_path, a=torch.zeros(1))
@@ -267,8 +267,8 @@ def test_the_tokenizer_is_the_one_of_autotokenizer(
     Version(transformers.__version__) < Version("5.23"),
     reason="AutoTokenizer of transformers 5.17 imports them by itself",
 )
-def test_reading_a_tokenizer_imports_no_compilers_of_torch(tmp_path: Path, engine_tokenizer: Any) -> None:
-    """It would take every process that tokenizes two seconds more to start."""
+def test_loading_a_tokenizer_imports_no_torch_compiler(tmp_path: Path, engine_tokenizer: Any) -> None:
+    """The import would delay every process that tokenizes by two seconds."""
     folder = folder_with(tmp_path, a=torch.zeros(1))
     engine_tokenizer.save_pretrained(folder)
     code = f"""
@@ -303,7 +303,7 @@ DECODER = {"2": {"content": "</s>"}, "7": {"content": "<end>"}}
     ],
 )
 def test_eos_is_read_from_the_tokenizers_files(files: Any, eos: int | None, tmp_path: Path) -> None:
-    """None of these is a whole tokenizer."""
+    """None of these folders holds a complete tokenizer."""
     folder = folder_with(tmp_path, a=torch.zeros(1))
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))
@@ -315,7 +315,7 @@ def test_eos_is_read_from_the_tokenizers_files(files: Any, eos: int | None, tmp_
 
 @pytest.mark.parametrize("file", ["none", "special_tokens_map.json"])
 def test_eos_is_read_from_the_tokenizer(file: str, tmp_path: Path) -> None:
-    """Also where another file, of older versions, names another token."""
+    """special_tokens_map.json, which older versions write, takes precedence."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
