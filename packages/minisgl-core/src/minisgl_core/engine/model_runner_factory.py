@@ -67,7 +67,10 @@ class ModelRunnerFactory:
         self._model, self._ops = model, ops
         self.attention = [registry.load("attention", name) for name in config.backends.attn.split(",")]
         layers = model.attention_layers()
-        self._spec = spec = attention_spec(config, model.config, platform.device)
+        stage = model.stage.layers
+        windows = model.config.sliding_windows[stage.start : stage.stop]  # a stage may have no layer with a window
+        served = replace(model.config, sliding_windows=windows)
+        self._spec = spec = attention_spec(config, served, platform.device)
         self.max_seq_len = spec.max_seq_len
         reasons = check_layers(spec, layers)
         if spec.value_head_dim not in (None, spec.head_dim):
