@@ -71,7 +71,7 @@ def test_errors_print_one_line_and_set_the_exit_status(site, failure, status, li
     result = site.run("dance", "--fail", failure)
     assert (result.status, result.error) == (status, line)
     traced = site.run("dance", "--fail", failure, MINISGL_DEBUG="1")
-    assert traced.status == 1
+    assert traced.status == status
     assert "Traceback" in traced.error
 
 

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import traceback
 from copy import copy
 from typing import Any
 
@@ -57,7 +58,7 @@ class MinisglGroup(click.Group):
         return [*commands, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def main(self, *args: Any, **extra: Any) -> Any:
-        """Run a command. A `MinisglError` becomes one line on standard error unless MINISGL_DEBUG is 1.
+        """Run a command. A `MinisglError` becomes one line on standard error, or its traceback if MINISGL_DEBUG is 1.
 
         The exit status is 2 for errors that the user can correct, and 1 for others.
         """
@@ -66,9 +67,12 @@ class MinisglGroup(click.Group):
         try:
             return super().main(*args, **extra)
         except MinisglError as error:
-            if not extra.get("standalone_mode", True) or os.environ.get("MINISGL_DEBUG") == "1":
+            if not extra.get("standalone_mode", True):
                 raise
-            click.echo(f"minisgl: {_printable(str(error))}", err=True)
+            if os.environ.get("MINISGL_DEBUG") == "1":
+                traceback.print_exc()
+            else:
+                click.echo(f"minisgl: {_printable(str(error))}", err=True)
             sys.exit(2 if isinstance(error, USER_ERRORS) else 1)
 
 
