@@ -56,6 +56,7 @@ def test_the_banner_is_right_and_sighup_drains_requests(start: Launch) -> None:
     assert "LlamaForCausalLM" in server.banner
     attention = next(line for line in server.banner.splitlines() if line.startswith("attn"))
     assert attention.split()[1] == "torch"
+    assert len(re.findall(r"\d tokens of KV|kv cache", server.banner)) == 1, "one size, without the page for padding"
     curl = shlex.split(server.banner.splitlines()[-1])
     answer = subprocess.run([*curl, "--silent", "--fail"], capture_output=True, check=True, text=True).stdout
     assert json.loads(answer)["model"] == "tiny"

@@ -171,7 +171,6 @@ def banner(supervisor: Supervisor, options: ServerOptions, url: str, *, needs_ke
     name = options.served_model_name or info.model
     rows = [("model", f"{name} ({info.architecture}, {info.dtype} on {info.device})", "")]
     rows += [(option, value, reason) for option, value, reason in info.choices]
-    rows += [("kv cache", f"{info.num_pages * info.page_size} tokens", f"{info.num_pages} pages of {info.page_size}")]
     rows += [("context", f"{info.max_seq_len} tokens", "")]
     if options.replicas > 1:
         rows += [("replicas", str(options.replicas), f"behind the router {options.router}")]
