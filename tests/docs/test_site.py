@@ -400,10 +400,21 @@ def templates(path: Path) -> Iterator[str]:
             yield re.sub(r"%[-.\d]*[sdfr]", "…", node.value)
 
 
+def unknown(quoted: list[str]) -> list[str]:
+    """The messages that are part of no text in the source."""
+    known = [template for path in SOURCES for template in templates(path)]
+    return [line for line in quoted if not any(line in template for template in known)]
+
+
 def test_messages_exist() -> None:
     """Each message that the page on troubles quotes is one that the program writes."""
     text = (DOCS / "troubleshooting.md").read_text()
     quoted = [line for code in re.findall(r"^```text\n(.*?)^```$", text, re.M | re.S) for line in code.splitlines()]
     assert len(quoted) > 15
-    known = [template for path in SOURCES for template in templates(path)]
-    assert [line for line in quoted if not any(line in template for template in known)] == []
+    assert unknown(quoted) == []
+
+
+def test_messages_of_grammar_limits_exist() -> None:
+    """Those of the last two rows are llguidance's."""
+    quoted = [message for row in rows("structured_output.md", "limits")[:-2] for message in names(row[2])]
+    assert unknown([re.sub(r"[\d.]+", "…", message).removeprefix("must be ") for message in quoted]) == []
