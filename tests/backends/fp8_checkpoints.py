@@ -1,4 +1,4 @@
-"""FP8 checkpoints in the three ways that their scales are written."""
+"""FP8 checkpoints with the three formats of scales."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from minisgl_core.testing.packed_checkpoint import Packed, PackedCheckpoint
 from minisgl_core.utils.fp8 import FP8, FP8_MAX
 
 BLOCK = (40, 24)
-"""Cut by shards on purpose; real checkpoints have 128 by 128."""
+"""Block shape that shards split on purpose; real checkpoints have 128 by 128."""
 
 
 def _packed(weight: torch.Tensor, sizes: tuple[int, int]) -> Packed:
-    """Quantize in blocks; ``weight_scale`` has the shape of the blocks."""
+    """Quantize in blocks; ``weight_scale`` has one value per block."""
     height, width = sizes
     rows, columns = (-(-length // size) for length, size in zip(weight.shape, sizes, strict=True))
     padded = torch.zeros(rows * height, columns * width)

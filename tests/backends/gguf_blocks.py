@@ -1,4 +1,4 @@
-"""Random blocks of GGUF files, for the tests of their kernels on CPUs and GPUs."""
+"""Random blocks of GGUF files, for tests of kernels on CPUs and GPUs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from gguf import GGMLQuantizationType as Kind
 from minisgl_core.testing.packed_checkpoint import Packed, PackedCheckpoint, PackedModule
 
 SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,)}
-"""Places of the float16 numbers in a block; 0 and 2 in other types."""
+"""Byte offsets of the float16 numbers in a block; 0 and 2 in other types."""
 
 
 class Everything(dict[str, str]):
-    """GGML's type of all modules."""
+    """Mapping that has one GGML type for all modules."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -24,7 +24,7 @@ class Everything(dict[str, str]):
 
 
 def checkpoint(kind: str) -> PackedCheckpoint:
-    """Return the format of files whose matrices have one type; rows of incomplete blocks are not quantized."""
+    """Return a format whose matrices have one GGML type; rows of incomplete blocks are not quantized."""
 
     def pack(weight: torch.Tensor) -> Packed:
         if weight.shape[1] % 32:
@@ -38,7 +38,7 @@ def checkpoint(kind: str) -> PackedCheckpoint:
 
 
 def random_blocks(kind: str, rows: int, columns: int, norm: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return random bytes with small scales, int8 [rows, bytes per row], and the values that they stand for, float32.
+    """Return random bytes with small scales, int8 [rows, bytes per row], and their dequantized values, float32.
 
     If `norm` is given, the rows' norms are about that.
     """
@@ -63,7 +63,7 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 def random_experts(
     kinds: tuple[str, str, str], hidden: int, inner: int, num_experts: int
 ) -> tuple[dict[str, str], dict[str, PackedModule]]:
-    """Return the types of the projections of the experts ``m``, which are given, and the experts' modules."""
+    """Return the given GGML types of the projections of the experts ``m``, and the experts' modules."""
     modules, types = {}, {}
     for place, (projection, kind) in enumerate(zip(PROJECTIONS, kinds, strict=True)):
         types[f"m.{projection}"] = kind

@@ -1,4 +1,4 @@
-"""Reference for the CUDA C++ GEMMs, and a flag for a Hopper GPU."""
+"""Reference for the CUDA C++ GEMMs, and a marker for tests that need a Hopper GPU."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def quantize(
 
 
 def groups(count: int, size: int, *, shuffled: bool = False, seed: int = 0) -> np.ndarray:
-    """Return the group of each input; all are 0 if `size` is -1. Act-order checkpoints have them in any order."""
+    """Return the group of each input, all 0 if `size` is -1. Act-order checkpoints have them in any order."""
     found = np.arange(count) // (count if size == -1 else size)
     return np.random.default_rng((count, seed)).permutation(found) if shuffled else found
 

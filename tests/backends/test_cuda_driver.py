@@ -21,7 +21,7 @@ def test_arguments_have_the_size_that_the_kernel_reads() -> None:
 @pytest.mark.parametrize("width", [48, 52])
 @pytest.mark.parametrize("offset", [0, 1, 8])
 def test_tensors_that_tma_cannot_map_are_copied(num_rows: int, width: int, offset: int) -> None:
-    """Among them are one row of a wider tensor and a misaligned contiguous tensor, which `contiguous` returns as they are."""
+    """Examples are a row of a wider tensor and a misaligned contiguous tensor, which `contiguous` does not copy."""
     memory = torch.arange(offset + num_rows * width).bfloat16()
     x = memory[offset:].view(num_rows, width)[:, :48]
     found = mappable(x)

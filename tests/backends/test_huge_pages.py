@@ -1,4 +1,4 @@
-"""Memory of packed weights in huge pages."""
+"""Memory of quantized weights in huge pages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if sys.platform != "linux":
 
 
 def anonymous() -> int:
-    """Return the bytes of anonymous memory of this process."""
+    """Return the number of bytes of anonymous memory of this process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) << 10
 
@@ -35,8 +35,8 @@ def test_tensors_are_zero_aligned_and_disjoint() -> None:
 
 
 @pytest.mark.parametrize("size", [MIB + 8, 35 * MIB + 8])
-def test_memory_goes_back_with_the_last_tensor(size: int) -> None:
-    """The memory of the process grows by little more than the tensors hold."""
+def test_memory_is_freed_with_the_last_tensor(size: int) -> None:
+    """The process grows by little more than the tensors' bytes."""
     pages, before = HugePages(), anonymous()
     tensors = [pages.zeros(size).fill_(1) for _ in range(70 * MIB // size)]
     assert len(tensors) * size < anonymous() - before < len(tensors) * size + 6 * MIB

@@ -1,4 +1,4 @@
-"""Compilation, caching and refusal of the C kernels."""
+"""Compilation and caching of the C kernels, and reasons for refusal."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def test_cache_folders_are_private_for_any_umask(quick: Path, tmp_path: Path) ->
 
 def test_a_read_only_cache_is_used(quick: Path, cache: Path) -> None:
     library.load(torch.float32)
-    cache.chmod(0o500)  # has an effect on users other than root
+    cache.chmod(0o500)  # affects users other than root
     library.load(torch.float32)
     assert (quick.parent / "calls").read_text().count("ops.c") == 1
 

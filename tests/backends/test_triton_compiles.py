@@ -1,4 +1,4 @@
-"""Kernels of packed weights, compiled for GPUs by Triton and ptxas; this needs no GPU, and the interpreter does not do it."""
+"""Kernels for quantized weights, compiled by Triton and ptxas without a GPU, which the interpreter does not do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments and results of each version's function, by stand-ins with its signature and numbers of the metadata as values."""
+"""Calls of each FlashAttention version, by fake functions with its signature."""
 
 from __future__ import annotations
 

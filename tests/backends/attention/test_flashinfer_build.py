@@ -1,4 +1,4 @@
-"""Records of FlashInfer's compiled modules, without FlashInfer."""
+"""Records of the modules that FlashInfer has compiled, without FlashInfer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SPEC = AttentionSpec(
 
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[AttentionSpec]:
-    """Specs whose prefill has been run. A run leaves a file, as FlashInfer's compiler does."""
+    """Specs whose prefill has run. A run leaves a file, as FlashInfer's compiler does."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     done: list[AttentionSpec] = []
 
@@ -42,7 +42,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[AttentionSpec]
     return done
 
 
-def test_compiled_modules_are_found_as_long_as_they_exist(runs: list[AttentionSpec], tmp_path: Path) -> None:
+def test_compiled_modules_are_found_while_their_files_exist(runs: list[AttentionSpec], tmp_path: Path) -> None:
     assert FlashInferAttention.uncompiled(SPEC) == "FlashInfer's prefill"
     FlashInferAttention.compile(SPEC)
     assert FlashInferAttention.uncompiled(SPEC) == ""
@@ -58,7 +58,7 @@ def test_compiled_modules_are_found_as_long_as_they_exist(runs: list[AttentionSp
     assert not is_compiled(SPEC)
 
 
-def test_two_launches_compile_once(runs: list[AttentionSpec]) -> None:
+def test_concurrent_launches_compile_once(runs: list[AttentionSpec]) -> None:
     threads = [threading.Thread(target=compile_prefill, args=(FlashInferAttention, SPEC)) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -67,7 +67,7 @@ def test_two_launches_compile_once(runs: list[AttentionSpec]) -> None:
     assert len(runs) == 1
 
 
-def test_a_record_that_others_may_write_does_not_count(runs: list[AttentionSpec], tmp_path: Path) -> None:
+def test_records_that_other_users_may_write_are_ignored(runs: list[AttentionSpec], tmp_path: Path) -> None:
     compile_prefill(FlashInferAttention, SPEC)
     [record] = (tmp_path / "cache").rglob("*.json")
     record.chmod(0o666)

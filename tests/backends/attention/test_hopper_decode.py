@@ -48,7 +48,7 @@ def test_fp8_variants_compile_without_spilling(group: int, tmp_path: Path) -> No
     assert "0 bytes spill stores" in compile_by_nvcc(Variant(group, 128, 64, fp8=True).source(), tmp_path)
 
 
-def test_a_missing_hopper_gpu_is_named() -> None:
+def test_other_gpus_are_refused() -> None:
     spec = AttentionBackendTests().spec((4, 2, 64), 16, torch.bfloat16)
     assert HopperAttention.unsupported(spec) == ["it needs a Hopper GPU, not cpu"]
 
@@ -77,7 +77,7 @@ def test_mixed_lengths_match_a_float64_reference(
     is_there = places < lengths[:, None]
     slots = table[1:, places // size].long() * size + places % size
     num = int(is_there.sum())
-    # What the pool holds, of which K and V are multiples by their scales.
+    # The values in the pool are K and V divided by their scales.
     keys, values = torch.randn(2, num, heads, dim, device=device).to(kv_dtype)
     for layer in range(2):
         pool.store(layer, keys.bfloat16(), values.bfloat16(), slots[is_there])
@@ -91,7 +91,7 @@ def test_mixed_lengths_match_a_float64_reference(
         decode(q, layer, dim**-0.5, table, rows, lengths, results[-1], kv_scales=scales)
     assert all(torch.equal(result, results[0]) for result in results)
     assert (decode._partials == -1).all()
-    for layer in range(2):  # fewer requests have other partitions
+    for layer in range(2):  # fewer requests have other split-KV partitions
         few = torch.full_like(q[::2], float("nan"))
         batch = rows[::2].contiguous(), lengths[::2].contiguous()
         decode(q[::2].contiguous(), layer, dim**-0.5, table, *batch, few, kv_scales=scales)
@@ -147,7 +147,7 @@ def test_fused_rope_matches_separate_rope_and_store(dim: int, group: int, has_no
     pools = [KVPool(KVPoolSpec(1, sum(counts) + 1, size, heads, dim, torch.bfloat16, device)) for _ in range(2)]
     pools[0].data.normal_()
     pools[1].data.copy_(pools[0].data)
-    for pool in pools:  # the slot of a step's key may hold stale data
+    for pool in pools:  # the slot of the new key may hold stale data
         pool.kv(0).flatten(1, 2)[:, slots] = float("nan")
     fused = torch.randn(len(lengths), heads * (group + 2), dim, device=device, dtype=torch.bfloat16)
     angles = 100 * torch.randn(len(lengths), dim // 2, device=device)

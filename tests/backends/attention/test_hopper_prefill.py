@@ -31,7 +31,7 @@ from minisgl_core.utils.fp8 import FP8
         for number, options in enumerate([(False, False), (True, False), (False, True), (True, True)])
     ],
 )
-def test_variants_compile_without_spilling_and_keep_wgmmas_asynchronous(
+def test_variants_compile_without_spilling_or_serialization(
     group: int, dim: int, page_size: int, is_fp8: bool, has_extras: bool, tmp_path: Path
 ) -> None:
     log = compile_by_nvcc(Variant(group, dim, page_size, is_fp8, has_extras).source(), tmp_path)

@@ -1,4 +1,4 @@
-"""Each class makes one mistake, and the kit must notice it. The file is long because it holds all of these mistakes."""
+"""Each class makes one mistake, which the kit must notice. The file is long because it holds all of these mistakes."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from minisgl_core.testing.attention_rig import dense_attention
 from minisgl_core.testing.references import DenseAttention
 
 
-class RightAttention(AttentionBackend):
-    """A correct backend that computes one request after the other. Each part can be overridden by a mistake."""
+class CorrectAttention(AttentionBackend):
+    """A correct backend that computes one request after the other. Subclasses override one part by a mistake."""
 
     capabilities = AttentionCapabilities(
         cuda_graphs=True, sliding_windows=True, soft_cap=True, sinks=True, multi_token_decodes=True
@@ -102,7 +102,7 @@ class RightAttention(AttentionBackend):
         return scores.masked_fill(hidden, -torch.inf).softmax(-1)
 
 
-class RemembersSlotsByRowAndLength(RightAttention):
+class RemembersSlotsByRowAndLength(CorrectAttention):
     def gather(self, batch, place, seq_len, layer) -> Any:
         known = self.__dict__.setdefault("known", {})
         key = (self.row(batch, place), seq_len)
@@ -114,33 +114,33 @@ class RemembersSlotsByRowAndLength(RightAttention):
         return keys[known[key]], values[known[key]]
 
 
-class IgnoresSoftCaps(RightAttention):
+class IgnoresSoftCaps(CorrectAttention):
     def capped(self, scores, layer) -> torch.Tensor:
         return scores
 
 
-class CapsBeforeTheScale(RightAttention):
+class CapsBeforeTheScale(CorrectAttention):
     def capped(self, scores, layer) -> torch.Tensor:
         return super().capped(scores / layer.scale, layer) * layer.scale
 
 
-class KeepsTheFirstCap(RightAttention):
+class KeepsTheFirstCap(CorrectAttention):
     def capped(self, scores, layer) -> torch.Tensor:
         self.cap = getattr(self, "cap", layer.soft_cap)
         return super().capped(scores, replace(layer, soft_cap=self.cap))
 
 
-class IgnoresSinks(RightAttention):
+class IgnoresSinks(CorrectAttention):
     def sinks(self, layer) -> torch.Tensor:
         return torch.full_like(super().sinks(layer), -torch.inf)
 
 
-class HasOneSink(RightAttention):
+class HasOneSink(CorrectAttention):
     def sinks(self, layer) -> torch.Tensor:
         return super().sinks(layer)[:1].expand(len(layer.sinks))
 
 
-class AcceptsAllFeatures(RightAttention):
+class AcceptsAllFeatures(CorrectAttention):
     """Declares few capabilities, but refuses no spec."""
 
     capabilities = AttentionCapabilities(cuda_graphs=True, sliding_windows=True)
@@ -150,23 +150,23 @@ class AcceptsAllFeatures(RightAttention):
         return []
 
 
-class DeclaresWhatItRefuses(RightAttention):
-    capabilities = replace(RightAttention.capabilities, mla=True)
+class DeclaresCapabilitiesItRefuses(CorrectAttention):
+    capabilities = replace(CorrectAttention.capabilities, mla=True)
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> list[str]:
         return ["no MLA yet"] if spec.is_mla else super().unsupported(spec)
 
 
-class DeclaresWhatNobodyCan(RightAttention):
-    capabilities = replace(RightAttention.capabilities, value_head_dim=True)
+class DeclaresValueHeadDim(CorrectAttention):
+    capabilities = replace(CorrectAttention.capabilities, value_head_dim=True)
 
 
-class DeclaresGraphsAlone(RightAttention):
+class DeclaresGraphsWithoutCapture(CorrectAttention):
     plan_capture = AttentionBackend.plan_capture
 
 
-class TakesOneTokenOfEachDecode(RightAttention):
+class TakesOneTokenOfEachDecode(CorrectAttention):
     def attend(self, q, layer, batch) -> torch.Tensor:
         out = super().attend(q, layer, batch)
         if batch.decode_query_len > 1:
@@ -174,29 +174,29 @@ class TakesOneTokenOfEachDecode(RightAttention):
         return out
 
 
-class ForgetsToStore(RightAttention):
+class ForgetsToStore(CorrectAttention):
     def store(self, *args: Any) -> None:
         pass
 
 
-class StoresValuesAsKeys(RightAttention):
+class StoresValuesAsKeys(CorrectAttention):
     def store(self, layer, k, v, batch) -> None:
         super().store(layer, v, k, batch)
 
 
-class StoresInLayerZero(RightAttention):
+class StoresInLayerZero(CorrectAttention):
     def store(self, layer, k, v, batch) -> None:
         super().store(replace(layer, index=0), k, v, batch)
 
 
-class StoresAfterAttending(RightAttention):
+class StoresAfterAttending(CorrectAttention):
     def forward(self, q, k, v, layer, plan) -> torch.Tensor:
         out = self.attend(q, layer, plan)
         self.store(layer, k, v, plan)
         return out
 
 
-class StoresRequestByRequest(RightAttention):
+class StoresRequestByRequest(CorrectAttention):
     def forward(self, q, k, v, layer, plan) -> torch.Tensor:
         starts, out = plan.cu_seqlens_q.tolist(), torch.empty_like(q)
         for place, seq_len in enumerate(self.seq_lens(plan)):
@@ -206,13 +206,13 @@ class StoresRequestByRequest(RightAttention):
         return out
 
 
-class StoresOneTokenOfEach(RightAttention):
+class StoresOneTokenOfEach(CorrectAttention):
     def store(self, layer, k, v, batch) -> None:
         last = (batch.cu_seqlens_q[1:] - 1).long()
         self.pool.store(layer.index, k[last], v[last], batch.slots[last])
 
 
-class ClearsThePagesItWrites(RightAttention):
+class ClearsThePagesItWrites(CorrectAttention):
     """The mistake shows only if a page is filled in several steps."""
 
     def store(self, layer, k, v, batch) -> None:
@@ -221,14 +221,14 @@ class ClearsThePagesItWrites(RightAttention):
         super().store(layer, k, v, batch)
 
 
-class TouchesTheNextSlot(RightAttention):
+class TouchesTheNextSlot(CorrectAttention):
     def store(self, layer, k, v, batch) -> None:
         slots = (batch.slots + 1) % (self.pool.spec.num_pages * self.spec.page_size)
         self.pool.store(layer.index, torch.zeros_like(k), torch.zeros_like(v), slots)
         super().store(layer, k, v, batch)
 
 
-class PadsWithTheLastPage(RightAttention):
+class PadsWithTheLastPage(CorrectAttention):
     def store(self, layer, k, v, batch) -> None:
         slots = batch.slots.where(
             batch.slots >= self.spec.page_size, self.pool.spec.num_pages * self.spec.page_size - 1
@@ -236,55 +236,55 @@ class PadsWithTheLastPage(RightAttention):
         self.pool.store(layer.index, k, v, slots)
 
 
-class SkipsStrides(RightAttention):
+class SkipsStrides(CorrectAttention):
     def store(self, layer, k, v, batch) -> None:
         super().store(layer, k.as_strided(k.shape, (k.shape[1] * k.shape[2], k.shape[2], 1)), v, batch)
 
 
-class TakesStridesOfValuesForKeys(RightAttention):
+class TakesStridesOfValuesForKeys(CorrectAttention):
     def store(self, layer, k, v, batch) -> None:
         super().store(layer, k.as_strided(k.shape, v.stride()), v, batch)
 
 
-class IsNotCausal(RightAttention):
+class IsNotCausal(CorrectAttention):
     def visible(self, first, num_queries, num_keys, layer) -> torch.Tensor:
         return super().visible(first, num_queries, num_keys, layer) | (layer.sliding_window is None)
 
 
-class DoesNotSeeItself(RightAttention):
+class DoesNotSeeItself(CorrectAttention):
     def visible(self, first, num_queries, num_keys, layer) -> torch.Tensor:
         return super().visible(max(0, first - 1), num_queries, num_keys, layer)
 
 
-class ForgetsWhereAChunkStarts(RightAttention):
+class ForgetsWhereAChunkStarts(CorrectAttention):
     def visible(self, first, num_queries, num_keys, layer) -> torch.Tensor:
         return super().visible(first if num_queries == 1 else 0, num_queries, num_keys, layer)
 
 
-class IgnoresWindows(RightAttention):
+class IgnoresWindows(CorrectAttention):
     def visible(self, first, num_queries, num_keys, layer) -> torch.Tensor:
         return super().visible(first, num_queries, num_keys, replace(layer, sliding_window=None))
 
 
-class WindowsOneTooLong(RightAttention):
+class WindowsOneTooLong(CorrectAttention):
     def visible(self, first, num_queries, num_keys, layer) -> torch.Tensor:
         window = layer.sliding_window
         return super().visible(first, num_queries, num_keys, replace(layer, sliding_window=window and window + 1))
 
 
-class KeepsTheFirstWindow(RightAttention):
+class KeepsTheFirstWindow(CorrectAttention):
     def visible(self, first, num_queries, num_keys, layer) -> torch.Tensor:
         self.layer = getattr(self, "layer", layer)
         return super().visible(first, num_queries, num_keys, self.layer)
 
 
-class WindowsDecodesOnly(RightAttention):
+class WindowsDecodesOnly(CorrectAttention):
     def visible(self, first, num_queries, num_keys, layer) -> torch.Tensor:
         window = layer.sliding_window if num_queries == 1 else None
         return super().visible(first, num_queries, num_keys, replace(layer, sliding_window=window))
 
 
-class HidesSoftly(RightAttention):
+class MasksByMinus100(CorrectAttention):
     """Subtracts 100 from masked scores, which suffices unless these are large."""
 
     def gather(self, batch, place, seq_len, layer) -> Any:
@@ -295,28 +295,28 @@ class HidesSoftly(RightAttention):
         return (scores - 100.0 * hidden).softmax(-1)
 
 
-class Overflows(RightAttention):
+class Overflows(CorrectAttention):
     def softmax(self, scores, hidden) -> torch.Tensor:
         weights = scores.masked_fill(hidden, -torch.inf).exp()
         return weights / weights.sum(-1, keepdim=True)
 
 
-class InterleavesHeads(RightAttention):
+class InterleavesHeads(CorrectAttention):
     def repeat(self, keys, group) -> torch.Tensor:
         return keys.repeat(1, group, 1)
 
 
-class ScalesByHeadDim(RightAttention):
+class ScalesByHeadDim(CorrectAttention):
     def attend(self, q, layer, batch) -> torch.Tensor:
         return super().attend(q, replace(layer, scale=self.spec.head_dim**-0.5), batch)
 
 
-class NumbersRowsByRequest(RightAttention):
+class NumbersRowsByRequest(CorrectAttention):
     def row(self, batch, place) -> int:
         return place
 
 
-class ReadsOnePageTooMany(RightAttention):
+class ReadsOnePageTooMany(CorrectAttention):
     """Reads the next page, too, if the last page of a request is full."""
 
     def gather(self, batch, place, seq_len, layer) -> Any:
@@ -327,7 +327,7 @@ class ReadsOnePageTooMany(RightAttention):
         return keys, values
 
 
-class ExpectsPagesInOrder(RightAttention):
+class ExpectsPagesInOrder(CorrectAttention):
     def gather(self, batch, place, seq_len, layer) -> Any:
         first = int(self.page_table[self.row(batch, place), 0]) * self.spec.page_size
         last = self.pool.spec.num_pages * self.spec.page_size - 1
@@ -335,7 +335,7 @@ class ExpectsPagesInOrder(RightAttention):
         return self.pool.k(layer.index).flatten(0, 1)[slots], self.pool.v(layer.index).flatten(0, 1)[slots]
 
 
-class TakesAllForDecodes(RightAttention):
+class TreatsAllAsDecodes(CorrectAttention):
     def attend(self, q, layer, batch) -> torch.Tensor:
         out = super().attend(q, layer, batch)
         if batch.num_decodes:
@@ -343,23 +343,23 @@ class TakesAllForDecodes(RightAttention):
         return out
 
 
-class KeepsPlansBySize(RightAttention):
+class KeepsPlansBySize(CorrectAttention):
     def plan(self, batch) -> Any:
         self.plans = getattr(self, "plans", {})
         return self.plans.setdefault((batch.num_tokens, batch.num_requests), batch)
 
 
-class ReplaysTheCapturedLengths(RightAttention):
+class ReplaysTheCapturedLengths(CorrectAttention):
     def plan_capture(self, batch) -> Any:
         return replace(batch, seq_lens=batch.seq_lens.clone())
 
 
-class ReplaysTheCapturedSlots(RightAttention):
+class ReplaysTheCapturedSlots(CorrectAttention):
     def plan_capture(self, batch) -> Any:
         return replace(batch, slots=batch.slots.clone())
 
 
-class CapturesOneBatchSize(RightAttention):
+class CapturesOneBatchSize(CorrectAttention):
     """Keeps the buffers of the batch size that was captured last, and no others."""
 
     def plan_capture(self, batch) -> Any:
@@ -370,25 +370,25 @@ class CapturesOneBatchSize(RightAttention):
         self.lens.copy_(batch.seq_lens) if len(self.lens) == len(batch.seq_lens) else None
 
 
-class ReturnsFloat64(RightAttention):
+class ReturnsFloat64(CorrectAttention):
     def attend(self, q, layer, batch) -> torch.Tensor:
         return super().attend(q, layer, batch).double()
 
 
-class FlattensHeads(RightAttention):
+class FlattensHeads(CorrectAttention):
     def attend(self, q, layer, batch) -> torch.Tensor:
         return super().attend(q, layer, batch).flatten(1)
 
 
-class RoundsToHalf(RightAttention):
+class RoundsToHalf(CorrectAttention):
     def softmax(self, scores, hidden) -> torch.Tensor:
         return super().softmax(scores.half(), hidden).float()
 
 
-class StoresWhereItIsTold(RightAttention):
+class FusesStore(CorrectAttention):
     """A correct backend with `AttentionCapabilities.fused_kv_store`."""
 
-    capabilities = replace(RightAttention.capabilities, fused_kv_store=True)
+    capabilities = replace(CorrectAttention.capabilities, fused_kv_store=True)
 
     def kv_slots(self, plan) -> torch.Tensor:
         return plan.slots
@@ -397,10 +397,10 @@ class StoresWhereItIsTold(RightAttention):
         out.copy_(self.attend(q, layer, plan))
 
 
-class ScalesWhatItStores(StoresWhereItIsTold):
+class ScalesStoredValues(FusesStore):
     """A correct backend for an FP8 pool."""
 
-    capabilities = replace(StoresWhereItIsTold.capabilities, fp8_kv=True)
+    capabilities = replace(FusesStore.capabilities, fp8_kv=True)
 
     def store(self, layer, k, v, batch) -> None:
         self.pool.store(layer.index, k, v, batch.slots, layer.kv_scales)
@@ -410,17 +410,17 @@ class ScalesWhatItStores(StoresWhereItIsTold):
         return [part.float() * scale for part, scale in zip(parts, layer.kv_scales, strict=True)]
 
 
-class NamesOtherSlots(StoresWhereItIsTold):
+class NamesOtherSlots(FusesStore):
     def kv_slots(self, plan) -> torch.Tensor:
         return torch.zeros_like(plan.slots)
 
 
-class NamesSlotsInInt32(StoresWhereItIsTold):
+class NamesSlotsInInt32(FusesStore):
     def kv_slots(self, plan) -> torch.Tensor:
         return plan.slots.int()
 
 
-class AttendsToWhatItStoredItself(StoresWhereItIsTold):
+class StoresInAttendStored(FusesStore):
     def forward(self, q, k, v, layer, plan) -> torch.Tensor:
         self.out = super().forward(q, k, v, layer, plan)
         return self.out
@@ -429,18 +429,18 @@ class AttendsToWhatItStoredItself(StoresWhereItIsTold):
         out.copy_(self.out)
 
 
-class WritesBehindItsOutput(StoresWhereItIsTold):
+class WritesBeyondItsOutput(FusesStore):
     def attend_stored(self, q, layer, plan, out) -> None:
         super().attend_stored(q, layer, plan, out)
         torch.as_strided(out, out[0].shape, out[0].stride(), out.storage_offset() + out.numel()).zero_()
 
 
-class ForgetsWindowsOfWhatIsStored(StoresWhereItIsTold):
+class ForgetsWindowsInAttendStored(FusesStore):
     def attend_stored(self, q, layer, plan, out) -> None:
         super().attend_stored(q, replace(layer, sliding_window=None), plan, out)
 
 
-class NamesTheCapturedSlots(StoresWhereItIsTold):
+class NamesTheCapturedSlots(FusesStore):
     def plan_capture(self, batch) -> Any:
         self.captured = {**getattr(self, "captured", {}), id(batch): batch.slots.clone()}
         return batch
@@ -449,10 +449,10 @@ class NamesTheCapturedSlots(StoresWhereItIsTold):
         return getattr(self, "captured", {}).get(id(plan), plan.slots)
 
 
-class RotatesDecodesItself(RightAttention):
+class FusesRopeInDecodes(CorrectAttention):
     """A correct backend with `AttentionCapabilities.fused_rope_decode`."""
 
-    capabilities = replace(RightAttention.capabilities, fused_rope_decode=True)
+    capabilities = replace(CorrectAttention.capabilities, fused_rope_decode=True)
 
     def supports_fused_rope(self, plan, rope) -> bool:
         return plan.num_decodes == plan.num_requests
@@ -461,47 +461,47 @@ class RotatesDecodesItself(RightAttention):
         return self.forward(*RotaryOps(q.device, q.dtype).qk_norm_rope(q, k, rope), v, layer, plan)
 
 
-class RotatesBackwards(RotatesDecodesItself):
+class RotatesBackwards(FusesRopeInDecodes):
     def attend_fused_rope(self, q, k, v, layer, rope, plan) -> torch.Tensor:
         return super().attend_fused_rope(q, k, v, layer, replace(rope, sin=-rope.sin), plan)
 
 
-class RotatesAllByTheFirstPosition(RotatesDecodesItself):
+class RotatesAllByTheFirstPosition(FusesRopeInDecodes):
     def attend_fused_rope(self, q, k, v, layer, rope, plan) -> torch.Tensor:
         first = replace(rope, cos=rope.cos[:1], sin=rope.sin[:1])
         return super().attend_fused_rope(q, k, v, layer, first, plan)
 
 
-class RotatesAllLayersAlike(RotatesDecodesItself):
+class RotatesAllLayersAlike(FusesRopeInDecodes):
     def attend_fused_rope(self, q, k, v, layer, rope, plan) -> torch.Tensor:
         if layer.index == 0:
             self.first = rope
         return super().attend_fused_rope(q, k, v, layer, self.first, plan)
 
 
-class StoresUnrotatedKeys(RotatesDecodesItself):
+class StoresUnrotatedKeys(FusesRopeInDecodes):
     def attend_fused_rope(self, q, k, v, layer, rope, plan) -> torch.Tensor:
         return self.forward(RotaryOps(q.device, q.dtype).qk_norm_rope(q, k, rope)[0], k, v, layer, plan)
 
 
-class RotatesInPlace(RotatesDecodesItself):
+class RotatesInPlace(FusesRopeInDecodes):
     def attend_fused_rope(self, q, k, v, layer, rope, plan) -> torch.Tensor:
         q.copy_(RotaryOps(q.device, q.dtype).qk_norm_rope(q, k, rope)[0])
         return self.forward(q, RotaryOps(q.device, q.dtype).qk_norm_rope(k, k, rope)[1], v, layer, plan)
 
 
-class ForgetsNorms(RotatesDecodesItself):
+class ForgetsNorms(FusesRopeInDecodes):
     def attend_fused_rope(self, q, k, v, layer, rope, plan) -> torch.Tensor:
         return super().attend_fused_rope(q, k, v, layer, replace(rope, norms=None), plan)
 
 
-class SwapsTheNorms(RotatesDecodesItself):
+class SwapsTheNorms(FusesRopeInDecodes):
     def attend_fused_rope(self, q, k, v, layer, rope, plan) -> torch.Tensor:
         norms = rope.norms and rope.norms[::-1]
         return super().attend_fused_rope(q, k, v, layer, replace(rope, norms=norms), plan)
 
 
-class RotatesWholeHeadsAlone(RotatesDecodesItself):
+class RotatesWholeHeadsAlone(FusesRopeInDecodes):
     def attend_fused_rope(self, q, k, v, layer, rope, plan) -> torch.Tensor:
         turns = 2 * rope.cos.shape[-1] // q.shape[-1]
         if turns == 0:
@@ -510,37 +510,37 @@ class RotatesWholeHeadsAlone(RotatesDecodesItself):
         return super().attend_fused_rope(q, k, v, layer, rope, plan)
 
 
-class ForgetsWindowsOfWhatItRotates(RotatesDecodesItself):
+class ForgetsWindowsInFusedRope(FusesRopeInDecodes):
     def attend_fused_rope(self, q, k, v, layer, rope, plan) -> torch.Tensor:
         return super().attend_fused_rope(q, k, v, replace(layer, sliding_window=None), rope, plan)
 
 
-class ReadsOneOfItsLayouts(RightAttention):
-    capabilities = replace(RightAttention.capabilities, layouts=("NHD", "HND"))
+class ReadsOneOfItsLayouts(CorrectAttention):
+    capabilities = replace(CorrectAttention.capabilities, layouts=("NHD", "HND"))
 
 
-class AnswersYesOrNo(RightAttention):
+class ReturnsABool(CorrectAttention):
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> Any:
         return False if spec.page_size == 3 else super().unsupported(spec)
 
 
-class TriesItOut(RightAttention):
+class ComputesInUnsupported(CorrectAttention):
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> list[str]:
         x = torch.zeros(1)
         return super().unsupported(spec) if F.silu(x) == 0 else ["silu does not work"]
 
 
-class RaisesInsteadOfAnswering(RightAttention):
+class RaisesInUnsupported(CorrectAttention):
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> list[str]:
         assert spec.head_dim % 8 == 0
         return super().unsupported(spec)
 
 
-class AcceptsWhatItCannot(RightAttention):
-    capabilities = replace(RightAttention.capabilities, fp8_kv=True)
+class StoresFp8AsE5m2(CorrectAttention):
+    capabilities = replace(CorrectAttention.capabilities, fp8_kv=True)
 
     def store(self, layer, k, v, batch) -> None:
         dtype = self.spec.kv_dtype
@@ -548,17 +548,17 @@ class AcceptsWhatItCannot(RightAttention):
         super().store(layer, *rounded, batch)
 
 
-class RefusesWhatItDeclares(RightAttention):
+class RefusesDeclaredSpecs(CorrectAttention):
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> list[str]:
         return ["page sizes above 1 are not done yet"] if spec.page_size > 1 else super().unsupported(spec)
 
 
-RIGHT = (RightAttention, StoresWhereItIsTold, ScalesWhatItStores, RotatesDecodesItself)
+RIGHT = (CorrectAttention, FusesStore, ScalesStoredValues, FusesRopeInDecodes)
 BROKEN = [
     kind
     for kind in list(globals().values())
-    if isinstance(kind, type) and issubclass(kind, RightAttention) and kind not in RIGHT
+    if isinstance(kind, type) and issubclass(kind, CorrectAttention) and kind not in RIGHT
 ]
 
 
@@ -570,7 +570,7 @@ class SmallKit(AttentionBackendTests):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("broken", BROKEN)
-def test_a_broken_backend_fails_the_kit(broken: type[RightAttention]) -> None:
+def test_a_broken_backend_fails_the_kit(broken: type[CorrectAttention]) -> None:
     class Kit(SmallKit):
         provider = broken
 
@@ -589,13 +589,13 @@ class SwapsTheScales(TorchAttention):
         return self.attend_groups(q, replace(layer, kv_scales=layer.kv_scales[::-1]), plan.groups)
 
 
-class LosesLargeOnes(TorchAttention):
+class ZeroesLargeValues(TorchAttention):
     def forward(self, q, k, v, layer: AttentionLayer, plan) -> torch.Tensor:
         v = v.masked_fill(v.abs() > 448 * layer.kv_scales[1], 0)
         return super().forward(q, k, v, layer, plan)
 
 
-class AttendsWithoutScales(ScalesWhatItStores):
+class AttendsWithoutScales(ScalesStoredValues):
     """Ignores the scales of K and V that another kernel has stored."""
 
     def attend_stored(self, q, layer: AttentionLayer, plan, out) -> None:
@@ -608,7 +608,7 @@ class RoundsTowardsZero(TorchAttention):
 
 
 @pytest.mark.parametrize(
-    "broken", [StoresWithoutScales, SwapsTheScales, LosesLargeOnes, AttendsWithoutScales, RoundsTowardsZero]
+    "broken", [StoresWithoutScales, SwapsTheScales, ZeroesLargeValues, AttendsWithoutScales, RoundsTowardsZero]
 )
 def test_mistakes_with_fp8_pools(broken: type[AttentionBackend]) -> None:
     class Kit(AttentionBackendTests):
@@ -654,7 +654,7 @@ def test_references_refuse_a_layer_that_they_do_not_know() -> None:
         dense_attention(x, x, x, TiltedLayer(0, 0.1))
 
 
-def test_what_the_config_has_must_be_in_the_layers() -> None:
+def test_features_of_the_config_must_be_in_the_layers() -> None:
     kit = type("Kit", (AttentionBackendTests,), {"provider": TorchAttention})()
     spec = replace(next(kit.specs()), sliding_windows=(8, 64), soft_caps=(30.0,), has_sinks=True)
     reasons = check_layers(spec, [AttentionLayer(0, 0.1, sliding_window=8), AttentionLayer(1, 0.1)])
@@ -665,21 +665,21 @@ def test_what_the_config_has_must_be_in_the_layers() -> None:
 
 
 @pytest.mark.parametrize("right", RIGHT)
-def test_the_unbroken_provider_passes(right: type[RightAttention]) -> None:
+def test_a_correct_backend_passes(right: type[CorrectAttention]) -> None:
     class Kit(SmallKit):
         provider = right
 
     assert failures(Kit()) == {}
 
 
-def test_a_backend_that_does_not_apply_is_skipped() -> None:
-    class NowhereToBeFound(TorchAttention):
+def test_an_unsupported_backend_is_skipped() -> None:
+    class Unsupported(TorchAttention):
         @classmethod
         def unsupported(cls, spec: AttentionSpec) -> list[str]:
             return ["there is no such device"]
 
     class Kit(AttentionBackendTests):
-        provider = NowhereToBeFound
+        provider = Unsupported
 
     with pytest.raises(pytest.skip.Exception, match="no such device"):
         Kit().test_every_shape()

@@ -54,8 +54,8 @@ def test_softmax_of_a_long_row_fits_the_stack() -> None:
     torch.testing.assert_close(scores[0, 0].sum(), torch.tensor(1.0))
 
 
-def test_partial_outputs_take_memory_by_the_tokens_of_the_batch() -> None:
-    """One long request must not make each short one take as many partitions."""
+def test_memory_of_partial_outputs_follows_the_batch_tokens() -> None:
+    """One long request must not give each short one as many partitions."""
     kernels, heads, dim, size, longest = library.load(torch.float32), 8, 16, 16, 2**16
     k_pages, v_pages = torch.zeros(2, longest // size, heads, size, dim)
     table, q = torch.arange(longest // size, dtype=torch.int32)[None], torch.randn(1024, heads, dim)
@@ -69,7 +69,7 @@ def test_partial_outputs_take_memory_by_the_tokens_of_the_batch() -> None:
             table.stride(0), rows.data_ptr(), seq_lens.data_ptr(), num_requests, heads, 1, dim, size, 1.0, 0, 0.0, None,
         )  # fmt: skip
 
-    def run() -> None:  # in a thread of its own, which has no memory of earlier calls
+    def run() -> None:  # in a new thread, which has no cached memory of earlier calls
         decode(1)
         before = virtual_bytes()
         seq_lens[0] = longest

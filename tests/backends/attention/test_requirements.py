@@ -1,4 +1,4 @@
-"""Reasons by which the backends for GPUs refuse a spec, tested on any machine."""
+"""Reasons for which the GPU backends refuse a spec, tested on any machine."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ FP8_POOLS: list[type[AttentionBackend]] = [FlashInferAttention, TritonAttention]
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pretend that there is one, for questions about it."""
+    """Pretend that the machine has a Hopper GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
 
 
 def install(monkeypatch: pytest.MonkeyPatch, folder: Path, *files: str) -> None:
-    """Put empty modules on the path; nothing may import them."""
+    """Add modules to the path that fail when they are imported."""
     for file in files:
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).write_text("raise AssertionError('imported')")
@@ -121,7 +121,7 @@ def test_a_missing_package_is_named_with_its_remedy(
 
 
 @pytest.mark.parametrize(("major", "extra"), [(8, "fa"), (9, "fa4"), (10, "fa4"), (12, "fa")])
-def test_the_version_of_flash_attention_to_install_is_one_with_kernels_for_the_gpu(
+def test_the_remedy_names_a_flash_attention_for_the_gpu(
     major: int, extra: str, monkeypatch: pytest.MonkeyPatch, hopper: None
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (major, 0))
@@ -131,7 +131,7 @@ def test_the_version_of_flash_attention_to_install_is_one_with_kernels_for_the_g
 
 
 @pytest.mark.usefixtures("hopper")
-def test_hopper_refuses_a_head_dim_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hopper_names_a_head_dim_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_backend, "hopper_missing", lambda device, dtype: [])
     base = HopperAttention.unsupported(SPEC)
     for head_dim in (32, 96):
@@ -159,7 +159,7 @@ assert not {"triton", "flashinfer", "flash_attn", "vllm"} & set(sys.modules)
         (["flash_attn/__init__.py", "flash_attn/flash_attn_interface.py"], {2}),
         (["flash_attn/cute/interface.py", "flash_attn/cute/paged_kv.py"], {4}),
         (["flash_attn/__init__.py", "flash_attn/flash_attn_interface.py", "flash_attn/cute/paged_kv.py"], {2, 4}),
-        # What flash-attn 2.8.3 itself brings: a draft of version 4.
+        # flash-attn 2.8.3 itself contains a draft of version 4.
         (["flash_attn/__init__.py", "flash_attn/flash_attn_interface.py", "flash_attn/cute/interface.py"], {2}),
         (["flash_attn_interface.py"], {3}),
         (["vllm/__init__.py", "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so"], {3}),

@@ -26,8 +26,8 @@ class TestTorchAttentionInBfloat16(AttentionBackendTests):
     test_scales = None  # type: ignore[assignment]
 
 
-def test_the_kits_sinks_are_those_of_transformers() -> None:
-    """The kit compares every backend with `dense_attention`, and this compares it with gpt-oss."""
+def test_dense_attention_has_the_sinks_of_transformers() -> None:
+    """The kit compares backends with `dense_attention`, which this test compares with gpt-oss."""
     generator = torch.Generator().manual_seed(0)
     q, sinks = torch.randn(7, 4, 8, generator=generator), torch.randn(4, generator=generator)
     k, v = torch.randn(2, 7, 2, 8, generator=generator)

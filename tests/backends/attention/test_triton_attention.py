@@ -23,7 +23,7 @@ class TestTriton(AttentionBackendTests):
 
 @pytest.mark.nightly
 def test_a_sequence_in_many_partitions_matches_the_reference() -> None:
-    """Too much for the whole kit under the interpreter."""
+    """The whole kit would take too long in the interpreter."""
     kit = TestTriton()
     spec = kit.spec((4, 2, 64), 16, torch.bfloat16)
     kit.run(spec, decodes=[1, 3000, 257], prefills=[(2000, 3)])

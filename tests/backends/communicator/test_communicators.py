@@ -47,7 +47,7 @@ class TestOneShotOnGpus(OnGpus):
 
 
 @pytest.mark.parametrize("provider", [NcclCommunicator, OneShotCommunicator])
-def test_nccl_names_a_device_that_it_does_not_serve(provider: type[NcclCommunicator]) -> None:
+def test_nccl_refuses_other_devices(provider: type[NcclCommunicator]) -> None:
     spec = CommunicatorSpec(0, 2, torch.device("cpu"), "tcp://127.0.0.1:1")
     assert provider.unsupported(spec) == ["it needs an NVIDIA GPU, not cpu"]
 
@@ -60,7 +60,7 @@ def test_torch_leaves_the_default_group_alone(tmp_path) -> None:
     group.close()
 
 
-def test_torch_names_a_device_that_it_does_not_serve() -> None:
+def test_torch_refuses_other_devices() -> None:
     reasons = TorchCommunicator.unsupported(CommunicatorSpec(0, 2, torch.device("meta"), "tcp://127.0.0.1:1"))
     assert len(reasons) == 1
     assert "meta" in reasons[0]

@@ -1,6 +1,6 @@
-"""Each class breaks one promise of the contract; the kit's checks must notice every one of them.
+"""Each class breaks one promise of the contract, which the kit's checks must notice.
 
-Ranks are threads here, which Gloo allows and which is quicker; only the last test goes the whole way.
+Ranks are threads here, which Gloo allows and which is faster. Only the last tests start processes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class GathersBackwards(TorchCommunicator):
         return torch.cat(super().all_gather(x, dim).chunk(self.size, dim)[::-1], dim)
 
 
-class GathersAlongTheFirst(TorchCommunicator):
+class GathersAlongTheFirstDim(TorchCommunicator):
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         return super().all_gather(x, 0)
 
@@ -126,7 +126,7 @@ class AbortsTogether(TorchCommunicator):
         self.all_reduce(torch.zeros(1))
 
 
-class ClosesOnlyWhatIsWhole(TorchCommunicator):
+class FailsToCloseAfterAbort(TorchCommunicator):
     is_aborted = False
 
     def abort(self) -> None:
@@ -145,7 +145,7 @@ class SwallowsTimeouts(TorchCommunicator):
             return x
 
 
-class IgnoresThoseWhoLeft(TorchCommunicator):
+class IgnoresLostRanks(TorchCommunicator):
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         try:
             return super().all_gather(x, dim)
@@ -175,11 +175,11 @@ def test_a_broken_communicator_fails_a_check(broken: type[Communicator], tmp_pat
 
 
 @pytest.mark.nightly
-def test_the_right_one_fails_none(tmp_path) -> None:
+def test_a_correct_communicator_passes(tmp_path) -> None:
     assert errors(TorchCommunicator, tmp_path, default_timeout_s=60) == []
 
 
-def test_the_kit_reports_what_fails_in_a_rank() -> None:
+def test_the_kit_reports_failures_of_ranks() -> None:
     class Kit(CommunicatorTests):
         provider = GathersBackwards
         sizes = (2,)

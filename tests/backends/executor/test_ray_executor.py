@@ -31,7 +31,7 @@ ModuleNotFoundError: No module named 'minisgl_backends'"""
         ("", "RuntimeError"),
     ],
 )
-def test_an_error_of_ray_is_summarized_in_one_line(text: str, summary: str) -> None:
+def test_errors_of_ray_are_summarized_in_one_line(text: str, summary: str) -> None:
     assert summary in summarize(RuntimeError(text))
     assert "\x1b" not in summarize(RuntimeError(text))
 
@@ -40,7 +40,7 @@ def test_an_error_of_ray_is_summarized_in_one_line(text: str, summary: str) -> N
     ("placement", "num_cpus", "strategy"),
     [("pack", [2, 2, 2], "PACK"), ("spread", [1] * 6, "SPREAD"), ("strict-spread", [1] * 6, "STRICT_SPREAD")],
 )
-def test_a_bundle_is_a_stage_with_pack_and_a_rank_otherwise(placement: str, num_cpus: list[int], strategy: str) -> None:
+def test_bundles_are_stages_with_pack_and_ranks_otherwise(placement: str, num_cpus: list[int], strategy: str) -> None:
     spec = ExecutorSpec(tp=2, pp=3, placement=placement, platform="cpu")
     assert RayExecutor.bundles(spec, {"GPU": 8}) == ([{"CPU": num} for num in num_cpus], strategy)
 
@@ -57,10 +57,10 @@ def test_ranks_need_gpus_if_the_platform_or_the_cluster_has_them(
 
 
 @pytest.mark.parametrize(("hangs", "limit_s"), [("start", ACTOR_TIMEOUT_S), ("poll", LOST_TIMEOUT_S)])
-def test_a_node_that_does_not_answer_is_lost_after_the_limit_of_the_call(
+def test_unresponsive_nodes_are_lost_after_the_calls_timeout(
     monkeypatch: pytest.MonkeyPatch, hangs: str, limit_s: float
 ) -> None:
-    """A start that took too long was reported with the limit of a poll."""
+    """The error names the timeout of that call."""
 
     class FakeRayError(Exception):
         pass

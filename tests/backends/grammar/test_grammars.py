@@ -1,4 +1,4 @@
-"""The shipped provider of grammars passes the kit."""
+"""The shipped grammar provider passes the kit."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ STRINGS = {"type": "object", "properties": {"a": {"type": "integer"}}, "addition
         ({"const": {"format": "pdf", "pattern": "[^a]"}}, '{"format": "pdf", "pattern": "[^a]"}', '{"format": 1}'),
     ],
 )
-def test_values_fit_keywords_that_llguidance_refuses_or_misreads(schema: object, valid: str, invalid: str) -> None:
+def test_values_follow_keywords_that_llguidance_misreads(schema: object, valid: str, invalid: str) -> None:
     start = LlguidanceGrammar(byte_tokenizer(), VOCAB_SIZE, EOS).compile("json_schema", json.dumps(schema), "it")
     for text, is_valid in ((valid, True), (invalid, False)):
         state = start.copy()
@@ -120,18 +120,18 @@ def test_a_grammar_may_name_special_tokens(text: str) -> None:
 
 
 @pytest.mark.parametrize("attributes", ["", '[capture="]:"]', '[stop=/a]"/, capture="x"]'])
-def test_rules_count_whatever_their_attributes_are(attributes: str) -> None:
-    """Attributes may hold what ends the name of a rule elsewhere. llguidance's time is quadratic in nested rules."""
+def test_rules_are_counted_with_any_attributes(attributes: str) -> None:
+    """Attributes may hold text that elsewhere ends the name of a rule. llguidance's time is quadratic in nested rules."""
     rules = [f'a{number}{attributes}: a{number + 1} "x"' for number in range(MAX_RULES)]
     with pytest.raises(InvalidValueError, match=f"may have {MAX_RULES} rules"):
         LlguidanceGrammar.check("grammar", "\n".join(["start: a0", *rules]), "it")
 
 
 @pytest.mark.parametrize("has_executor", [False, True])
-def test_outputs_go_on_when_their_lexer_has_too_many_states(
+def test_outputs_continue_if_the_shared_lexer_hits_its_limit(
     monkeypatch: pytest.MonkeyPatch, has_executor: bool
 ) -> None:
-    """The outputs of a grammar share a lexer, whose number of states is limited. Each of them alone is within the limit."""
+    """The outputs of a grammar share a lexer with a limited number of states. Each output alone is within the limit."""
     monkeypatch.setattr(llguidance_grammar, "_LIMITS", llguidance.LLParserLimits(max_lexer_states=300))
     monkeypatch.setattr(llguidance_grammar, "_RECOMPILE_LIMIT_S", 9.0)
     tokenizer = byte_tokenizer()

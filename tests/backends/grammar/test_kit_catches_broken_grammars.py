@@ -1,4 +1,4 @@
-"""Each class makes one mistake; the kit must notice every one of them."""
+"""Each class makes one mistake, which the kit must notice."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class IgnoresWhitespace(LlguidanceGrammar):
 
 def broken() -> list[type[LlguidanceGrammar]]:
     found = [*_Of.__subclasses__(), *(each for each in LlguidanceGrammar.__subclasses__() if each is not _Of)]
-    return [each for each in found if each.__module__ == __name__]  # other tests have some, too
+    return [each for each in found if each.__module__ == __name__]  # other tests have several, too
 
 
 @pytest.mark.parametrize("provider", broken(), ids=lambda provider: provider.__name__)
@@ -148,6 +148,6 @@ def test_the_kit_catches(provider: type[LlguidanceGrammar]) -> None:
     assert isinstance(error, (AssertionError, pytest.fail.Exception)), name
 
 
-def test_the_wrapper_alone_is_right() -> None:
+def test_the_wrapper_alone_passes() -> None:
     whole = type("Whole", (_Of,), {"state": LlguidanceState})
     assert not failures(type("Kit", (GrammarTests,), {"provider": whole})())

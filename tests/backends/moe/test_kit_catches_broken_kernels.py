@@ -1,4 +1,4 @@
-"""Each class makes one mistake; the kit must notice every one of them."""
+"""Each class makes one mistake, which the kit must notice."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ForgetsTheLastExpert(TorchMoe):
         return super().forward(x, weights, topk_weights.masked_fill(last, 0), topk_ids)
 
 
-class StumblesOverEmptyExperts(TorchMoe):
+class SkipsEmptyExperts(TorchMoe):
     """Renumbers the experts that have tokens, so that the ids of the others are skipped."""
 
     def forward(self, x, weights, topk_weights, topk_ids) -> torch.Tensor:
@@ -139,7 +139,7 @@ class AcceptsAllFeatures(TorchMoe):
         return []
 
 
-class DeclaresWhatItRefuses(TorchMoe):
+class DeclaresFeaturesItRefuses(TorchMoe):
     @classmethod
     def unsupported(cls, spec: MoeSpec) -> list[str]:
         return ["no biases yet"] if spec.has_bias else super().unsupported(spec)
@@ -284,21 +284,21 @@ def test_a_broken_kernel_fails_the_kit(broken: type[MoeKernel]) -> None:
 
 
 class PlainMoe(TorchMoe):
-    """A correct kernel that refuses all but plain experts."""
+    """A correct kernel that refuses everything but plain experts."""
 
     capabilities = MoeCapabilities()
 
 
 @pytest.mark.parametrize("right", [TorchMoe, NaiveMoe, PlainMoe], ids=lambda right: right.__name__)
-def test_a_right_kernel_fails_nothing(right: type[MoeKernel]) -> None:
+def test_a_correct_kernel_passes(right: type[MoeKernel]) -> None:
     class Kit(MoeKernelTests):
         provider = right
 
     assert failures(Kit()) == {}
 
 
-def test_the_references_refuse_fields_that_they_do_not_know() -> None:
-    """A field that is added to a dataclass of the contract cannot go unnoticed."""
+def test_references_refuse_unknown_fields() -> None:
+    """A new field of a dataclass in the contract must not be ignored."""
 
     @dataclass(frozen=True)
     class PackedWeights(ExpertWeights):

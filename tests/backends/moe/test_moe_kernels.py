@@ -32,7 +32,7 @@ class TestTorch(MoeKernelTests):
 
 
 class TestTriton(MoeKernelTests):
-    """Compiled on a GPU, interpreted elsewhere: there without the largest FP8 shapes, which take a minute each, and float16."""
+    """Compiled on a GPU and interpreted elsewhere, there without float16 and the largest FP8 shapes, which take a minute each."""
 
     provider = TritonMoe
     device = DEVICE.type
@@ -58,7 +58,7 @@ class TestTorchOnCuda(MoeKernelTests):
 
 @settings(max_examples=30)
 @given(data=st.data())
-def test_blocks_hold_every_row_once_with_its_expert(data: st.DataObject) -> None:
+def test_each_row_is_in_one_block_of_its_expert(data: st.DataObject) -> None:
     from minisgl_backends.moe.sorted_blocks import sort_into_blocks
 
     num_experts = data.draw(st.integers(1, 9))
@@ -70,7 +70,7 @@ def test_blocks_hold_every_row_once_with_its_expert(data: st.DataObject) -> None
 
 
 @pytest.mark.parametrize("columns", [7, 1500])
-def test_columns_in_the_order_of_each_expert(columns: int) -> None:
+def test_columns_are_gathered_in_each_experts_order(columns: int) -> None:
     from minisgl_backends.kernels import gather_columns as triton_version
     from minisgl_backends.quantization import int4_experts
 
@@ -82,8 +82,7 @@ def test_columns_in_the_order_of_each_expert(columns: int) -> None:
         assert torch.equal(module.gather_columns(x, orders, ids), expected)
 
 
-def test_blocks_of_many_rows() -> None:
-    """More than a program reads at once."""
+def test_blocks_of_more_rows_than_a_program_reads() -> None:
     from minisgl_backends.moe.sorted_blocks import sort_into_blocks
 
     ids = torch.rand(1500, 7, generator=torch.Generator().manual_seed(0)).topk(3)[1].to(DEVICE)
@@ -108,13 +107,13 @@ def check_blocks(blocks: SortedBlocks, ids: torch.Tensor, num_experts: int, bloc
     ("num_rows", "num_experts", "block_size"),
     [(1, 128, 16), (128 * 10, 128, 16), (128 * 16, 128, 32), (128 * 22, 128, 64), (10**6, 8, 128)],
 )
-def test_block_sizes_follow_the_rows_of_an_expert(num_rows: int, num_experts: int, block_size: int) -> None:
+def test_block_sizes_follow_the_rows_per_expert(num_rows: int, num_experts: int, block_size: int) -> None:
     assert choose_block_size(num_rows, num_experts) == block_size
     packed = choose_block_size(num_rows, num_experts, is_packed=True)
     assert packed == (16 if num_rows <= 16 * num_experts else block_size)
 
 
-def test_triton_says_why_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_reports_why_it_is_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     spec = MoeSpec(4, 2, 16, 16, torch.float64, torch.device("cpu"))
     device, dtype = TritonMoe.unsupported(spec)
@@ -125,7 +124,7 @@ def test_triton_says_why_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pip install 'minisgl-backends[triton]'" in TritonMoe.unsupported(spec)[0]
 
 
-def test_triton_takes_float8_where_the_gpu_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_supports_fp8_only_on_gpus_with_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     spec = MoeSpec(4, 2, 16, 16, torch.bfloat16, torch.device("cuda"), weight_dtype=FP8)
@@ -143,7 +142,7 @@ def test_triton_refuses_gpus_before_ampere(monkeypatch: pytest.MonkeyPatch) -> N
     assert "8.0 or later, and this GPU has 7.5" in reason
 
 
-def test_asking_imports_no_triton() -> None:
+def test_unsupported_imports_no_triton() -> None:
     code = """
 import sys, torch
 from minisgl_backends.moe.triton_kernel import TritonMoe

@@ -1,4 +1,4 @@
-"""Sums of the experts' outputs for a step without tokens."""
+"""Outputs of experts for a step without tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from minisgl_backends.moe.triton_grouped import sum_experts
 
 
-def test_the_sums_of_no_tokens_are_empty() -> None:
+def test_outputs_without_tokens_are_empty() -> None:
     out = torch.empty(0, 8)
     sum_experts(torch.empty(0, 8), out)
     assert out.shape == (0, 8)

@@ -1,4 +1,4 @@
-"""The reference in plain torch and the CPU kernels."""
+"""The reference in torch, and the CPU kernels."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TestNative(OpsTests):
 
 @pytest.mark.parametrize("is_on", [True, False])
 @pytest.mark.parametrize("kernels", [OneDnnOps, NativeOps])
-def test_single_rows_leave_onednn_as_it_was(kernels: type[OneDnnOps], is_on: bool) -> None:
+def test_gemms_of_one_row_restore_the_onednn_setting(kernels: type[OneDnnOps], is_on: bool) -> None:
     if reasons := kernels.unsupported(CPU, torch.bfloat16):
         pytest.skip("; ".join(reasons))
     op = kernels(CPU, torch.bfloat16).prepare_linear(torch.randn(8, 6).bfloat16(), None)

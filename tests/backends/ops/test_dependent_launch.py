@@ -90,9 +90,10 @@ def kernels() -> dict[str, Any]:
 
 
 def read_before_wait(ptx: str, params: list[str]) -> set[str]:
-    """Return the parameters whose memory is read before the wait; fail if a write or an exit can come before it.
+    """Return the parameters whose memory is read before the wait. Fail if a write or an exit can come before it.
 
-    Execution starts at the first line. Since no branch before the wait jumps past it, the text's order is the execution's.
+    Execution starts at the first line. No branch before the wait jumps past it, so the order of the text is that of
+    execution.
     """
     body = ptx[ptx.index("{", ptx.index(".entry")) :]
     assert body.count(WAIT) == body.count(TRIGGER) == 1, "a program waits once and lets the next start once"
@@ -131,7 +132,7 @@ def read_before_wait(ptx: str, params: list[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("label", READ_AHEAD)
-def test_kernels_wait_before_they_access_earlier_kernels_data(kernels: dict[str, Any], label: str) -> None:
+def test_kernels_wait_before_they_access_earlier_outputs(kernels: dict[str, Any], label: str) -> None:
     assert read_before_wait(**kernels[label]) == READ_AHEAD[label]
 
 

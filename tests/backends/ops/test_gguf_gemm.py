@@ -36,8 +36,8 @@ def packed(kind: str, *, gated: bool = False) -> tuple[PackedMatrix, torch.Tenso
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_rows_are_those_of_the_gguf_package(kind: str) -> None:
-    """The same floats, rounded to 16 bits; where a block has an offset, it is rounded once more on a GPU."""
+def test_dequantized_rows_equal_the_gguf_package(kind: str) -> None:
+    """The floats are equal after rounding to 16 bits. Blocks with an offset are rounded once more on a GPU."""
     matrix, known = packed(kind)
     ids = torch.tensor([ROWS - 1, 0, 17, 17, 63, 64, ROWS, -1, 3], dtype=torch.int32, device=DEVICE)
     found = PackedGemm(matrix, None, SplitKWorkspace(DEVICE), DTYPE).rows(ids)
@@ -82,7 +82,7 @@ def test_many_rows_are_multiplied_by_dequantized_panels(
 
 
 def run_ptx(text: str, registers: dict[str, int]) -> dict[str, int]:
-    """Run instructions of 32-bit registers, which Triton's interpreter cannot."""
+    """Run instructions on 32-bit registers, which Triton's interpreter cannot."""
     for operation, target, *operands in (re.split(r",? ", each) for each in text.strip("; ").split("; ")):
         a, b, *more = [registers[each] if each in registers else int(each, 0) for each in operands]
         if operation == "prmt.b32":
@@ -99,7 +99,7 @@ def run_ptx(text: str, registers: dict[str, int]) -> dict[str, int]:
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_ptx_converts_codes_to_floats(kind: str) -> None:
-    """Each part of two elements: 128 and the code, or 32768 and 8 bits."""
+    """Each part of two elements is 128 plus the code, or 32768 plus 8 bits."""
     packing, random = TYPES[kind].packing, Random(kind)
     for part in range(packing.parts):
         low, high = random.getrandbits(32), random.getrandbits(32)
@@ -112,6 +112,6 @@ def test_ptx_converts_codes_to_floats(kind: str) -> None:
 
 
 def inputs(rows: int, known: torch.Tensor) -> torch.Tensor:
-    """Return rows of a wider tensor, for which the outputs are about 1."""
+    """Return rows of a wider tensor for which the outputs are about 1."""
     wide = torch.randn(rows, known.shape[1] + 8, device=DEVICE) / known.norm(dim=1).mean()
     return wide.to(DTYPE)[:, : known.shape[1]]

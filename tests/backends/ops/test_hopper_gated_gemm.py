@@ -16,14 +16,14 @@ from minisgl_backends.ops.hopper import HopperOps
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-def test_it_compiles_without_spilling(tmp_path: Path) -> None:
+def test_the_kernel_compiles_without_spilling(tmp_path: Path) -> None:
     log = compile_by_nvcc(source(), tmp_path)
     assert "0 bytes spill stores" in log
     assert "serialized" not in log  # ptxas warns of serialized wgmmas
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(17_408, 5120), (3072, 1024), (6400, 5120), (1024, 512)])
-def test_it_is_selected_only_with_little_wave_quantization(outputs: int, inputs: int) -> None:
+def test_the_kernel_is_selected_only_for_nearly_full_waves(outputs: int, inputs: int) -> None:
     taken = [rows for rows in range(20_000) if worthwhile(rows, outputs, inputs, 132)]
     assert taken[0] > MAX_SMALL_M_ROWS
     assert worthwhile(8192, outputs, inputs, 132)
@@ -48,7 +48,7 @@ class TestOnHopper:
         for num_rows in (1, 64, 129, 256, 300, 1000, 2049, 4500):
             x = torch.randn(num_rows, inputs + 8, device=device, dtype=torch.bfloat16)[:, :inputs]
             wanted = reference(x, weight, None, gated=True)
-            torch.full_like(wanted, float("nan"), dtype=torch.bfloat16)  # likely becomes the memory of the result
+            torch.full_like(wanted, float("nan"), dtype=torch.bfloat16)  # the result likely gets this memory
             results = [gemm(x) for _ in range(3)]
             assert all(torch.equal(result, results[0]) for result in results)
             error = (results[0].double() - wanted).norm() / wanted.norm()

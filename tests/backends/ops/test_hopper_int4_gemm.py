@@ -42,7 +42,7 @@ def test_a_threads_words_are_its_registers_of_wgmma() -> None:
                     assert words[half, thread, register].tolist() == expected
 
 
-def test_inputs_that_tma_cannot_map_do_not_fit() -> None:
+def test_inputs_that_tma_cannot_map_are_unsupported() -> None:
     with FakeTensorMode():
         weights = (Int4Weight.empty(64, size, None, torch.bfloat16, torch.device("cuda")) for size in (128, 124, 0))
         assert [supports_weight(each) for each in weights] == [True, False, False]
@@ -184,7 +184,7 @@ def check(
         wanted = reference(x, exact if num_rows <= 16 else rounded, bias, gated=gated)
         results = []
         for _ in range(3):
-            torch.full_like(wanted, float("nan"), dtype=torch.bfloat16)  # likely becomes the memory of the result
+            torch.full_like(wanted, float("nan"), dtype=torch.bfloat16)  # the result likely gets this memory
             results.append(gemm(x))
         assert all(torch.equal(result, results[0]) for result in results)
         error = (results[0].double() - wanted).norm() / wanted.norm()

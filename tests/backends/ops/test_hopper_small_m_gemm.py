@@ -51,7 +51,7 @@ MATRICES = [
     st.integers(78, 160),
     st.sampled_from([(choose_tiling, BLOCK_K), (choose_fp8_tiling, LINE_BYTES)]),
 )
-def test_tilings_give_work_to_every_thread_block(
+def test_tilings_use_all_thread_blocks(
     rows: int, outputs: int, depth: int, num_sms: int, kind: tuple[Callable[[int, int, int, int], GemmTiling], int]
 ) -> None:
     choose, line = kind
@@ -79,7 +79,7 @@ def test_cublas_takes_over_at_fewer_rows_for_large_matrices() -> None:
     [(rows, parts) for parts in (1, 2) for rows in range(16 * parts, MAX_SMALL_M_ROWS + 1, 16 * parts)],
 )
 @pytest.mark.parametrize("outputs", [64, 128])
-def test_the_ring_fits_its_stages_and_the_exchanged_sums(rows: int, row_parts: int, outputs: int) -> None:
+def test_shared_memory_fits_stages_and_partial_sums(rows: int, row_parts: int, outputs: int) -> None:
     variant = Variant(rows, outputs, 1, 3, row_parts, gated=False, has_bias=False)
     assert variant.stages >= 4
     ring = variant.stages * (outputs + variant.block_rows) * BLOCK_K * 2
@@ -115,7 +115,7 @@ def test_variants_compile_without_spilling(variant: Variant, tmp_path: Path) -> 
     assert "serialized" not in log  # ptxas warns of serialized wgmmas
 
 
-def test_a_missing_hopper_gpu_is_named() -> None:
+def test_other_gpus_are_refused() -> None:
     assert HopperOps.unsupported(torch.device("cpu"), torch.bfloat16) == ["it needs a Hopper GPU, not cpu"]
 
 
@@ -155,7 +155,7 @@ class TestOnHopper:
             wanted = reference(x, weight, bias, gated=gated)
             results = []
             for _ in range(3):  # each call must leave the workspace ready for the next
-                torch.full_like(wanted, float("nan"), dtype=torch.bfloat16)  # likely becomes the memory of the result
+                torch.full_like(wanted, float("nan"), dtype=torch.bfloat16)  # the result likely gets this memory
                 results.append(gemm(x))
             assert all(torch.equal(result, results[0]) for result in results)
             error = (results[0].double() - wanted).norm() / wanted.norm()

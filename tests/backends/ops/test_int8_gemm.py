@@ -18,7 +18,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 @pytest.mark.parametrize(("outputs", "inputs"), [(64, 128), (80, 200), (34, 40)])
 def test_gemm(outputs: int, inputs: int, gated: bool, has_bias: bool) -> None:
     codes = torch.randint(-128, 128, (outputs, inputs), device=DEVICE).to(torch.int8)
-    codes[:2] = -128  # the largest sums
+    codes[:2] = -128  # the largest possible sums
     scales = torch.rand(outputs, device=DEVICE) / 1000
     bias = torch.randn(outputs, device=DEVICE) if has_bias else None
     gemm = Int8Gemm(codes, scales, bias, gated=gated)
@@ -32,7 +32,7 @@ def test_gemm(outputs: int, inputs: int, gated: bool, has_bias: bool) -> None:
             gate, up = known.chunk(2, -1)
             known = F.silu(gate) * up
         found = gemm(x)
-        # A quotient next to a half may round to the other code.
+        # A quotient near a half may round to the other code.
         assert (found.double() - known).norm() < 1e-3 * known.norm()
     assert torch.equal(gemm(x[None]), found[None])
     assert gemm(x[:0]).shape == (0, outputs // (1 + gated))

@@ -1,4 +1,4 @@
-"""Each class makes one mistake; the kit must notice every one of them."""
+"""Each class makes one mistake, which the kit must notice."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from minisgl_core.testing.ops_kit import OpsTests
 from minisgl_core.utils.fp8 import FP8
 
 
-class AnswersYesOrNo(NormOps):
+class ReturnsABool(NormOps):
     @classmethod
     def unsupported(cls, device: torch.device, dtype: torch.dtype) -> Any:
         return False
@@ -149,17 +149,17 @@ class ReadsGeluFlat(NormOps):
         return super().gelu_tanh_and_mul(flat(gate_up))
 
 
-class HidesWhatIsNoNumberInGelu(NormOps):
+class HidesNansInGelu(NormOps):
     def gelu_tanh_and_mul(self, gate_up) -> torch.Tensor:
         return super().gelu_tanh_and_mul(gate_up).nan_to_num()
 
 
-class HidesWhatIsNoNumber(NormOps):
+class HidesNans(NormOps):
     def silu_and_mul(self, gate_up) -> torch.Tensor:
         return super().silu_and_mul(gate_up).nan_to_num()
 
 
-class TakesAllForItsOwnDtype(NormOps):
+class IgnoresTheDtypeOfInputs(NormOps):
     def rms_norm(self, x, weight, eps) -> torch.Tensor:
         if x.dtype != self.dtype:
             x = x.view(self.dtype).repeat(*[1] * (x.dim() - 1), 2)[..., : x.shape[-1]].to(x.dtype)
@@ -180,7 +180,7 @@ class KeepsTheFirstTables(RotaryOps):
         return super().apply_rope(q, k, *self.tables)
 
 
-class RotatesNeighbours(RotaryOps):
+class RotatesInterleavedPairs(RotaryOps):
     """RoPE of interleaved pairs, as in GPT-J."""
 
     def apply_rope(self, q, k, cos, sin) -> tuple[torch.Tensor, torch.Tensor]:
@@ -208,7 +208,7 @@ class RotatesValuesToo(RotaryOps):
         return q, more
 
 
-class RotatesBeforeItNormalises(RotaryOps):
+class RotatesBeforeNorms(RotaryOps):
     def qk_norm_rope(self, q, k, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
         q, k = self.apply_rope(q, k, rope.cos, rope.sin)
         of_q, of_k = rope.norms or (None, None)
@@ -223,7 +223,7 @@ class SwapsTheNorms(RotaryOps):
         return super().qk_norm_rope(q, k, Rope(rope.cos, rope.sin, norms, rope.eps))
 
 
-class StoresKeysUnturned(RotaryOps):
+class StoresKeysWithoutRope(RotaryOps):
     def qk_norm_rope_kv_store(self, q, k, v, rope, k_pages, v_pages, slots, scales=(1.0, 1.0)) -> torch.Tensor:
         found = super().qk_norm_rope_kv_store(q, k, v, rope, k_pages, v_pages, slots, scales)
         if k_pages.dtype != FP8:
@@ -247,7 +247,7 @@ class ClearsPages(RotaryOps):
         return super().qk_norm_rope_kv_store(q, k, v, rope, k_pages, v_pages, slots, scales)
 
 
-class TakesTheLastOfEquals(SamplingOps):
+class TakesTheLastOfTies(SamplingOps):
     def argmax(self, logits) -> torch.Tensor:
         return logits.shape[1] - 1 - logits.flip(-1).argmax(-1)
 
@@ -262,13 +262,13 @@ class SamplesAtZero(SamplingOps):
         return super().sample(logits, temperature.clamp_min(0.5), uniform)
 
 
-class SamplesTheLargestFirst(SamplingOps):
+class SamplesInDescendingOrder(SamplingOps):
     def sample(self, logits, temperature, uniform) -> torch.Tensor:
         logits, order = logits.sort(-1, descending=True)
         return order.gather(1, super().sample(logits, temperature, uniform)[:, None])[:, 0]
 
 
-class SamplesWhatIsRuledOut(SamplingOps):
+class SamplesMaskedTokens(SamplingOps):
     def sample(self, logits, temperature, uniform) -> torch.Tensor:
         probs = torch.softmax(logits.float() / temperature.clamp_min(1e-5)[:, None], -1)
         found = (probs.cumsum(-1) >= uniform[:, None]).to(torch.uint8).argmax(-1)
@@ -280,76 +280,76 @@ class ForgetsNewPages(StepOps):
         return super().decode_inputs(mapped_inputs, buffer_index, inputs, last_tokens, page_table.clone(), page_size)
 
 
-class LooksUpBeforeItWrites(StepOps):
+class ReadsSlotsBeforePageTableWrites(StepOps):
     def decode_inputs(self, mapped_inputs, buffer_index, inputs, last_tokens, page_table, page_size) -> Any:
         rows, _, positions = mapped_inputs[int(buffer_index), :3]
         slots = page_table[rows, positions // page_size].long() * page_size + positions % page_size
         return super().decode_inputs(mapped_inputs, buffer_index, inputs, last_tokens, page_table, page_size)[0], slots
 
 
-class TakesLastTokensByPlace(StepOps):
+class IndexesLastTokensByPosition(StepOps):
     def decode_inputs(self, mapped_inputs, buffer_index, inputs, last_tokens, page_table, page_size) -> Any:
         known, slots = super().decode_inputs(mapped_inputs, buffer_index, inputs, last_tokens, page_table, page_size)
         return torch.where(inputs[1] < 0, last_tokens.repeat(5)[: len(known)], known), slots
 
 
-class ReadsTheTableFlat(StepOps):
+class ReadsPageTableFlat(StepOps):
     def decode_inputs(self, mapped_inputs, buffer_index, inputs, last_tokens, page_table, page_size) -> Any:
         return super().decode_inputs(mapped_inputs, buffer_index, inputs, last_tokens, flat(page_table), page_size)
 
 
-class TakesTheFirstPlace(StepOps):
+class IgnoresBufferIndex(StepOps):
     def decode_inputs(self, mapped_inputs, buffer_index, inputs, last_tokens, page_table, page_size) -> Any:
         return super().decode_inputs(mapped_inputs, buffer_index * 0, inputs, last_tokens, page_table, page_size)
 
 
-class CopiesWhatItReadsItself(StepOps):
+class CopiesOnlyUsedInputs(StepOps):
     def decode_inputs(self, mapped_inputs, buffer_index, inputs, last_tokens, page_table, page_size) -> Any:
         return super().decode_inputs(mapped_inputs[:, :4], buffer_index, inputs[:4], last_tokens, page_table, page_size)
 
 
-class ForgetsTheHost(StepOps):
+class ForgetsHostTokens(StepOps):
     def decode_outputs(self, tokens, rows, last_tokens, mapped_tokens, buffer_index) -> None:
         super().decode_outputs(tokens, rows, last_tokens, mapped_tokens.clone(), buffer_index)
 
 
-class ForgetsTheNextStep(StepOps):
+class ForgetsLastTokens(StepOps):
     def decode_outputs(self, tokens, rows, last_tokens, mapped_tokens, buffer_index) -> None:
         super().decode_outputs(tokens, rows, last_tokens.clone(), mapped_tokens, buffer_index)
 
 
-class LeavesTokensOneTurnLate(StepOps):
+class WritesTheOtherBuffer(StepOps):
     def decode_outputs(self, tokens, rows, last_tokens, mapped_tokens, buffer_index) -> None:
         super().decode_outputs(tokens, rows, last_tokens, mapped_tokens, 1 - buffer_index)
         buffer_index.neg_().add_(1)
 
 
-class KeepsItsTurn(StepOps):
+class KeepsBufferIndex(StepOps):
     def decode_outputs(self, tokens, rows, last_tokens, mapped_tokens, buffer_index) -> None:
         super().decode_outputs(tokens, rows, last_tokens, mapped_tokens, buffer_index.clone())
 
 
-class LeavesTokensByRow(StepOps):
+class SortsTokensByRow(StepOps):
     def decode_outputs(self, tokens, rows, last_tokens, mapped_tokens, buffer_index) -> None:
         super().decode_outputs(tokens[rows.argsort()], rows.sort().values, last_tokens, mapped_tokens, buffer_index)
 
 
-class TakesRowsByPlace(StepOps):
+class IgnoresGatherIndex(StepOps):
     def gather_rows(self, table, index) -> torch.Tensor:
         return table[: len(index)].clone()
 
 
-class ScattersInOrder(StepOps):
+class IgnoresScatterIndex(StepOps):
     def scatter(self, table, index, values) -> None:
         table[: len(index)] = values
 
 
-class ScattersNothingLate(StepOps):
+class ScattersAtMost128Rows(StepOps):
     def scatter(self, table, index, values) -> None:
         super().scatter(table, index[:128], values[:128])
 
 
-class SamplesItsOwnShardAlone(SamplingOps):
+class SamplesOnlyItsOwnShard(SamplingOps):
     def sample_shard(self, logits, temperature, uniform, shard) -> torch.Tensor:
         return self.sample(logits, temperature, uniform)
 
@@ -371,7 +371,7 @@ class MasksFromTheHighestBit(SamplingOps):
         return logits.index_copy_(0, index, logits[index].masked_fill(ruled_out, -torch.inf))
 
 
-class NormalisesAlways(RoutingOps):
+class AlwaysNormalises(RoutingOps):
     def route(self, logits, spec, correction_bias=None) -> tuple[torch.Tensor, torch.Tensor]:
         return super().route(logits, replace(spec, renormalize=True), correction_bias)
 
@@ -534,14 +534,14 @@ def test_a_broken_provider_fails_the_kit(broken: type[OpsProvider]) -> None:
 
 
 @pytest.mark.parametrize("right", [TorchOps, *ROLES.values(), Grouped], ids=lambda right: right.__name__)
-def test_the_unbroken_provider_passes(right: type[OpsProvider]) -> None:
+def test_a_correct_provider_passes(right: type[OpsProvider]) -> None:
     class TestRight(Kit):
         provider = right
 
     assert failures(TestRight()) == {}
 
 
-def test_only_the_roles_of_a_provider_are_tested() -> None:
+def test_tests_of_missing_roles_are_skipped() -> None:
     class TestNorms(Kit):
         provider = NormOps
 
@@ -557,16 +557,16 @@ def test_only_the_roles_of_a_provider_are_tested() -> None:
             test()
 
 
-def test_a_provider_that_does_not_apply_is_skipped() -> None:
-    class NowhereToBeFound(TorchOps):
+def test_an_unsupported_provider_is_skipped() -> None:
+    class UnsupportedOps(TorchOps):
         @classmethod
         def unsupported(cls, device: torch.device, dtype: torch.dtype) -> list[str]:
             return ["there is no such device"]
 
-    class TestNowhere(Kit):
-        provider = NowhereToBeFound
+    class TestUnsupported(Kit):
+        provider = UnsupportedOps
 
-    test: Callable[[], None] = TestNowhere().test_rms_norm
+    test: Callable[[], None] = TestUnsupported().test_rms_norm
     with pytest.raises(pytest.skip.Exception, match="no such device"):
         test()
-    assert failures(TestNowhere()) == {}
+    assert failures(TestUnsupported()) == {}

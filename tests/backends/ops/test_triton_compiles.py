@@ -1,4 +1,4 @@
-"""The interpreter runs only the branches that a program takes; a compiler sees all of them. Compiles for a GPU, needs none."""
+"""Compilation of all branches of the Triton kernels, which the interpreter runs only in part. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ for kernel, slices in {
     _reduce: ("temperature",), _find: ("temperature", "uniform"),
 }.items():
     assert variants(kernel, slices) == 1, kernel.__name__
-assert variants(_decode, ["q"]) == 2, "nothing tells variants apart"
+assert variants(_decode, ["q"]) == 2, "the count of variants does not work"
 """
 
 
@@ -194,23 +194,23 @@ def run(code: str) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 def test_kernels_compile_for_hopper() -> None:
-    """Every variant of the RoPE kernel, and what fp8 pools need."""
+    """All variants of the RoPE kernel, and the kernels of FP8 pools."""
     run(COMPILE)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-def test_where_a_slice_begins_compiles_no_kernel_again() -> None:
-    """Steps send their arrays in one piece, and prefills come after decodes."""
+def test_slice_offsets_recompile_no_kernel() -> None:
+    """Step inputs are slices of one buffer, in which prefills come after decodes."""
     run(SLICES)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 def test_decode_programs_with_heads_of_256_fit_an_sm() -> None:
-    """All programs of the grid are resident at once, by their registers and shared memory, and no registers spill."""
+    """All programs of the grid fit into registers and shared memory at once, without spilling."""
     run(PROGRAMS_PER_SM)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-def test_the_largest_prefill_fits_small_gpus_shared_memory() -> None:
-    """Float32 and heads of 256, on Ada and on Blackwell for workstations."""
+def test_the_largest_prefill_fits_small_shared_memory() -> None:
+    """Float32 and heads of 256 on Ada and on Blackwell for workstations."""
     run(SHARED_MEMORY)

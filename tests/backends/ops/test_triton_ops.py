@@ -1,4 +1,4 @@
-"""The Triton kernels; on a CPU under Triton's interpreter."""
+"""The Triton kernels, on a CPU in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from minisgl_core.testing.ops_kit import TOLERANCES, OpsTests  # noqa: E402
 pytestmark = pytest.mark.slow
 
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-# The interpreter cuts float32 to bfloat16 off instead of rounding it, at each step.
+# The interpreter truncates float32 to bfloat16 instead of rounding it, at each step.
 BF16_ERROR = TOLERANCES[torch.bfloat16] if ON_GPU else 1.5e-2
 
 
@@ -53,7 +53,7 @@ def test_gpus_before_ampere_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("vocab_size", [10, 9001])
 def test_rows_without_a_distribution_give_the_reference_token(vocab_size: int) -> None:
-    """After an overflow in the model, the token of the row must still be one of the vocabulary."""
+    """Logits may overflow in the model; the token must still be one of the vocabulary."""
     ours, reference = pair(torch.float32)
     logits = random(8, vocab_size, dtype=torch.float32)
     logits[:2] = torch.nan
@@ -62,8 +62,8 @@ def test_rows_without_a_distribution_give_the_reference_token(vocab_size: int) -
     logits[6, vocab_size - 1] = torch.inf
     uniform = torch.full((8,), 0.5, device=DEVICE)
     for temperature in (torch.zeros(8), torch.ones(8), torch.tensor([0.0, 1.0]).repeat(4)):
-        asked = logits.clone(), temperature.to(DEVICE), uniform
-        assert torch.equal(ours.sample(*asked), reference.sample(*asked))
+        arguments = logits.clone(), temperature.to(DEVICE), uniform
+        assert torch.equal(ours.sample(*arguments), reference.sample(*arguments))
 
 
 @pytest.mark.parametrize(("num_rows", "has_bias"), [(1, True), (16, False)])
@@ -81,7 +81,7 @@ def test_gemms_with_larger_weights(num_rows: int, outputs: int, inputs: int, has
             assert (op(x).double() - wanted).norm() < 2 * BF16_ERROR * wanted.norm()
 
 
-def test_plain_routing_alone_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_plain_routing_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     from minisgl_backends.kernels import route
 
     ours, _ = pair(torch.float32)

@@ -1,4 +1,4 @@
-"""Each class breaks one promise of the contract; the kit must notice every one of them."""
+"""Each class breaks one promise of the contract, which the kit must notice."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class EvictsLocked(RadixPrefixCache):
         return super().evict(num_pages)
 
 
-class EvictsWhatItCan(RadixPrefixCache):
+class EvictsFewerThanRequested(RadixPrefixCache):
     def evict(self, num_pages: int) -> PageIds:
         return super().evict(min(num_pages, self.num_evictable))
 
@@ -76,7 +76,7 @@ class EvictsNewestFirst(RadixPrefixCache):
             self._lru.move_to_end(part, last=False)
 
 
-class InsertIsNoUse(RadixPrefixCache):
+class DoesNotTouchInsertedPages(RadixPrefixCache):
     def _touch(self, node: Any) -> None:
         if node not in self._lru:
             super()._touch(node)
@@ -174,7 +174,7 @@ class ShowsNoParents(RadixPrefixCache):
         return [replace(node, parent_id=0) for node in super().nodes(max_nodes)]
 
 
-class TakesNothing(NaivePrefixCache):
+class InsertsNothing(NaivePrefixCache):
     pass
 
 
@@ -256,7 +256,7 @@ class JoinsSaltAndAdapter(RadixPrefixCache):
         *((kind, "test_namespaces") for kind in (IgnoresNamespaces, JoinsSaltAndAdapter)),
     ],
 )
-def test_a_careless_comparison_fails_the_kit(broken: type[PrefixCache], caught_by: str) -> None:
+def test_comparisons_of_other_things_than_tokens_fail_the_kit(broken: type[PrefixCache], caught_by: str) -> None:
     class Kit(PrefixCacheTests):
         provider = broken
 
@@ -279,7 +279,7 @@ def test_a_broken_cache_fails_the_kit(broken: type[PrefixCache]) -> None:
     assert next(iter_failures(Kit(), "test_agrees_with_a_dictionary"), None)
 
 
-def test_a_right_cache_passes_the_runner_too() -> None:
+def test_a_correct_cache_passes_with_the_runner() -> None:
     class Kit(PrefixCacheTests):
         profile = settings(PrefixCacheTests.profile, max_examples=10)
         provider = RadixPrefixCache

@@ -38,7 +38,7 @@ def spec(dtype: torch.dtype = torch.bfloat16, device: str = "cuda", num_experts:
     return QuantizationSpec(dtype, torch.device(device), num_experts)
 
 
-def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_specs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     assert Fp8.unsupported(spec()) == Fp8.unsupported(spec(torch.float32, "cpu")) == []
@@ -57,14 +57,14 @@ def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         ([{"type": ["float"], "num_bits": {}}], False),
     ],
 )
-def test_groups_of_compressed_tensors_are_float8_if_all_are(weights: list[dict[str, object]], is_float8: bool) -> None:
+def test_all_groups_of_compressed_tensors_must_be_fp8(weights: list[dict[str, object]], is_float8: bool) -> None:
     groups = {f"group_{i}": {"targets": ["Linear"], "weights": each} for i, each in enumerate(weights)}
     stored = CheckpointQuantization({"quant_method": "compressed-tensors", "config_groups": groups})
     assert (Fp8.unsupported(QuantizationSpec(torch.float32, CPU, 0, stored)) == []) is is_float8
 
 
 def test_each_output_and_each_token_has_a_scale() -> None:
-    """Compare with float64 on the dequantized values. A row of large values does not change the error of the others."""
+    """Results are compared with float64. A row of large values does not change the error of other rows."""
     ops = Ops.of(CPU, torch.float32)
     weight, x = torch.randn(5000, 64), torch.randn(7, 64)
     weight[3] *= 1e4
@@ -89,59 +89,57 @@ def linear(provider: Fp8, tensors: dict[str, torch.Tensor], shape: tuple[int, in
     return method.prepare()
 
 
-def test_matrices_of_odd_sizes_stay_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
+def test_matrices_of_other_sizes_are_not_quantized(caplog: pytest.LogCaptureFixture) -> None:
     provider = Fp8(spec(torch.float32, "cpu"), Ops.of(CPU, torch.float32))
     weight, x = torch.randn(24, 40), torch.randn(3, 40)
     torch.testing.assert_close(linear(provider, {"weight": weight}, (24, 40))(x), x @ weight.T)
     assert "q is not quantized: on this rank it is 24 by 40, and fp8 needs multiples of 16" in caplog.text
 
 
-class Noted(LinearOps):
+class RecordsWeights(LinearOps):
     """Linear ops that keep the dequantized weight."""
 
     def prepare_fp8_linear(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
-        self.noted = weight.float() * scales[:, None]
+        self.recorded_weight = weight.float() * scales[:, None]
         return super().prepare_fp8_linear(weight, scales, bias)
 
 
-def noted(ops: Ops) -> torch.Tensor:
-    assert isinstance(ops.linear, Noted)
-    return ops.linear.noted
+def recorded_weight(ops: Ops) -> torch.Tensor:
+    assert isinstance(ops.linear, RecordsWeights)
+    return ops.linear.recorded_weight
 
 
 @pytest.mark.parametrize("stored", [PER_TENSOR, PER_CHANNEL, BLOCKS], ids=["tensor", "channel", "block"])
-def test_weights_of_a_checkpoint_in_float8(stored: PackedCheckpoint) -> None:
-    """Weights are exact, except with block scales: a row keeps one scale, and codes are rounded again."""
-    ops = Ops.of(CPU, torch.float32, Noted)
+def test_weights_of_fp8_checkpoints(stored: PackedCheckpoint) -> None:
+    """Weights are exact, except with block scales: these are requantized with one scale per row."""
+    ops = Ops.of(CPU, torch.float32, RecordsWeights)
     weight = torch.randn(96, 64) * torch.randn(96, 1).exp()
     tensors, known = stored.pack(weight)
     linear(Fp8(replace(spec(torch.float32, "cpu"), checkpoint=stored.quantization()), ops), tensors, (96, 64))
     if stored is BLOCKS:
-        assert not torch.equal(noted(ops), known)
+        assert not torch.equal(recorded_weight(ops), known)
         largest = tensors["weight_scale"].amax(1)[torch.arange(96) // BLOCK[0], None]
-        assert ((noted(ops) - known).abs() <= (known.abs() * 2**-4).maximum(largest * 2**-10) * 1.001).all()
+        assert ((recorded_weight(ops) - known).abs() <= (known.abs() * 2**-4).maximum(largest * 2**-10) * 1.001).all()
     else:
-        assert torch.equal(noted(ops), known)
+        assert torch.equal(recorded_weight(ops), known)
 
 
-def test_scales_of_blocks_that_are_powers_of_two_lose_nothing() -> None:
-    ops = Ops.of(CPU, torch.float32, Noted)
+def test_block_scales_of_powers_of_two_are_exact() -> None:
+    ops = Ops.of(CPU, torch.float32, RecordsWeights)
     scales = torch.tensor([[1.0, 0.25, 4.0], [2.0, 2.0, 0.5], [8.0, 16.0, 1.0]])
     codes = torch.randint(16, 128, (96, 64)) * torch.randint(0, 2, (96, 64)).mul(2).sub(1)
     codes = codes.to(FP8)
     each = scales.repeat_interleave(BLOCK[0], 0)[:96].repeat_interleave(BLOCK[1], 1)[:, :64]
     provider = Fp8(replace(spec(torch.float32, "cpu"), checkpoint=BLOCKS.quantization()), ops)
     linear(provider, {"weight": codes, "weight_scale": scales}, (96, 64))
-    assert torch.equal(noted(ops), codes.float() * each)
+    assert torch.equal(recorded_weight(ops), codes.float() * each)
 
 
 @pytest.mark.parametrize(
     ("num_rows", "outputs", "inputs", "has_bias"),
     [(16, 96, 1024, False), (3, 4160, 512, True)],
 )
-def test_triton_multiplies_by_larger_matrices_as_torch_does(
-    num_rows: int, outputs: int, inputs: int, has_bias: bool
-) -> None:
+def test_triton_equals_torch_for_larger_matrices(num_rows: int, outputs: int, inputs: int, has_bias: bool) -> None:
     """Run small-M GEMMs with and without split-K, twice each, because split-K must reset its counters to zero."""
     pytest.importorskip("triton")
     device = torch.device("cuda" if ON_GPU else "cpu")

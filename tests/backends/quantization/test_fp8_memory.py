@@ -1,4 +1,4 @@
-"""Memory of a process that loads an FP8 checkpoint: its own bytes, and never the model's at full width."""
+"""Memory of a process that loads an FP8 checkpoint: it never holds the dequantized model."""
 
 from __future__ import annotations
 
@@ -109,4 +109,4 @@ def test_peak_is_little_more_than_the_checkpoint(kind: str, tmp_path: Path) -> N
 
     assert peak("fp8") <= 1.1 * size + largest
     if kind == "block":
-        assert peak("none") > 1.4 * size, "at full width it takes more, or nothing is measured"
+        assert peak("none") > 1.4 * size, "dequantized weights take more, otherwise the test measures nothing"

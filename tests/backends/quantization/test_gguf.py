@@ -1,4 +1,4 @@
-"""Packed weights of GGUF files on CPUs, against the gguf package's dequantization in float64."""
+"""Quantized weights of GGUF files on CPUs, compared in float64 with the gguf package's dequantization."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def layer(modules: dict[str, PackedModule], gated: bool = False) -> LinearSpec:
 
 
 def in_8_bits(x: torch.Tensor) -> torch.Tensor:
-    """Quantize with a scale per 32 values, in float32 as the kernels do, and dequantize in float64."""
+    """Quantize and dequantize with a scale per 32 values: scales in float32 as in the kernels, results in float64."""
     blocks = x.unflatten(-1, (-1, 32))
     largest = blocks.abs().amax(-1, keepdim=True)
     most = torch.full_like(largest, 127)  # torch divides a number by a tensor with two roundings
@@ -72,7 +72,7 @@ def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def check_type(kind: str) -> None:
-    """Compare a GEMM, a row of it alone, and the rows of an embedding."""
+    """Compare a GEMM, one row of it, and rows of an embedding."""
     modules = {"m": module(kind, 83, 768)}
     method = provider({"m": kind}).embedding(layer(modules))
     assert method is not None
@@ -108,7 +108,7 @@ def test_every_type_on_older_processors(flag: str, tmp_path: Path, monkeypatch: 
 
 
 def test_packed_weights_are_nearly_as_small_as_the_file() -> None:
-    """The bytes relative to the file's are those of docs/quantization.md. The kernels write that many."""
+    """Bytes relative to the file's are those of docs/quantization.md, and the kernels write exactly these."""
     kernels, ratios = library.load(torch.float32), {}
     for kind, each in TYPES.items():
         blocks = torch.full((48, 256 // each.columns * each.block_bytes), -1, dtype=torch.int8)
@@ -142,7 +142,7 @@ def test_a_row_does_not_depend_on_the_others(kind: str, dtype: torch.dtype) -> N
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_values_that_are_not_finite_make_their_row_nan(value: float, dtype: torch.dtype) -> None:
-    """The other rows stay as they are, at any place of the value in a block."""
+    """Other rows do not change. The value may be at any position of a block."""
     for kind in ("Q4_0", "Q4_1", "Q8_0", "Q6_K"):
         modules = {"m": module(kind, 20, 256)}
         spec = layer(modules)
@@ -214,7 +214,7 @@ def test_experts_stay_packed(kinds: tuple[str, str, str]) -> None:
     expected = torch.stack([sum(w * expert(modules, int(i), row) for w, i in zip(ws, chosen, strict=True))
                             for row, ws, chosen in zip(x, weights.double(), ids, strict=True)])  # fmt: skip
     found = op(x, weights, ids)
-    # Rounding of the activated product to 8 bits may differ by a step.
+    # The activations of the down projection are rounded to 8 bits, possibly to another step.
     assert relative(found, expected) < 5e-3
     for row in range(5):
         assert torch.equal(op(x[row : row + 1], weights[row : row + 1], ids[row : row + 1])[0], found[row])
@@ -248,7 +248,7 @@ def test_modules_without_a_kernel_are_dequantized(caplog: pytest.LogCaptureFixtu
     assert provider({}).embedding(whole) is None
 
 
-def test_what_it_refuses() -> None:
+def test_unsupported_specs_are_refused() -> None:
     spec = QuantizationSpec(torch.float32, CPU)
     assert "not those of a GGUF file" in Gguf.unsupported(spec)[0]
     for types in ({}, {"types": {"m": ["Q4_0"]}}):
@@ -257,7 +257,7 @@ def test_what_it_refuses() -> None:
 
 
 def test_greedy_tokens_do_not_depend_on_the_batch(smollm2_path: Path, engine_tokenizer: Any) -> None:
-    """Prompts of one length, so that their attention is computed alike, are generated alone and together."""
+    """Prompts of equal length are generated alone and together, so that their attention is computed alike."""
     text = "The capital of France is Paris, and water boils at one hundred degrees; the lighthouse was built in 1871 at the cape."
     ids = engine_tokenizer(text)["input_ids"]
     prompts = [ids[start : start + 5] for start in range(6)]

@@ -42,7 +42,7 @@ DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 
 
 class Interpreted(Gguf):
-    """The provider of GPUs with tensors on the CPU."""
+    """The GPU provider with tensors on the CPU."""
 
     @classmethod
     def unsupported(cls, spec: QuantizationSpec) -> list[str]:
@@ -70,7 +70,7 @@ class TestTriton(QuantizationTests):
 
 @pytest.mark.parametrize("is_gated", [False, True])
 def test_parts_of_different_types(is_gated: bool) -> None:
-    """Adjacent parts of one type are one GEMM; the others write beside it."""
+    """Adjacent parts of one type are one GEMM; each other part writes its own columns."""
     modules = {}
     for index, (kind, rows) in enumerate(
         (("Q4_K", 40), ("Q6_K", 40)) if is_gated else (("Q4_K", 40), ("Q4_K", 8), ("Q8_0", 24))
@@ -96,7 +96,7 @@ def test_parts_of_different_types(is_gated: bool) -> None:
 
 
 def experts(kinds: tuple[str, str, str], hidden: int, inner: Shard) -> tuple[ExpertsMethod, dict[str, PackedModule]]:
-    """Return the method of five experts, two of which are selected per token, and the modules of the checkpoint."""
+    """Return the method of five experts with two per token, and the modules of the checkpoint."""
     types, modules = random_experts(kinds, hidden, inner.total, num_experts=5)
     stored = CheckpointQuantization({"quant_method": "gguf", "types": types})
     dtype, provider = torch.float16, Gguf if HAS_GPU else Interpreted
@@ -129,7 +129,7 @@ def route(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def unit_inputs(modules: dict[str, PackedModule], num_tokens: int) -> torch.Tensor:
-    """Return activations for which gate and up are about 1."""
+    """Return activations for which the gate and up outputs are about 1."""
     weight = modules["m.0.gate_proj"].weight
     x = torch.randn(num_tokens, weight.shape[1], generator=torch.Generator().manual_seed(num_tokens))
     return (x / weight.norm(dim=1).mean()).to(DEVICE, torch.float16)
@@ -182,7 +182,7 @@ def test_experts_without_a_kernel_are_dequantized(caplog: pytest.LogCaptureFixtu
     assert (method.prepare()(x, weights, ids) - expected).norm() < 2e-3 * expected.norm()
 
 
-def test_sizes_are_the_documented_ones() -> None:
+def test_sizes_equal_the_documented_ones() -> None:
     """Bytes of packed weights, relative to the file's (docs/quantization.md), for inputs in multiples of 256."""
     ratios = {}
     for name, kind in TYPES.items():
@@ -277,12 +277,12 @@ PROMPTS = [
 
 def generate(path: Path, **options: Any) -> tuple[torch.Tensor, list[list[int]]]:
     """Return log-probabilities of all prompt tokens, and greedy tokens."""
-    asked = SamplingParams(temperature=0.0, max_tokens=16, prompt_logprobs=0, ignore_eos=True)
+    sampling = SamplingParams(temperature=0.0, max_tokens=16, prompt_logprobs=0, ignore_eos=True)
     with LLM(str(path), num_pages=256, page_size=16, **options) as llm:
         assert llm.info is not None
         chosen = next(choice for choice in llm.info.choices if choice[0] == "quantization")[1]
         assert chosen == options.get("quantization", "gguf")
-        outputs = llm.generate(PROMPTS, asked)
+        outputs = llm.generate(PROMPTS, sampling)
     found = [entry.token.logprob for output in outputs for entry in output.prompt_logprobs or [] if entry is not None]
     return torch.tensor(found), [output.token_ids for output in outputs]
 
@@ -291,10 +291,10 @@ def generate(path: Path, **options: Any) -> tuple[torch.Tensor, list[list[int]]]
 @pytest.mark.skipif(not HAS_GPU, reason="needs an NVIDIA GPU")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("kind", "arch"), [("Q4_0", "llama"), ("MIXED", "llama"), ("MIXED", "qwen3moe")])
-def test_the_engine_computes_what_the_dequantized_model_does(kind: str, arch: str, tmp_path: Path) -> None:
-    """Weights have the same values, so that only the order of sums differs. `auto` takes the packed ones."""
+def test_logprobs_and_tokens_equal_the_dequantized_model(kind: str, arch: str, tmp_path: Path) -> None:
+    """Weights have equal values, so that only the order of sums differs. `auto` selects packed weights."""
     path = write_model(tmp_path / "m.gguf", kind, arch)
-    # Padded prompts would take other GEMMs, and other kernels for attention would split the keys of replayed steps otherwise.
+    # Padded prompts would use other GEMM kernels, and attention in CUDA graphs other split-KV partitions.
     options = {"dtype": "bfloat16", "attn": "triton", "ops": "triton", "piecewise_cuda_graph_max_tokens": 0}
     packed, tokens = generate(path, **options)
     plain, _ = generate(path, quantization="none", **options)

@@ -60,7 +60,7 @@ class TestCompressedTensors(Stored):
 
 
 def with_orders(stored: PackedCheckpoint) -> PackedCheckpoint:
-    """Return the format with another order of inputs for each three matrices; act-order formats have one."""
+    """Return the format with another order of inputs per three matrices; act-order formats have one."""
     if not stored.pack.keywords.get("act_order"):
         return stored
     number = itertools.count()
@@ -168,7 +168,7 @@ def operation(
     names: tuple[str, ...] = ("q",),
     gated: bool = False,
 ) -> LinearOp:
-    """Load a layer whose parts are rows of one module, or modules of their own."""
+    """Load a layer whose parts are rows of one module, or separate modules."""
     provider = Int4(QuantizationSpec(torch.float32, CPU, 0, stored.quantization()), Ops.of(CPU, torch.float32))
     of_parts = tuple(LinearPart(names[i % len(names)], part) for i, part in enumerate(parts))
     method = provider.linear(LinearSpec("l", of_parts, columns, False, gated, torch.float32, CPU))
@@ -217,7 +217,7 @@ def test_fused_parts_may_have_different_orders(gated: bool) -> None:
     x, parts = torch.randn(5, 96), [Shard.whole(24)] * 2
     found = operation(tensors, stored, parts, Shard.whole(96), ("gate", "up"), gated)(x)
     gate, up = (x @ each.T for each in known)
-    # Sums of 96 products in another order differ by up to 1e-5, and the gated product multiplies them by up to 30.
+    # Another order of 96 additions changes results by up to 1e-5, which the activation multiplies by up to 30.
     torch.testing.assert_close(found, F.silu(gate) * up if gated else torch.cat((gate, up), -1), rtol=1e-4, atol=1e-3)
 
 
@@ -227,8 +227,8 @@ def repacked(words: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     return pack_words(codes[order.numpy()], 0)
 
 
-def test_zero_points_of_0_are_borrowed_in_gptq_1() -> None:
-    """GPTQModel subtracts 1 from each zero point of a word at once."""
+def test_zero_points_of_0_wrap_around_in_gptq_1() -> None:
+    """GPTQModel subtracts 1 from all zero points of a word at once, so that a 0 borrows from the next."""
     stored = FORMATS["gptq"]
     tensors, _ = stored.pack(torch.randn(16, 128))
     zeros = np.array([[0, 15, 1, 0, 0, 8, 7, 3, 14, 0, 0, 0, 2, 1, 5, 0]])
@@ -265,16 +265,16 @@ def test_malformed_tensors_are_refused(name: str, changes: dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize("name", ["gptq-act-order", "compressed-act-order"])
-def test_act_order_needs_the_groups_of_the_inputs(name: str) -> None:
+def test_act_order_requires_group_indices(name: str) -> None:
     tensors, _ = FORMATS[name].pack(torch.randn(16, 64))
     without = {each: tensor for each, tensor in tensors.items() if not each.endswith("g_idx")}
-    with pytest.raises(KeyError, match="g_idx"):  # the loader calls it missing
+    with pytest.raises(KeyError, match="g_idx"):  # the loader reports it as missing
         operation(named(without), FORMATS[name], [Shard.whole(16)], Shard.whole(64))
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq-v2", "compressed-tensors"])
 @pytest.mark.parametrize("columns", [64, 40])
-def test_a_group_may_be_larger_than_a_row(name: str, columns: int) -> None:
+def test_groups_may_be_larger_than_a_row(name: str, columns: int) -> None:
     stored = {"awq": awq, "gptq-v2": partial(gptq, version=2), "compressed-tensors": compressed_int4}[name](64)
     text = json.dumps(stored.config).replace('"group_size": 64', f'"group_size": {1 << 80}')
     stored = PackedCheckpoint(json.loads(text), stored.pack)
@@ -283,15 +283,15 @@ def test_a_group_may_be_larger_than_a_row(name: str, columns: int) -> None:
     check(operation(named(tensors), stored, [Shard.whole(16)], Shard.whole(columns))(x), x, known)
 
 
-def test_biases_of_zeros_that_autogptq_stores() -> None:
+def test_zero_biases_of_autogptq_are_ignored() -> None:
     tensors, known = FORMATS["gptq-v2"].pack(torch.randn(16, 64))
     tensors["bias"] = torch.zeros(16)
     x = torch.randn(2, 64)
     check(operation(named(tensors), FORMATS["gptq-v2"], [Shard.whole(16)], Shard.whole(64))(x), x, known)
 
 
-def test_a_bias_that_the_config_lacks_is_refused_by_the_rank_that_would_add_it() -> None:
-    """The other ranks of a row-parallel layer have no bias in any case."""
+def test_biases_missing_in_the_config_are_refused_by_rank_0() -> None:
+    """Other ranks of a row-parallel layer never add a bias."""
     tensors, known = FORMATS["gptq-v2"].pack(torch.randn(16, 64))
     stored = named(tensors | {"bias": torch.ones(16)})
     with pytest.raises(ModelFormatError, match="l has a bias"):
@@ -300,7 +300,7 @@ def test_a_bias_that_the_config_lacks_is_refused_by_the_rank_that_would_add_it()
     check(operation(stored, FORMATS["gptq-v2"], [Shard.whole(16)], Shard(32, 64, 32, 64))(x), x, known[:, 32:])
 
 
-def test_parts_that_are_quantized_in_different_ways_are_refused() -> None:
+def test_fused_parts_with_different_quantization_are_refused() -> None:
     config = {**FORMATS["awq"].config, "modules_to_not_convert": ["k"]}
     spec = QuantizationSpec(torch.float32, CPU, 0, CheckpointQuantization(config))
     parts = tuple(LinearPart(name, Shard.whole(16)) for name in "qk")
@@ -310,7 +310,7 @@ def test_parts_that_are_quantized_in_different_ways_are_refused() -> None:
         )
 
 
-def test_what_it_refuses() -> None:
+def test_unsupported_specs_are_refused() -> None:
     def reasons(config: dict[str, Any] | None, num_experts: int = 0) -> list[str]:
         stored = None if config is None else CheckpointQuantization(config)
         return Int4.unsupported(QuantizationSpec(torch.float32, CPU, num_experts, stored))
@@ -323,8 +323,8 @@ def test_what_it_refuses() -> None:
 
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("group_size", [None, 32])
-def test_the_compressor_of_compressed_tensors(symmetric: bool, group_size: int | None) -> None:
-    """The package's own packing and unpacking, where it is installed."""
+def test_tensors_packed_by_compressed_tensors(symmetric: bool, group_size: int | None) -> None:
+    """Pack and unpack by the package itself, if it is installed."""
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme

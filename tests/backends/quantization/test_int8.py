@@ -60,7 +60,7 @@ def test_without_compiler_sums_are_exact(gated: bool, monkeypatch: pytest.Monkey
         ({"symmetric": False}, "symmetric=False"),
     ],
 )
-def test_what_it_refuses(change: dict[str, object], reason: str) -> None:
+def test_unsupported_formats_are_refused(change: dict[str, object], reason: str) -> None:
     config = dict(FORMATS["dynamic"].config)
     group = config["config_groups"]["group_0"]
     config["config_groups"] = {"group_0": group | {"weights": group["weights"] | change}}
@@ -68,7 +68,7 @@ def test_what_it_refuses(change: dict[str, object], reason: str) -> None:
     assert any(reason in each for each in Int8.unsupported(spec))
 
 
-def test_it_refuses_float_activations_and_experts() -> None:
+def test_float_activations_and_experts_are_refused() -> None:
     config = dict(FORMATS["dynamic"].config)
     group = config["config_groups"]["group_0"]
     config["config_groups"] = {"group_0": group | {"input_activations": {"type": "float", "num_bits": 8}}}

@@ -1,4 +1,4 @@
-"""Each class makes one mistake; the kit must notice every one of them."""
+"""Each class makes one mistake, which the kit must notice."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ class Kit(QuantizationTests):
     checkpoints = (PER_TENSOR, PER_CHANNEL, BLOCKS)
 
 
-def test_the_unbroken_provider_passes() -> None:
+def test_a_correct_provider_passes() -> None:
     class TestRight(Kit):
         provider = OtherOp
 

@@ -1,4 +1,4 @@
-"""Experts in MXFP4, against the format's definition in float64 and transformers' own dequantization."""
+"""Experts in MXFP4, compared with the format's definition in float64 and with transformers' dequantization."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def operation(given: dict[str, torch.Tensor], inner: Shard, adds_bias: bool, ker
 
 @pytest.mark.parametrize("kernel", [NaiveMoe, TorchMoe])
 @pytest.mark.parametrize(("inner", "ranks"), [(96, 1), (96, 2), (96, 5), (32, 20)])
-def test_the_ranks_sum_to_the_layer(inner: int, ranks: int, kernel: type[MoeKernel]) -> None:
-    """Gate and up outputs alternate in the checkpoint. Ranks begin within blocks of 32 inputs, and the last may have nothing."""
+def test_outputs_of_ranks_sum_to_the_layer(inner: int, ranks: int, kernel: type[MoeKernel]) -> None:
+    """Gate and up alternate in the checkpoint. Shards begin within blocks of 32 inputs, and the last one may be empty."""
     given, x = tensors(inner=inner), torch.randn(5, 64)
     weights, ids = torch.rand(5, 2), torch.tensor([[0, 1], [1, 2], [2, 0], [0, 2], [1, 0]])
     gate_up, down = (
@@ -114,7 +114,7 @@ class _Ranks(AnyRank):
         return self.size
 
 
-def test_what_is_refused() -> None:
+def test_unsupported_checkpoints_and_experts_are_refused() -> None:
     stored = CheckpointQuantization(CONFIG)
     spec = QuantizationSpec(torch.float32, CPU, 3, stored)
     assert Mxfp4.unsupported(spec) == []
@@ -130,9 +130,7 @@ def test_what_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("provider", "name"), [(Fp8, "fp8"), (Int4, "int4")])
-def test_others_refuse_experts_in_one_tensor_by_the_name_that_users_type(
-    provider: type[Quantization], name: str
-) -> None:
+def test_other_providers_refuse_stacked_experts_by_name(provider: type[Quantization], name: str) -> None:
     experts = ExpertsSpec(
         "e", MoeSpec(3, 2, 64, 32, torch.float32, CPU), Shard.whole(32), ("a", "b", "c"), is_stacked=True
     )
