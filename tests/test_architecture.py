@@ -1,4 +1,4 @@
-"""Structure of the repository: imports between packages, public names, and the files of each package."""
+"""Structure of the repository: imports between packages, public names, and files of each package."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ MAY_IMPORT = {
 TEST_TOOLS = {"pytest", "hypothesis", "_pytest"}
 HEAVY = {"torch", "transformers", "fastapi", "uvicorn", "tokenizers", "huggingface_hub", "safetensors", "gguf"}
 NOT_INSTALLED = {"flashinfer": "flashinfer-python", "ray": "ray"}
-"""What brings a module, where nothing here tells."""
+"""Distributions of modules that are not installed here."""
 PROJECTS = sorted(ROOT.glob("packages/*"))
 PROJECT_IDS = [project.name for project in PROJECTS]
 
 
 @cache
 def modules() -> dict[str, Path]:
-    """Every module of the four packages by its dotted name."""
+    """Return every module of the four packages by its dotted name."""
     found = {}
     for src in ROOT.glob("packages/*/src"):
         for path in src.rglob("*.py"):
@@ -46,9 +46,9 @@ def modules() -> dict[str, Path]:
 
 
 def imported(module: str, *, at_run_time: bool = False, at_import_only: bool = False) -> Iterator[str]:
-    """Dotted names that a module imports.
+    """Return the dotted names that a module imports.
 
-    `at_run_time` leaves out what only type checkers see, `at_import_only` functions' bodies as well.
+    `at_run_time` omits imports for type checkers, `at_import_only` also those in functions.
     """
     path = modules()[module]
     nodes: list[ast.AST] = [ast.parse(path.read_text())]
@@ -71,8 +71,8 @@ def imported(module: str, *, at_run_time: bool = False, at_import_only: bool = F
             nodes.extend(ast.iter_child_nodes(node))
 
 
-def test_the_walk_sees_imports() -> None:
-    """Guards the tests below against passing because nothing was found."""
+def test_imports_are_found() -> None:
+    """The tests below would also pass if no imports were found."""
     assert set(modules()) >= OURS | {"minisgl_core.contracts.attention"}
     assert "minisgl_core.contracts.kv_cache" in imported("minisgl_core.contracts.attention")
     assert "torch" in imported("minisgl_core.contracts.attention", at_import_only=True)
@@ -90,8 +90,8 @@ def test_imports_point_towards_the_core(package: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_contracts_import_no_part_that_keeps_them() -> None:
-    """Neither options nor the pool nor layers: what a contract says, its providers need not have."""
+def test_contracts_import_no_implementations() -> None:
+    """Contracts import neither options nor the KV pool nor layers, so providers do not depend on them."""
     parts = {f"minisgl_core.{name}" for name in ("config", "engine", "executors", "kv", "layers", "scheduler")}
     wrong = [
         f"{module} imports {name}"
@@ -125,8 +125,8 @@ def test_core_imports_only_lower_layers() -> None:
 
 
 @pytest.mark.parametrize("package", sorted(OURS))
-def test_no_subpackages_import_each_other(package: str) -> None:
-    """Top-level modules of a package count, too. A cycle may have any length."""
+def test_no_import_cycles_between_subpackages(package: str) -> None:
+    """Top-level modules of a package count, too. Cycles of any length are found."""
     edges: dict[str, set[str]] = {}
     for module in modules():
         subpackage = ".".join(module.split(".")[:2])
@@ -148,7 +148,7 @@ def test_only_the_conformance_kit_imports_test_tools() -> None:
 
 
 def commands() -> list[str]:
-    """Modules of the `minisgl` program and its commands."""
+    """Return the modules of the `minisgl` program and its commands."""
     found = {"minisgl_core.cli.main"}
     for project in PROJECTS:
         points = tomllib.loads((project / "pyproject.toml").read_text())["project"]["entry-points"]
@@ -157,8 +157,8 @@ def commands() -> list[str]:
 
 
 @pytest.mark.parametrize("command", commands())
-def test_a_command_imports_nothing_heavy_before_it_runs(command: str) -> None:
-    """`--help` of every command must answer at once."""
+def test_commands_import_nothing_heavy_before_they_run(command: str) -> None:
+    """`--help` of every command must be quick."""
     seen: dict[str, str] = {command: command}
     queue = [command]
     while queue:
@@ -172,13 +172,13 @@ def test_a_command_imports_nothing_heavy_before_it_runs(command: str) -> None:
                 queue.append(name)
 
 
-def test_public_names_are_the_pinned_ones() -> None:
+def test_public_names_equal_the_pinned_ones() -> None:
     pinned = (ROOT / "tests/public_api.txt").read_text().splitlines()
     changes = list(difflib.unified_diff(pinned, public_api(), "pinned", "now", lineterm="", n=0))
     assert not changes, "\n".join([*changes, "if meant: python scripts/public_api.py > tests/public_api.txt"])
 
 
-def test_entry_points_name_things_that_exist() -> None:
+def test_entry_points_exist() -> None:
     missing = []
     for project in PROJECTS:
         metadata = tomllib.loads((project / "pyproject.toml").read_text())["project"]
@@ -205,20 +205,20 @@ def test_every_package_is_complete(project: Path) -> None:
 
 
 def test_the_packages_share_one_version() -> None:
-    """They are released together and require each other by it."""
+    """They are released together, and require each other with this version."""
     versions = {tomllib.loads((project / "pyproject.toml").read_text())["project"]["version"] for project in PROJECTS}
     assert len(versions) == 1
 
 
 def test_every_folder_of_modules_is_a_package() -> None:
-    """A folder without __init__.py imports all the same, but is left out where one looks for packages."""
+    """A folder without __init__.py can be imported, but build tools may omit it."""
     folders = {path.parent for path in modules().values()}
     assert [str(folder.relative_to(ROOT)) for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []
 
 
 @pytest.mark.parametrize("project", PROJECTS, ids=PROJECT_IDS)
-def test_what_is_imported_is_required(project: Path) -> None:
-    """The package or one of its extras requires it, not only another package's requirements."""
+def test_imported_packages_are_required(project: Path) -> None:
+    """The package itself or one of its extras must require them, not only another package."""
     metadata = tomllib.loads((project / "pyproject.toml").read_text())["project"]
     extras = metadata.get("optional-dependencies", {}).values()
     required = {

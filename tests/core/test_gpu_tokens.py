@@ -19,9 +19,9 @@ LENGTHS = (1, 5, 17, 64, 130, 300, 9, 33)
 VOCAB, HIDDEN, INNER, HEADS, KV_HEADS = 304, 1024, 4608, 32, 8
 COUNTS = (1, 8, 40, 88, 200)
 TIE = 1e-3
-"""Two tokens whose logits are closer may change places with the order of a sum."""
+"""Near tie: another order of sums may swap two tokens with closer logits."""
 ROUNDED_TIE = 0.15
-"""The same in bfloat16, which is about as far from float32 here."""
+"""Near tie in bfloat16, about its error relative to float32 here."""
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
@@ -69,11 +69,11 @@ def generate(folder: Path, count: int, **options: Any) -> list[list[int]]:
 
 def prompt_logprobs(folder: Path, **options: Any) -> torch.Tensor:
     """Return log-probabilities of all prompt tokens. Some prompts share a step with decodes."""
-    asked = [SamplingParams(temperature=0.0, max_tokens=n, prompt_logprobs=0, ignore_eos=True) for n in (20, 1) * 12]
+    sampling = [SamplingParams(temperature=0.0, max_tokens=n, prompt_logprobs=0, ignore_eos=True) for n in (20, 1) * 12]
     with LLM(
         str(folder), max_prefill_length=150, max_running_requests=16, num_pages=4096, page_size=16, **options
     ) as llm:
-        outputs = llm.generate(prompts(24), asked)
+        outputs = llm.generate(prompts(24), sampling)
     found = [entry.token.logprob for output in outputs for entry in output.prompt_logprobs or [] if entry is not None]
     assert len(found) == sum(len(prompt) - 1 for prompt in prompts(24))
     return torch.tensor(found)
@@ -85,9 +85,9 @@ def gap(folder: Path, prompt: list[int], one: list[int], other: list[int], **opt
     same = next((place for place, (a, b) in enumerate(pairs) if a != b), None)
     if same is None:
         return 0.0
-    asked = SamplingParams(temperature=0.0, max_tokens=1, logprobs=20, ignore_eos=True)
+    sampling = SamplingParams(temperature=0.0, max_tokens=1, logprobs=20, ignore_eos=True)
     with LLM(str(folder), num_pages=64, page_size=16, **options) as llm:
-        (output,) = llm.generate([prompt + one[:same]], asked)
+        (output,) = llm.generate([prompt + one[:same]], sampling)
     assert output.logprobs is not None
     found = {entry.token_id: entry.logprob for entry in output.logprobs[0].top}
     assert {one[same], other[same]} <= found.keys()
@@ -163,10 +163,10 @@ def test_the_model_needs_every_tiling() -> None:
     """Both tile sizes, with and without Stream-K, and clusters that share x, split K or split the rows."""
     qkv, both = (HEADS + 2 * KV_HEADS) * 64, 2 * INNER
     matrices = ((qkv, HIDDEN), (HIDDEN, HEADS * 64), (both, HIDDEN), (HIDDEN, INNER))
-    ways = {choose_tiling(rows, *matrix, 132) for rows in COUNTS for matrix in matrices}
-    assert {way.outputs for way in ways} == {64, 128}
-    assert {way.cluster for way in ways} == {1, 2}
-    assert max(way.splits for way in ways) > 1
-    assert {way.row_parts for way in ways} == {1, 2}
-    assert any(way.num_blocks is None and way.splits == 1 for way in ways)
-    assert any(way.num_blocks is not None for way in ways)
+    tilings = {choose_tiling(rows, *matrix, 132) for rows in COUNTS for matrix in matrices}
+    assert {tiling.outputs for tiling in tilings} == {64, 128}
+    assert {tiling.cluster for tiling in tilings} == {1, 2}
+    assert max(tiling.splits for tiling in tilings) > 1
+    assert {tiling.row_parts for tiling in tilings} == {1, 2}
+    assert any(tiling.num_blocks is None and tiling.splits == 1 for tiling in tilings)
+    assert any(tiling.num_blocks is not None for tiling in tilings)

@@ -165,7 +165,7 @@ CHANGES: Mapping[str, Sequence[Patch]] = {
     "logits_scaling": values("logits_scaling", 3.0),
     "use_bidirectional_attention": values("use_bidirectional_attention", True),
     "v_head_dim": values("v_head_dim", 4),
-    "attention_sinks": values("attention_sinks", True),  # transformers has no such key: sinks come with gpt-oss
+    "attention_sinks": values("attention_sinks", True),  # transformers has no such key: gpt-oss alone has sinks
     "use_qk_norm": values("use_qk_norm", True, False),
     "layernorm_epsilon": values("layernorm_epsilon", 0.1),
     "quantization_config": values("quantization_config", {"quant_method": "unknown"}),
@@ -174,9 +174,9 @@ CHANGES: Mapping[str, Sequence[Patch]] = {
 
 WITHOUT_EFFECT = frozenset(
     {
-        *("_name_or_path", "architectures", "model_type", "transformers_version", "auto_map"),  # which model it is
-        *("dtype", "torch_dtype"),  # --dtype decides; the tests compare in float32
-        *("pad_token_id", "bos_token_id", "eos_token_id"),  # of the scheduler and the tokenizer; tested in test_hf.py
+        *("_name_or_path", "architectures", "model_type", "transformers_version", "auto_map"),  # names of the model
+        *("dtype", "torch_dtype"),  # overridden by --dtype; the tests compare in float32
+        *("pad_token_id", "bos_token_id", "eos_token_id"),  # for the scheduler and the tokenizer; tested in test_hf.py
         *("attention_dropout", "initializer_range", "pretraining_tp", "router_aux_loss_coef", "output_router_logits"),
         *("use_cache", "output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward"),
         *(
@@ -222,7 +222,7 @@ GEMMA_3 = Case(
         "layer_types": [{"layer_types": [*KINDS, "sliding_attention"], **WINDOW}],
         "sliding_window_pattern": [{"sliding_window_pattern": 2, **WINDOW}],
     },
-    # transformers has the first from sliding_window_pattern, and does not apply the second; the engine refuses it.
+    # transformers reads the first from sliding_window_pattern, and ignores the second; the engine refuses it.
     frozenset({"_sliding_window_pattern", "attn_logit_softcapping"}),
 )
 
@@ -235,9 +235,9 @@ CASES: Mapping[str, Case] = {
     "Gemma3ForCausalLM": GEMMA_3,
     "Gemma3ForConditionalGeneration": replace(
         GEMMA_3,
-        # transformers reads it beside text_config only.
+        # transformers reads it outside text_config only.
         changes={**GEMMA_3.changes, "text_config": values("text_config", {"tie_word_embeddings": False})},
-        # The first are about images. transformers does not apply the others to text; the engine refuses them.
+        # The first are for images. transformers ignores the others in text; the engine refuses them.
         without_effect=GEMMA_3.without_effect
         | {"boi_token_index", "eoi_token_index", "image_token_index", "mm_tokens_per_image", "vision_config"}
         | {"final_logit_softcapping", "use_bidirectional_attention"},
@@ -276,16 +276,16 @@ CASES: Mapping[str, Case] = {
             "first_k_dense_replace": values("first_k_dense_replace", 0, 2),
             "n_shared_experts": values("n_shared_experts", 2),
         },
-        frozenset({"num_nextn_predict_layers"}),  # layers that draft tokens, which transformers has not
+        frozenset({"num_nextn_predict_layers"}),  # layers for multi-token prediction, which transformers does not have
     ),
     "GptOssForCausalLM": Case(
         "gpt_oss",
         {**SIZES, "head_dim": 12, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7},
-        # Older versions of transformers have the published models' values, whatever the config says.
+        # Older versions of transformers ignore the config and use the published models' values.
         {"swiglu_limit": values("swiglu_limit", 1.0), "swiglu_alpha": values("swiglu_alpha", 1.0)}
         if "swiglu_limit" in GptOssConfig().to_dict()
         else {},
-        frozenset({"hidden_act"}),  # its experts have an activation of their own
+        frozenset({"hidden_act"}),  # its experts have another activation
     ),
     "GraniteForCausalLM": Case("granite", SIZES),
     "LlamaForCausalLM": Case("llama", SIZES, {"head_dim": values("head_dim", 16, None)}),

@@ -1,4 +1,4 @@
-"""Fails a skipped test that docs/models.md describes."""
+"""Hook that fails skipped tests that docs/models.md describes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def pytest_runtest_makereport(
     report = yield
     kit: Any = getattr(item, "cls", None)
     file = item.path.name
-    is_plain = "__test__" in vars(kit or object)  # the plain class of an architecture
+    is_plain = "__test__" in vars(kit or object)  # the base class of an architecture's tests
     is_described = file == "test_architectures.py" and item.name in KIT_TESTS and is_plain
     if report.skipped and (is_described or file in ("test_engine_parity.py", "test_config_keys.py")):
         report.outcome, report.longrepr = "failed", "docs/models.md says that this test passes"

@@ -1,4 +1,4 @@
-"""Every architecture against transformers on random checkpoints, by the kit that plugin authors use."""
+"""Every architecture compared with transformers on random checkpoints, by the kit for plugin authors."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ SMALL = {
 
 
 def rope(**parameters: Any) -> dict[str, Any]:
-    """Rope settings as this transformers spells them."""
+    """Return RoPE settings in the format of the installed transformers."""
     if IS_TRANSFORMERS_5:
         return {"rope_parameters": {"rope_theta": 10000.0, **parameters}}
     theta = parameters.pop("rope_theta", 10000.0)
@@ -92,7 +92,7 @@ class TestLlamaWithWideHeads(TestLlama):
 
 
 class TestLlamaWithOneKVHeadAndOddSizes(TestLlama):
-    """KV heads are replicated, and neither the MLP nor the vocabulary divides."""
+    """KV heads are replicated, and ranks divide neither the MLP nor the vocabulary."""
 
     changes: ClassVar = {"num_key_value_heads": 1, "intermediate_size": 49, "vocab_size": 97, "mlp_bias": True}
 
@@ -157,7 +157,7 @@ class WithGelu(LlamaForCausalLM):
 
 
 class TestLlamaWithAnActivationOfItsOwn(TestLlama):
-    """A model whose own MLP computes an activation that the toolkit's MLP refuses."""
+    """A model whose MLP computes an activation that the toolkit's MLP does not support."""
 
     provider = WithGelu
     changes: ClassVar = {"hidden_act": "gelu"}
@@ -305,7 +305,7 @@ class TestGlm4MoeWithoutGroups(TestGlm4Moe):
 
 
 class TestGptOss(Small):
-    """YaRN without truncation; neither experts nor the vocabulary divide."""
+    """YaRN without truncation. Ranks divide neither experts nor the vocabulary."""
 
     __test__ = True
     provider, model_type = GptOssForCausalLM, "gpt_oss"
@@ -338,7 +338,7 @@ class TestGptOssWithoutBiases(TestGptOss):
     } | rope(rope_type="default")
 
 
-def test_experts_where_there_are_none_are_refused() -> None:
+def test_moe_configs_of_dense_architectures_are_refused() -> None:
     raw = AutoConfig.for_model("qwen3_moe", **SMALL, **TestQwen3Moe.experts).to_dict()
     config = model_config({**raw, "architectures": ["LlamaForCausalLM"]})
     assert "experts" in LlamaForCausalLM.unsupported(config)[0]
@@ -356,7 +356,7 @@ def test_experts_of_other_architectures_are_refused(key: str) -> None:
 
 
 class TestPhi3(Small):
-    """The MLP does not divide, and with four ranks KV heads are replicated."""
+    """Ranks do not divide the MLP, and with four ranks KV heads are replicated."""
 
     __test__ = True
     provider, model_type = Phi3ForCausalLM, "phi3"
@@ -386,7 +386,7 @@ class TestLongRopeOfTheOriginalContext(TestPhi3):
 
 
 class TestPhi4Mini(Small):
-    """A part of each head is rotated, and every sequence is longer than the original context."""
+    """RoPE is partial, and every sequence is longer than the original context."""
 
     __test__ = True
     num_greedy_tokens = (24, 12)
@@ -553,7 +553,7 @@ def build(provider: type[Model], raw: Mapping[str, Any]) -> None:
         (TestGptOss, "swiglu_limit", None),
     ],
 )
-def test_other_experts_are_refused_by_the_key(architecture: type[Small], key: str, value: Any) -> None:
+def test_unsupported_experts_are_refused_with_the_key(architecture: type[Small], key: str, value: Any) -> None:
     kit = architecture()
     raw = {**kit.make_reference().config.to_dict(), "architectures": [kit.provider.__name__], key: value}
     with pytest.raises(ModelFormatError) as raised:
@@ -561,7 +561,7 @@ def test_other_experts_are_refused_by_the_key(architecture: type[Small], key: st
     assert {"n_group": "num_groups=3", "num_local_experts": "num_experts"}.get(key, key) in str(raised.value)
 
 
-def test_layers_for_multi_token_prediction_are_left_out() -> None:
+def test_layers_for_multi_token_prediction_are_skipped() -> None:
     class WithPrediction(TestGlm4Moe):
         @cached_property
         def _source(self) -> WeightSource:

@@ -1,4 +1,4 @@
-"""Gemma 3 with images has several names for a tensor: those of its first checkpoints, and those of transformers' modules."""
+"""Tensor names of Gemma 3 with images: those of its first checkpoints, and those of transformers' modules."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ MODULES = {"language_model.model.": "model.language_model.", "language_model.lm_
 
 @pytest.mark.parametrize("has_other_lm_head", [False, True])
 @pytest.mark.parametrize("prefixes", [{}, MODULES], ids=["checkpoint", "modules"])
-def test_gemma_3_with_images_by_either_name(prefixes: dict[str, str], has_other_lm_head: bool, tmp_path: Path) -> None:
-    """An LM head beside a tied embedding is used if it differs, as in transformers."""
+def test_gemma_3_with_images_loads_by_both_names(
+    prefixes: dict[str, str], has_other_lm_head: bool, tmp_path: Path
+) -> None:
+    """An LM head that differs from the tied embedding is used, as in transformers."""
     TestGemma3WithImages().make_reference().save_pretrained(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**raw, "dtype": "float32"}))

@@ -1,4 +1,4 @@
-"""Every key of every registered architecture's config, against transformers: followed, refused by name, or without effect."""
+"""Every config key of every registered architecture is followed, refused by name, or without effect, as in transformers."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def shipped() -> list[str]:
 
 
 class Outcome:
-    """Logits of a ``config.json`` with random weights that fit it, by transformers and by the engine's own path.
+    """Logits for a ``config.json`` with random weights, by transformers and by the engine.
 
-    Each is computed when it is first asked for, and is None where that side refuses the config.
+    Each is computed on first use, and is None if that side refuses the config.
 
     Attributes:
         reason: why the engine refuses it; empty if it does not.
@@ -107,7 +107,7 @@ class Outcome:
                 return None
 
     def fault(self, keys: Iterable[str]) -> str:
-        """Say what is wrong; nothing if the logits are equal, or the refusal names one of the keys."""
+        """Return a description of the error; empty if the logits are equal, or the refusal names one of the keys."""
         if any(key in self.reason for key in keys) or self.reference is None:
             return ""
         if self.logits is None:
@@ -141,8 +141,8 @@ def engine_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
     return model.compute_logits(model.forward(ids, torch.arange(len(ids)), DenseAttention()))
 
 
-def named(patch: Patch) -> set[str]:
-    """Keys of a patch, those of objects in it, and names that messages have for them."""
+def names_of_keys(patch: Patch) -> set[str]:
+    """Return the keys of a patch and of objects in it, and their names in messages."""
     inner = (key for value in patch.values() if isinstance(value, Mapping) for key in value)
     return {*patch, *inner, *(ALIASES[key] for key in patch if key in ALIASES)}
 
@@ -173,7 +173,7 @@ def test_every_key_is_followed_or_refused_by_name(architecture: str) -> None:
         is_effective = False
         for patch in changes:
             found = Outcome(architecture, case.raw(patch))
-            if fault := found.fault(named(patch)):
+            if fault := found.fault(names_of_keys(patch)):
                 faults[str(patch)] = fault
             if key in own and not is_effective:
                 is_effective = found.reference is None or not same(found.reference, base.reference)
@@ -204,7 +204,7 @@ def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 @pytest.mark.parametrize("architecture", CASES)
 def test_random_configs_equal_transformers(architecture: str) -> None:
-    """Several changes at once, none of which is refused alone; `nox -s nightly` draws more of them."""
+    """Each config combines supported changes; `nox -s nightly` draws more of them."""
     case = CASES[architecture]
     patches = [patch for changes in case.patches(defaults(case).keys()).values() for patch in changes]
     patches = [patch for patch in patches if not Outcome(architecture, case.raw(patch)).reason]
@@ -219,7 +219,7 @@ def test_random_configs_equal_transformers(architecture: str) -> None:
     @given(st.lists(st.sampled_from(patches), min_size=2, max_size=5))
     def check(chosen: list[Patch]) -> None:
         merged = {key: value for patch in chosen for key, value in patch.items()}
-        assert Outcome(architecture, case.raw(merged)).fault(named(merged)) == "", merged
+        assert Outcome(architecture, case.raw(merged)).fault(names_of_keys(merged)) == "", merged
 
     check()
 
@@ -254,15 +254,15 @@ def read(decoder: type[Model], **changes: Any) -> ModelConfig:
         (Phi3ForCausalLM, {"rope_type": "linear", "rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
     ],
 )
-def test_other_values_are_refused(decoder: type[Model], changes: dict[str, Any]) -> None:
+def test_unsupported_values_are_refused(decoder: type[Model], changes: dict[str, Any]) -> None:
     [reason] = decoder.unsupported(read(decoder, **changes))
     key = next(iter(changes))
     assert ("final_logit_softcapping" if key == "text_config" else key) in reason
 
 
 @pytest.mark.parametrize("decoder", [Gemma3ForCausalLM, Olmo3ForCausalLM])
-def test_a_rope_that_names_no_layer_type_is_refused(decoder: type[Model]) -> None:
-    """transformers ignores such a rope_parameters."""
+def test_rope_parameters_without_layer_types_are_refused(decoder: type[Model]) -> None:
+    """transformers ignores such rope_parameters."""
     with pytest.raises(ModelFormatError, match=r"rope_parameters=.* must have one entry per layer type"):
         read(decoder, rope_parameters={"rope_theta": 1e5})
 
@@ -273,10 +273,10 @@ def test_ropes_of_older_gemma_3_checkpoints() -> None:
     assert config.sliding_rope
     assert (config.rope.theta, config.rope.kind, config.rope.factor) == (2e6, "linear", 8.0)
     assert (config.sliding_rope.theta, config.sliding_rope.kind) == (2e4, "default")
-    assert config.max_position == 128, "it is the scaled one"
+    assert config.max_position == 128, "max_position_embeddings is the scaled length"
 
 
-def test_a_theta_that_transformers_4_and_5_read_apart() -> None:
+def test_rope_thetas_that_depend_on_the_transformers_version() -> None:
     with pytest.raises(ModelFormatError, match=r"rope_theta=10000\.0 applies to different layers in transformers 4"):
         read(Olmo3ForCausalLM, rope_theta=10000.0)
     assert (
@@ -294,7 +294,7 @@ def test_names_of_longrope_in_phi_3_checkpoints(name: str) -> None:
 
 
 def test_the_text_config_of_a_multimodal_checkpoint() -> None:
-    """Keys beside it hold for the whole model; a sparse one has Gemma 3's defaults."""
+    """Keys outside it apply to the whole model; missing keys have Gemma 3's defaults."""
     raw = {
         "text_config": {"hidden_size": 2560, "eos_token_id": 9},
         "eos_token_id": [1, 106],

@@ -1,4 +1,4 @@
-"""The whole engine on every architecture: its greedy tokens are those of transformers."""
+"""The whole engine on every architecture: greedy tokens equal transformers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ NUM_TOKENS = 12
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 RANDOM = torch.randint(3, 97, (3, 40), generator=torch.Generator().manual_seed(4)).tolist()
 PROMPTS = [RANDOM[0], RANDOM[0][:33] + RANDOM[1][:5], RANDOM[1][:1], RANDOM[2][:20]]
-"""The second begins as the first does, and reaches into its third page of 16."""
+"""The second prompt shares a prefix with the first, and ends in its third page of 16 tokens."""
 
 ARCHITECTURES = architectures.Small.__subclasses__()
-"""The test class of each, whose config is that of this test."""
+"""The kit's test class of each architecture, whose config this test uses."""
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "page-1": {"page_size": 1, "num_pages": 90, "max_prefill_length": 16, "disable_overlap": True},
@@ -54,7 +54,7 @@ def test_greedy_tokens(
     with LLM(str(tmp_path), **fixed, **options) as llm:
         outputs = [llm.generate(PROMPTS, GREEDY), llm.generate(PROMPTS[:2], GREEDY)]
         assert llm.stats.num_preemptions > 0, "the pool is large enough for all"
-    assert all(output.cached_tokens >= 16 for output in outputs[1]), "the second time, prefixes are cached"
+    assert all(output.cached_tokens >= 16 for output in outputs[1]), "prefixes are cached in the second run"
     for output in (output for batch in outputs for output in batch):
         with torch.inference_mode():
             ids = torch.tensor([output.prompt_token_ids + output.token_ids[:-1]])

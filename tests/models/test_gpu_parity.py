@@ -1,4 +1,4 @@
-"""Every architecture on a GPU in bfloat16: as far from float32 as transformers' own bfloat16 is, and not further."""
+"""Every architecture on a GPU in bfloat16: errors relative to float32 are about those of transformers in bfloat16."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WIDER: dict[str, Any] = {
     "max_position_embeddings": 1024,
 }
 RESIZED = {"head_dim": 64, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128, "sliding_window": 33}
-"""Sizes that GPU kernels need, where an architecture has them."""
+"""Sizes that GPU kernels need, for architectures with these keys."""
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=0, prompt_logprobs=0)
 RANDOM = torch.randint(3, VOCAB, (6, 300), generator=torch.Generator().manual_seed(4)).tolist()
 PROMPTS = [RANDOM[0], RANDOM[1][:1], RANDOM[2][:17], RANDOM[0][:64] + RANDOM[3][:5], RANDOM[4][:130], RANDOM[5][:33]]
@@ -50,7 +50,7 @@ def logprobs_of(model: Any, ids: list[int]) -> torch.Tensor:
 
 
 def check_spread(model_type: str, changes: dict[str, Any], folder: Path, **options: Any) -> None:
-    """Compare the log-probabilities of prompts, which come in chunks, and of greedy tokens."""
+    """Compare log-probabilities of prompts, which are computed in chunks, and of greedy tokens."""
     reference = random_reference(gpu_config(model_type, changes)).to(DEVICE)
     reference.save_pretrained(folder)
     try:
@@ -82,9 +82,9 @@ def check_spread(model_type: str, changes: dict[str, Any], folder: Path, **optio
 class TestOnOneGpu:
     @pytest.mark.parametrize("attn", ["auto", "triton", "fi"])
     @pytest.mark.parametrize("model_type", CONFIGS)
-    def test_bfloat16_is_as_near_to_float32(self, model_type: str, attn: str, tmp_path: Path) -> None:
+    def test_bfloat16_errors_equal_those_of_transformers(self, model_type: str, attn: str, tmp_path: Path) -> None:
         check_spread(model_type, CONFIGS[model_type], tmp_path, attn=attn)
 
     @pytest.mark.parametrize("model_type", OTHERS)
-    def test_models_of_transformers_are_as_near(self, model_type: str, tmp_path: Path) -> None:
+    def test_errors_of_the_transformers_backend_are_as_small(self, model_type: str, tmp_path: Path) -> None:
         check_spread(model_type, OTHERS[model_type], tmp_path, model_impl="transformers")

@@ -1,4 +1,4 @@
-"""Checkpoints of integers in the engine, against the dequantized model in transformers."""
+"""Integer checkpoints in the engine, compared with the dequantized model in transformers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
 def quantized(model_type: str, name: str, folder: Path, left: str = "layers.1.mlp.down_proj") -> Any:
-    """Write a random model in a packed format, all but one module, and return it with the dequantized weights."""
+    """Write a random model in a packed format, except for one module. Return it with the dequantized weights."""
     reference = random_reference(AutoConfig.for_model(model_type, **SHAPE))
     reference.save_pretrained(folder)
     stored, tensors = FORMATS[name], {}
@@ -100,7 +100,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
     ("name", "ranks"), [("awq", 1), ("gptq-symmetric", 2), ("compressed-zeros", 2), ("compressed-act-order", 2)]
 )
 def test_experts(name: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second of two ranks begins within a block of 32 inputs of the down projection, and within a group of 64."""
+    """Shards of the down projection may begin within a block of 32 inputs and within a group of 64."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(sys.modules[__name__], "SHAPE", SHAPE | EXPERTS)
     check(quantized("qwen3_moe", name, tmp_path, "none"), tmp_path, tp=ranks)
@@ -108,13 +108,13 @@ def test_experts(name: str, ranks: int, tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("name", ["awq", "gptq-act-order", "compressed-zeros"])
 def test_two_ranks(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank has 160 inputs of the down projection, and groups have 64."""
+    """Each rank has 160 inputs of the down projection, and groups have 64 inputs."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     check(quantized("qwen3", name, tmp_path, "none"), tmp_path, tp=2)
 
 
 def test_int8(tmp_path: Path) -> None:
-    """Activations in 8 bits change the log-probabilities a little. `auto` takes int8, in which all other tensors are loaded."""
+    """8-bit activations change log-probabilities a little. `auto` selects int8, which loads all other tensors, too."""
     reference = quantized("llama", "int8", tmp_path)
     sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     with LLM(str(tmp_path), dtype="float32", platform="cpu", num_pages=200) as llm:
@@ -131,7 +131,7 @@ def test_int8(tmp_path: Path) -> None:
         LLM(str(tmp_path), platform="cpu", quantization="none")
 
 
-def test_other_providers_refuse_them(tmp_path: Path) -> None:
+def test_other_providers_refuse_integer_checkpoints(tmp_path: Path) -> None:
     quantized("llama", "awq", tmp_path)
     with pytest.raises(ModelFormatError, match=r"'awq'.*which --quantization int4 reads"):
         LLM(str(tmp_path), platform="cpu", quantization="none")
@@ -141,7 +141,7 @@ def test_other_providers_refuse_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("act_order", [False, True])
 def test_loading_needs_little_more_than_the_file(act_order: bool, tmp_path: Path) -> None:
-    """A model of 34 MB, whose dequantized weights have 126 MB in bfloat16."""
+    """The file has 34 MB; the dequantized weights would have 126 MB in bfloat16."""
     hidden, inner, group, layers = 512, 2048, 128, 16
     quantization = {"quant_method": "gptq", "bits": 4, "group_size": group, "desc_act": act_order}
     raw = SHAPE | {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "head_dim": 128}

@@ -1,4 +1,4 @@
-"""Each class breaks one thing; the kits for models and for checkpoints must notice every one of them."""
+"""Each class makes one mistake, which the kits for models and for checkpoints must notice."""
 
 from __future__ import annotations
 
@@ -57,26 +57,26 @@ class TakesInt64Only(LlamaForCausalLM):
         return super().forward(input_ids, torch.arange(64).take(positions), *rest)
 
 
-class ReadsANumber(LlamaForCausalLM):
+class SynchronizesByInt(LlamaForCausalLM):
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, *rest: Any) -> torch.Tensor:
         assert int(positions.max()) < self.config.max_position
         return super().forward(input_ids, positions, *rest)
 
 
-class ReadsATruth(LlamaForCausalLM):
+class SynchronizesByBool(LlamaForCausalLM):
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         logits = super().compute_logits(hidden_states)
         return logits if logits.isfinite().all() else logits.nan_to_num()
 
 
-class ReadsAMask(LlamaForCausalLM):
+class SynchronizesByMask(LlamaForCausalLM):
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, *rest: Any) -> torch.Tensor:
         input_ids = input_ids.clone()
         input_ids[input_ids < 0] = 0
         return super().forward(input_ids, positions, *rest)
 
 
-class ReadsALength(LlamaForCausalLM):
+class SynchronizesByIndex(LlamaForCausalLM):
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, *rest: Any) -> torch.Tensor:
         return super().forward(input_ids[: positions.argmax() + len(positions)], positions, *rest)
 
@@ -90,7 +90,7 @@ class SwapsGateAndUp(LlamaForCausalLM):
     fused_projections: ClassVar = {**LlamaForCausalLM.fused_projections, "gate_up_proj": ("up_proj", "gate_proj")}
 
 
-class EveryLayerIsTheFirst(LlamaForCausalLM):
+class GivesAllLayersIndex0(LlamaForCausalLM):
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)
         for layer in self.model.layers.values():
@@ -104,7 +104,7 @@ class ForgetsTheWindow(LlamaForCausalLM):
             layer.self_attn.attn.layer = replace(layer.self_attn.attn.layer, sliding_window=None)
 
 
-class HasAnotherDefault(LlamaForCausalLM):
+class ChangesADefault(LlamaForCausalLM):
     @classmethod
     def standard_config(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
         return {"rms_norm_eps": 1e-5, **raw}
@@ -145,7 +145,7 @@ class HasNoStageForItsNorm(LlamaForCausalLM):
 
 
 class AddsBeforeTheAllReduce(LlamaForCausalLM):
-    """Adds hidden states and residual between stages, which is correct with one rank: the next norm adds them anyway."""
+    """Adds hidden states and residual between stages. This is correct with one rank, as the next norm adds them anyway."""
 
     def forward(self, *args: Any) -> torch.Tensor:
         if len(args) == 5 and args[4] is not None:
@@ -178,13 +178,13 @@ class SkipsItsLayers(LlamaForCausalLM):
         return hidden if logits_index is None else hidden.index_select(0, logits_index)
 
 
-class TakesItsOwnLogitsForAll(LlamaForCausalLM):
+class DoesNotGatherLogits(LlamaForCausalLM):
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)
         self.vocab_shard = None
 
 
-class TakesAllLogitsForItsOwn(LlamaForCausalLM):
+class GathersLogitsTwice(LlamaForCausalLM):
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.gather_logits(super().compute_logits(hidden_states))
 
@@ -208,8 +208,8 @@ class ReducesTwice(LlamaForCausalLM):
         self.model.layers[config.num_layers - 1].mlp.down_proj = down_proj
 
 
-class ReducesInOneLayerItself(ForgetsAnAllReduce):
-    """All-reduces in one layer, although the fused norms before may leave rows of the residual on other ranks."""
+class AllReducesInOneLayer(ForgetsAnAllReduce):
+    """All-reduces in one layer, although fused norms may leave rows of the residual on other ranks."""
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)
@@ -262,7 +262,7 @@ def kit_for(model: type[Model], config: Any = SMALL) -> ModelTests:
     return Kit()
 
 
-def test_a_right_model_passes() -> None:
+def test_a_correct_model_passes() -> None:
     assert failures(kit_for(MistralForCausalLM)) == {}
 
 
@@ -273,7 +273,7 @@ def test_lengths_of_prompts_can_be_set() -> None:
 
 
 def test_tied_embeddings_hide_no_missing_layers() -> None:
-    """A model without layers repeats its input if embeddings are tied. The kit must not take that for a correct output."""
+    """A model without layers repeats its input if embeddings are tied. The kit must not accept that output."""
     config = AutoConfig.for_model("mistral", **TIED)
     assert failures(kit_for(MistralForCausalLM, config)) == {}
     assert "at position" in str(failures(kit_for(SkipsItsLayers, config))["test_greedy_tokens_equal_the_reference()"])
@@ -285,17 +285,17 @@ def test_tied_embeddings_hide_no_missing_layers() -> None:
         (HalvesPositions, "test_logits_equal_the_reference"),
         (CountsFromTheFirstPosition, "test_batched_sequences_are_independent"),
         (TakesInt64Only, "test_chunked_prefill_and_decode_equal_the_reference"),
-        (ReadsANumber, "test_forward_reads_no_tensor_on_the_host"),
-        (ReadsATruth, "test_forward_reads_no_tensor_on_the_host"),
-        (ReadsAMask, "test_forward_reads_no_tensor_on_the_host"),
-        (ReadsALength, "test_forward_reads_no_tensor_on_the_host"),
+        (SynchronizesByInt, "test_forward_reads_no_tensor_on_the_host"),
+        (SynchronizesByBool, "test_forward_reads_no_tensor_on_the_host"),
+        (SynchronizesByMask, "test_forward_reads_no_tensor_on_the_host"),
+        (SynchronizesByIndex, "test_forward_reads_no_tensor_on_the_host"),
         (IgnoresEverything, "test_unknown_tensors_are_refused"),
         (SwapsGateAndUp, "test_logits_equal_the_reference"),
-        (EveryLayerIsTheFirst, "test_attention_layers_are_in_order"),
-        (EveryLayerIsTheFirst, "test_chunked_prefill_and_decode_equal_the_reference"),
+        (GivesAllLayersIndex0, "test_attention_layers_are_in_order"),
+        (GivesAllLayersIndex0, "test_chunked_prefill_and_decode_equal_the_reference"),
         (ForgetsTheWindow, "test_logits_equal_the_reference"),
         (ForgetsTheWindow, "test_attention_layers_are_in_order"),
-        (HasAnotherDefault, "test_missing_keys_have_their_defaults"),
+        (ChangesADefault, "test_missing_keys_have_their_defaults"),
         (BuildsEveryLayer, "test_a_pipeline_stage_loads_its_layers"),
         (NamesItsLayersFrom0, "test_a_pipeline_stage_loads_its_layers"),
         (CountsLayersOfTheWholeModel, "test_a_pipeline_stage_loads_its_layers"),
@@ -308,21 +308,21 @@ def test_tied_embeddings_hide_no_missing_layers() -> None:
         (RefusesItsConfig, "test_logits_equal_the_reference"),
         (ForgetsAnAllReduce, "test_tensor_parallel_logits_equal_the_reference"),
         (ReducesTwice, "test_tensor_parallel_logits_equal_the_reference"),
-        (ReducesInOneLayerItself, "test_tensor_parallel_logits_equal_the_reference"),
+        (AllReducesInOneLayer, "test_tensor_parallel_logits_equal_the_reference"),
         (ReturnsHiddenStatesInFloat32, "test_it_runs_in_bfloat16"),
         (ScalesLogitsInFloat32, "test_it_runs_in_bfloat16"),
         (TakesTheFirstTokens, "test_logits_of_selected_tokens"),
         (DropsOtherTokens, "test_logits_of_selected_tokens"),
-        (TakesItsOwnLogitsForAll, "test_tensor_parallel_logits_equal_the_reference"),
-        (TakesAllLogitsForItsOwn, "test_tensor_parallel_logits_equal_the_reference"),
+        (DoesNotGatherLogits, "test_tensor_parallel_logits_equal_the_reference"),
+        (GathersLogitsTwice, "test_tensor_parallel_logits_equal_the_reference"),
     ],
 )
-def test_the_model_kit_notices(model: type[Model], test: str) -> None:
+def test_broken_models_fail_the_kit(model: type[Model], test: str) -> None:
     assert next(iter_failures(kit_for(model), test), None)
 
 
 class Transformed:
-    """A lazy tensor whose reads are changed."""
+    """Lazy tensor whose reads are modified."""
 
     def __init__(self, tensor: LazyTensor, change: Any) -> None:
         self._tensor, self._change, self.shape = tensor, change, tensor.shape
@@ -368,7 +368,7 @@ class GivesOnlyPackedWeights(SafetensorsWeights):
         yield from ((name, tensor) for name, tensor in super().stored_tensors(config, wanted) if "norm" not in name)
 
 
-class TakesEverything(SafetensorsWeights):
+class SupportsEveryPath(SafetensorsWeights):
     @classmethod
     def unsupported(cls, path: Path) -> list[str]:
         return []
@@ -393,7 +393,7 @@ def weights_kit_for(source: type[WeightSource]) -> WeightSourceTests:
     return Kit()
 
 
-def test_a_right_source_passes() -> None:
+def test_a_correct_source_passes() -> None:
     assert failures(weights_kit_for(SafetensorsWeights)) == {}
 
 
@@ -406,9 +406,9 @@ def test_a_right_source_passes() -> None:
         (ForgetsColumns, "test_slices_are_parts_of_the_whole"),
         (CanBeListedOnce, "test_each_tensor_is_listed_once"),
         (GivesOnlyPackedWeights, "test_weights_are_dequantized_if_no_layer_loads_packed"),
-        (TakesEverything, "test_only_paths_of_the_format_are_supported"),
+        (SupportsEveryPath, "test_only_paths_of_the_format_are_supported"),
         (HasNoArchitecture, "test_config_can_be_read"),
     ],
 )
-def test_the_weights_kit_notices(source: type[WeightSource], test: str) -> None:
+def test_broken_sources_fail_the_kit(source: type[WeightSource], test: str) -> None:
     assert next(iter_failures(weights_kit_for(source), test), None)

@@ -25,7 +25,7 @@ class Phi3(architectures.TestPhi3):
 
 
 class Phi3WithLongFactors(Phi3):
-    """The same weights; transformers uses the long factors at every length."""
+    """Phi3 in which transformers uses the long factors at every length."""
 
     changes: ClassVar = architectures.longrope(ORIGINAL, 1.0)
     settings = changes["rope_parameters" if architectures.IS_TRANSFORMERS_5 else "rope_scaling"]
@@ -34,7 +34,7 @@ class Phi3WithLongFactors(Phi3):
 
 def by_transformers(reference: Any, num_prompt_tokens: int) -> list[int]:
     ids = torch.tensor([PROMPT[:num_prompt_tokens]])
-    # Without a cache: versions of transformers differ in what they keep when a sequence exceeds the original context.
+    # Without a KV cache: transformers versions differ in what they keep beyond the original context.
     options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "eos_token_id": None, "use_cache": False}
     generated = reference.generate(ids, max_new_tokens=NUM_TOKENS, **options)[0, num_prompt_tokens:].tolist()
     assert len(set(generated)) > 1, "one repeated token hides mistakes"
@@ -52,7 +52,7 @@ def by_the_engine(folder: Path, num_prompt_tokens: int, context: int) -> list[in
     [(ORIGINAL - NUM_TOKENS, True), (ORIGINAL - NUM_TOKENS // 2, True), (ORIGINAL + 8, False)],
     ids=["within", "across", "beyond"],
 )
-def test_a_longer_context_has_the_long_factors(num_prompt_tokens: int, is_within: bool, tmp_path: Path) -> None:
+def test_longer_contexts_use_the_long_factors(num_prompt_tokens: int, is_within: bool, tmp_path: Path) -> None:
     reference = Phi3().make_reference()
     reference.save_pretrained(tmp_path)
     found = by_the_engine(tmp_path, num_prompt_tokens, 2 * ORIGINAL)
@@ -61,7 +61,7 @@ def test_a_longer_context_has_the_long_factors(num_prompt_tokens: int, is_within
     assert differs == is_within, "transformers uses the short factors until a sequence exceeds the original context"
 
 
-def test_the_original_context_has_the_short_factors(tmp_path: Path) -> None:
+def test_the_original_context_uses_the_short_factors(tmp_path: Path) -> None:
     reference = Phi3().make_reference()
     reference.save_pretrained(tmp_path)
     num_prompt_tokens = ORIGINAL - NUM_TOKENS

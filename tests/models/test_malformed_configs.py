@@ -1,7 +1,4 @@
-"""Configs with values of wrong types, and nonsense: every architecture, every key of its config class, many values.
-
-Either the model is built, or the error is ours.
-"""
+"""Malformed configs: for all architectures and keys, the model is built or a typed error names the key."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from typing import Any
 import pytest
 from config_cases import CASES, WITHOUT_EFFECT
 from test_architectures import build
-from test_config_keys import defaults, named, registry
+from test_config_keys import defaults, names_of_keys, registry
 from transformers import CONFIG_MAPPING
 
 from minisgl_core.config.options import EngineConfig
@@ -24,11 +21,11 @@ from minisgl_core.engine.checkpoint import open_checkpoint
 from minisgl_core.errors import MinisglError, ModelFormatError
 
 NONSENSE: tuple[Any, ...] = ("x", ["x"], {"x": 1}, math.nan, math.inf, 10**400)
-"""No key with an effect may have these."""
+"""Values that are invalid for every key with an effect."""
 ODD: tuple[Any, ...] = (None, True, False, 0, -1, 1.5, "", [], {}, [1], [[]], {"full_attention": 1}, 1e300)
-"""Some keys may have some of these."""
+"""Values that are valid for some keys."""
 UNKNOWN_INSIDE = {"x"}
-"""A key that nobody knows, in the RoPE settings. transformers ignores it, too."""
+"""Unknown key in the RoPE settings, which transformers ignores, too."""
 ROPE = {
     "original_max_position_embeddings": 16,
     "rope_theta": 1e4,
@@ -47,7 +44,7 @@ ROPE_KEYS = {
 
 
 def reason(provider: type[Model], raw: Mapping[str, Any]) -> str | None:
-    """Return the error's message; None if the model is built."""
+    """Return the error message; None if the model is built."""
     try:
         build(provider, raw)
     except MinisglError as error:
@@ -58,7 +55,7 @@ def reason(provider: type[Model], raw: Mapping[str, Any]) -> str | None:
 
 
 def check(provider: type[Model], raw: Mapping[str, Any], keys: set[str], value: Any) -> str:
-    """Say what is wrong with the outcome for a bad value; nothing if it is right. One of `NONSENSE` must be refused."""
+    """Return a description of the error for a bad value; empty if there is none. Values of `NONSENSE` must be refused."""
     try:
         message = reason(provider, raw)
     except AssertionError as error:
@@ -69,7 +66,7 @@ def check(provider: type[Model], raw: Mapping[str, Any], keys: set[str], value: 
 
 
 @pytest.mark.parametrize("architecture", CASES)
-def test_bad_values_of_every_key(architecture: str) -> None:
+def test_invalid_values_of_all_keys(architecture: str) -> None:
     case, provider, faults = CASES[architecture], registry().load("models", architecture), {}
     own = defaults(case).keys()
     assert reason(provider, {"architectures": [architecture], **case.raw({})}) is None
@@ -77,14 +74,14 @@ def test_bad_values_of_every_key(architecture: str) -> None:
     for key, value in product({*own, *case.base} - {"architectures"}, (*NONSENSE, *ODD)):
         strict = None if key in unread else value
         if fault := check(
-            provider, {**case.raw({key: value}), "architectures": [architecture]}, named({key: value}), strict
+            provider, {**case.raw({key: value}), "architectures": [architecture]}, names_of_keys({key: value}), strict
         ):
             faults[f"{key}={value!r:.40}"] = fault
     assert not faults, json.dumps(faults, indent=1)
 
 
 @pytest.mark.parametrize("kind", ROPE_KEYS)
-def test_bad_values_of_rope_settings(kind: str) -> None:
+def test_invalid_values_of_rope_settings(kind: str) -> None:
     faults = {}
     for architecture, wrap in (
         ("LlamaForCausalLM", None),
@@ -135,7 +132,7 @@ def written(folder: Path, architecture: str, raw: Mapping[str, Any]) -> EngineCo
         ("MllamaForConditionalGeneration", {"model_type": "mllama", "text_config": {"num_hidden_layers": 2}}),
     ],
 )
-def test_billions_of_layers_are_refused_before_lists_of_them(
+def test_billions_of_layers_are_refused_before_allocation(
     architecture: str, raw: dict[str, Any], tmp_path: Path
 ) -> None:
     key = next((key for key in ("n_layer", "text_config") if key in raw), "num_hidden_layers")
@@ -154,8 +151,8 @@ BY_TRANSFORMERS = {
 
 
 @pytest.mark.parametrize("model_type", BY_TRANSFORMERS)
-def test_bad_values_through_transformers(model_type: str) -> None:
-    """Its own validation names keys of the wrong type; sizes are checked before a model is built of them."""
+def test_invalid_values_with_the_transformers_backend(model_type: str) -> None:
+    """transformers' own validation names keys of wrong types. Sizes are checked before a model is built."""
     kind, provider, faults = CONFIG_MAPPING[model_type], registry().load("models", "transformers"), {}
     sizes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     sizes = {kind.attribute_map.get(key, key): value for key, value in sizes.items()}

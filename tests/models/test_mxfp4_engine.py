@@ -1,4 +1,4 @@
-"""A gpt-oss checkpoint in MXFP4, with the published tensors' names, against transformers with dequantized experts."""
+"""A gpt-oss checkpoint in MXFP4 with published tensor names, compared with transformers with dequantized experts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
 def pack(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return blocks, scales and the dequantized weight of the experts' weights, [E, out, in]."""
+    """Return blocks, scales and dequantized values of the experts' weights, [E, out, in]."""
     values = weight.unflatten(-1, (-1, 32))
     exponents = (values.abs().amax(-1, keepdim=True) / 6).log2().ceil()
     scaled = values / exponents.exp2()
@@ -58,7 +58,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_greedy_tokens(checkpoint: tuple[Path, Any], ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks: the second begins within a block of 32 inputs of the down projection."""
+    """The shard of the second rank begins within a block of 32 inputs of the down projection."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     folder, reference = checkpoint
     with LLM(str(folder), dtype="float32", platform="cpu", num_pages=200, tp=ranks) as llm:
@@ -71,6 +71,6 @@ def test_greedy_tokens(checkpoint: tuple[Path, Any], ranks: int, monkeypatch: py
             assert output.token_ids == logits.argmax(-1).tolist()
 
 
-def test_it_is_not_dequantized(checkpoint: tuple[Path, Any]) -> None:
+def test_mxfp4_weights_stay_quantized(checkpoint: tuple[Path, Any]) -> None:
     with pytest.raises(ModelFormatError, match="MXFP4, which --quantization mxfp4 reads"):
         LLM(str(checkpoint[0]), platform="cpu", quantization="none")

@@ -1,7 +1,7 @@
-"""docs/models.md says that every architecture passes all tests that compare it with transformers. None is missing here.
+"""Check that every architecture has all tests against transformers that docs/models.md promises.
 
-The tests run in CI, except that `nox -s nightly` runs the greedy ones of most architectures on two ranks. `conftest` lets none of
-them be skipped.
+The tests run in CI, except that `nox -s nightly` runs the greedy ones of most architectures on two ranks. `conftest`
+lets none of them be skipped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The trained model in the GGUF file, against transformers reading the same file."""
+"""The trained model in the GGUF file, compared with transformers' model of the same file."""
 
 from __future__ import annotations
 
@@ -83,12 +83,12 @@ def test_likelihood_and_greedy_tokens_equal_transformers(model: Model, reference
     assert "Paris" in tokenizer.decode(output)
 
 
-def test_special_tokens_are_those_of_the_file(tokenizer: Any, source: GgufWeights) -> None:
+def test_special_tokens_equal_those_of_the_file(tokenizer: Any, source: GgufWeights) -> None:
     config = model_config(source.config, source.generation_config)
     assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")
     assert config.bos_token_id == tokenizer.bos_token_id == 1
     assert tokenizer.eos_token_id == source.eos_token_id == 2
-    assert config.eos_token_ids == (2, 0)  # <|endoftext|>, too
+    assert config.eos_token_ids == (2, 0)  # and <|endoftext|>
     assert len(tokenizer) == config.vocab_size
     assert tokenizer.model_max_length == config.max_position == 8192
 
@@ -114,7 +114,7 @@ def test_tokens_equal_transformers_conversion(tokenizer: Any, smollm2_tokenizer:
 
 
 def test_digits_are_split_before_spaces(tokenizer: Any) -> None:
-    """The model's tokenizer.json does so; transformers' conversion merges one of the spaces with the digit."""
+    """The model's tokenizer.json does so, while transformers' conversion merges a space with the digit."""
     assert tokenizer.convert_ids_to_tokens(tokenizer("a   12")["input_ids"]) == ["a", "ĠĠĠ", "1", "2"]
 
 
@@ -129,7 +129,7 @@ def test_chat_template_has_its_default_system_prompt(tokenizer: Any) -> None:
 
 
 def packed_logits(source: GgufWeights, ids: torch.Tensor, communicator: Communicator) -> torch.Tensor:
-    """Return the logits of the model with the file's packed weights."""
+    """Return the logits of the model with the file's quantized weights."""
     device, dtype = torch.device("cpu"), torch.float32
     config, ops = model_config(source.config, source.generation_config), Ops.of(device, dtype)
     spec = quantization_spec(config, dtype, device)
@@ -145,8 +145,8 @@ def packed_logits(source: GgufWeights, ids: torch.Tensor, communicator: Communic
 
 
 @torch.inference_mode()
-def test_packed_weights_lose_little(model: Model, source: GgufWeights, tokenizer: Any) -> None:
-    """Activations in 8 bits change the mean log-likelihood by at most 0.03 nats."""
+def test_quantized_weights_change_the_likelihood_little(model: Model, source: GgufWeights, tokenizer: Any) -> None:
+    """8-bit activations change the mean log-likelihood by at most 0.03 nats."""
     ids = torch.tensor(tokenizer(TEXT)["input_ids"])
     exact = model.compute_logits(model.forward(ids, torch.arange(len(ids)), DenseAttention()))
     packed = packed_logits(source, ids, SingleRank())
@@ -154,7 +154,7 @@ def test_packed_weights_lose_little(model: Model, source: GgufWeights, tokenizer
 
 
 class Rounded(Quantization):
-    """Weights in float32, rounded as online int4 and int8 should round them."""
+    """Dequantized weights in float32, rounded as by online int4 and int8."""
 
     bits = 4
 
@@ -181,7 +181,7 @@ class RoundedTo8(Rounded):
 
 @pytest.mark.parametrize(("provider", "rounded", "most"), [(Int4, Rounded, 0.01), (Int8, RoundedTo8, 0.03)])
 @torch.inference_mode()
-def test_integer_weights_are_those_of_the_format(
+def test_online_int4_and_int8_round_as_their_formats(
     provider: type[Quantization],
     rounded: type[Quantization],
     most: float,
@@ -189,7 +189,7 @@ def test_integer_weights_are_those_of_the_format(
     source: GgufWeights,
     tokenizer: Any,
 ) -> None:
-    """The model with packed weights has the mean log-likelihood of the one with rounded weights; int8 has 8-bit activations."""
+    """The mean log-likelihoods with quantized and with rounded weights are close; int8 also has 8-bit activations."""
     ids = torch.tensor(tokenizer(TEXT)["input_ids"])
     ops, found = Ops.of(torch.device("cpu"), torch.float32), []
     spec = quantization_spec(model.config, torch.float32, torch.device("cpu"))
@@ -204,8 +204,8 @@ def test_integer_weights_are_those_of_the_format(
     assert found[0] != exact
 
 
-def test_packed_weights_are_sharded(source: GgufWeights, tokenizer: Any) -> None:
-    """Three ranks: columns of a rank are whole blocks. Sums in another order round some activations to another code."""
+def test_quantized_weights_are_sharded(source: GgufWeights, tokenizer: Any) -> None:
+    """Columns of each of three ranks are whole blocks. Another order of sums may round activations to other codes."""
     ids = torch.tensor(tokenizer(TEXT)["input_ids"])[:20]
     one = packed_logits(source, ids, SingleRank())
     for logits in run_ranks(3, lambda communicator: packed_logits(source, ids, communicator)):

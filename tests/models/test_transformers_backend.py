@@ -1,4 +1,4 @@
-"""Architectures without a provider of their own, by transformers' modules, against transformers with its own attention."""
+"""Architectures without a provider, by transformers' modules with paged attention, compared with transformers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Generic(ModelTests):
 
     embedding_scale: ClassVar[float] = 1.0
     seed: ClassVar[int] = 0
-    # It builds whole models, and reads configs by transformers' own classes.
+    # transformers builds whole models, and reads configs by its own classes.
     test_a_pipeline_stage_loads_its_layers: ClassVar = None
     test_missing_keys_have_their_defaults: ClassVar = None
 
@@ -49,13 +49,13 @@ class Generic(ModelTests):
 
 
 class TestGPT2(Generic):
-    """Learned positions, Conv1D, a tied output matrix."""
+    """Learned positions, Conv1D and a tied LM head."""
 
     __test__ = True
     model_type = "gpt2"
     embedding_scale, seed = 0.3, 2
 
-    def test_ranks_without_a_plan_are_refused(self) -> None:
+    def test_ranks_without_a_tensor_parallel_plan_are_refused(self) -> None:
         plan = pytest.raises(InvalidValueError, match=r"--tp=2 .*GPT2LMHeadModel has no tensor-parallel plan")
         with plan:
             run_ranks(2, self._load)
@@ -68,7 +68,7 @@ class TestStableLM(Generic):
 
 
 class TestFalcon(Generic):
-    """The new decoder architecture, whose own attention does not go through AttentionInterface."""
+    """The new decoder architecture, whose attention does not use AttentionInterface."""
 
     __test__ = True
     model_type = "falcon"
@@ -94,7 +94,7 @@ class TestCohere(Generic):
 
 
 class TestCohereWithNormsOfHeads(TestCohere):
-    """Their weights are per head and not in the tensor-parallel plan, so that several ranks are refused."""
+    """Weights of the norms are per head and not in the tensor-parallel plan, so that several ranks are refused."""
 
     changes: ClassVar = {"use_qk_norm": True}
 
@@ -141,7 +141,7 @@ class TestGptOss(Generic):
     }
 
 
-def test_checkpoints_lack_the_non_persistent_buffers_of_every_module() -> None:
+def test_checkpoints_lack_non_persistent_buffers() -> None:
     model = nn.Sequential(nn.Linear(2, 2, bias=False))
     for module in (model, model[0]):
         module.register_buffer("table", torch.zeros(1), persistent=False)

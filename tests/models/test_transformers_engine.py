@@ -1,4 +1,4 @@
-"""`--model-impl transformers` in the engine: paged KV, chunks, radix cache, preemption, and what is refused."""
+"""`--model-impl transformers` in the engine: paged KV, chunks, radix cache, preemption and refusals."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def new_llm(model: str, **options: Any) -> LLM:
 
 
 def assert_greedy(reference: Any, prompt: list[int], tokens: list[int]) -> None:
-    """Each token is transformers' most likely one after the prompt and the tokens before it."""
+    """Check that each token is transformers' most likely one after the prompt and the tokens before it."""
     with torch.inference_mode():
         logits = reference(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
     assert tokens == logits.argmax(-1).tolist()
@@ -69,7 +69,7 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_greedy_tokens_equal_transformers(model_type: str, tmp_path: Path) -> None:
     reference = random_reference(config_of(model_type, **ARCHITECTURES[model_type]))
     model = saved(reference, tmp_path)
-    # Prompts come in chunks of 7 tokens, and a pool of 96 tokens does not hold all requests at once.
+    # Prompts run in chunks of 7 tokens, and a pool of 96 tokens does not hold all requests.
     for options in ({"page_size": 1, "num_pages": 97}, {"page_size": 16, "num_pages": 7}):
         with new_llm(model, max_prefill_length=7, **options) as llm:
             first, again = (llm.generate(PROMPTS, GREEDY) for _ in range(2))
@@ -86,7 +86,7 @@ def test_greedy_tokens_equal_transformers(model_type: str, tmp_path: Path) -> No
     ("model_type", "changes"),
     [
         ("hunyuan_v1_moe", {"num_experts": 4, "head_dim": 8}),  # reads the dtype of a linear layer's weight
-        ("modernbert-decoder", {"local_attention": 8}),  # its config cannot be without a padding token
+        ("modernbert-decoder", {"local_attention": 8}),  # its config requires a padding token
         ("qwen2", {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 5}),  # false by default
     ],
 )
@@ -96,7 +96,7 @@ def test_unusual_modules_and_configs(model_type: str, changes: dict[str, Any], t
         assert_greedy(reference, PROMPTS[1], llm.generate(PROMPTS[1], GREEDY)[0].token_ids)
 
 
-def test_llama_equals_the_provider_of_its_own(tmp_path: Path) -> None:
+def test_llama_equals_its_provider(tmp_path: Path) -> None:
     reference = random_reference(config_of("llama"))
     model, tokens = saved(reference, tmp_path), {}
     for model_impl in ("auto", "minisgl", "transformers"):
@@ -109,7 +109,7 @@ def test_llama_equals_the_provider_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_generate_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_generate_the_tokens_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     reference = random_reference(config_of("starcoder2", sliding_window=7))
     with new_llm(saved(reference, tmp_path), tp=2) as llm:
@@ -117,8 +117,8 @@ def test_two_ranks_generate_what_one_does(tmp_path: Path, monkeypatch: pytest.Mo
             assert_greedy(reference, prompt, output.token_ids)
 
 
-def test_a_checkpoint_of_the_backbone_alone_loads(gpt2: str, tmp_path: Path) -> None:
-    """The published GPT-2 has names without ``transformer.``, and masks of its attention."""
+def test_checkpoints_of_only_the_backbone_load(gpt2: str, tmp_path: Path) -> None:
+    """The published GPT-2 has names without ``transformer.``, and attention masks."""
     tensors = {name.removeprefix("transformer."): each for name, each in load_file(f"{gpt2}/model.safetensors").items()}
     tensors |= {"h.0.attn.bias": torch.ones(1, 1, 128, 128), "h.0.attn.masked_bias": torch.tensor(-1e4)}
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
@@ -128,7 +128,7 @@ def test_a_checkpoint_of_the_backbone_alone_loads(gpt2: str, tmp_path: Path) -> 
         assert_greedy(reference, PROMPTS[1], llm.generate(PROMPTS[1], GREEDY)[0].token_ids)
 
 
-def test_a_tied_matrix_that_differs_is_used(gpt2: str, tmp_path: Path) -> None:
+def test_an_lm_head_that_differs_from_the_embedding_is_used(gpt2: str, tmp_path: Path) -> None:
     tensors = load_file(f"{gpt2}/model.safetensors")
     tensors["lm_head.weight"] = tensors["transformer.wte.weight"].flip(0).contiguous()
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
@@ -162,7 +162,7 @@ def test_a_tied_matrix_that_differs_is_used(gpt2: str, tmp_path: Path) -> None:
         ),  # counts positions itself; its config has no bos_token_id
     ],
 )
-def test_what_it_cannot_run_is_refused(model_type: str, changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
+def test_unsupported_models_are_refused(model_type: str, changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
     config = config_of(model_type, **changes)
     names = {
         "mamba": "Mamba",
@@ -178,8 +178,8 @@ def test_what_it_cannot_run_is_refused(model_type: str, changes: dict[str, Any],
         new_llm(str(tmp_path), dummy_weight=True, model_impl="transformers")
 
 
-def test_frequencies_of_the_longest_sequence_are_refused(tmp_path: Path) -> None:
-    """LongRoPE of transformers has other frequencies for a whole batch that holds a sequence beyond the original context."""
+def test_batch_dependent_rope_frequencies_are_refused(tmp_path: Path) -> None:
+    """LongRoPE of transformers uses the long factors for a whole batch if one sequence exceeds the original context."""
     factors = {"short_factor": [1.0] * 4, "long_factor": [1.5, 3.0, 5.0, 9.0]}
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, **factors}
     reference = random_reference(config_of("phi3", rope_parameters=rope, original_max_position_embeddings=64))
@@ -187,7 +187,7 @@ def test_frequencies_of_the_longest_sequence_are_refused(tmp_path: Path) -> None
     with pytest.raises(ModelFormatError, match=r"the other tokens of the batch|reads tensors on the host") as caught:
         new_llm(model, model_impl="transformers")
     if "--max-seq-len-override" not in str(caught.value):
-        return  # transformers 5.17 reads the longest position on the host, and is refused whatever the context
+        return  # transformers 5.17 reads the largest position on the host, so the model is refused for any context
     with new_llm(model, model_impl="transformers", max_seq_len_override=64) as llm:
         for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, GREEDY), strict=True):
             assert_greedy(reference, prompt, output.token_ids)
@@ -198,7 +198,7 @@ def test_gguf_files_are_refused(smollm2_path: Path) -> None:
         new_llm(str(smollm2_path), model_impl="transformers")
 
 
-def test_the_error_of_an_unknown_architecture_names_the_flag(tmp_path: Path) -> None:
+def test_unknown_architectures_name_the_flag(tmp_path: Path) -> None:
     config = {**config_of("gpt2").to_dict(), "architectures": ["MyForCausalLM"], "model_type": "mine"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(
@@ -212,6 +212,6 @@ def test_quantized_layers_are_refused(gpt2: str) -> None:
         new_llm(gpt2, quantization="fp8")
 
 
-def test_pipeline_stages_are_refused_by_their_flag(gpt2: str) -> None:
+def test_pipeline_stages_are_refused_with_the_flag(gpt2: str) -> None:
     with pytest.raises(InvalidValueError, match=r"--pp=2 .*must be 1 with --model-impl transformers\. Use --tp, or"):
         new_llm(gpt2, pp=2)

@@ -87,7 +87,7 @@ def test_auto_is_resolved_in_all_options() -> None:
         flat = choose(hardware).config.flat()
         left = [name for name, value in flat.items() if value == AUTO]
         assert left == ["model_impl", "cuda_graph_max_bs", "piecewise_cuda_graph_max_tokens", "moe", "communicator"], (
-            "chosen with the checkpoint, graphs asked later, a model without experts, one rank"
+            "these are resolved later, or need experts or several ranks"
         )
 
 

@@ -28,7 +28,7 @@ from minisgl_core.testing.attention_rig import dense_attention
 
 OPTIONS = {"page_size": 2, "num_pages": 151, "num_rows": 6}
 SIZES = [4, 8, 24]
-"""Some larger than the number of requests that can be in a step, one smaller."""
+"""Capture sizes: one below the maximum number of requests per step, the others above."""
 OF_TINY = torch.device("cpu"), torch.float32
 
 

@@ -22,9 +22,7 @@ class TestCpu(PlatformTests):
     provider = CpuPlatform
 
 
-def test_free_memory_of_a_cpu_respects_the_limit_of_the_container(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_free_memory_of_a_cpu_respects_the_container_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     platform = CpuPlatform()
     monkeypatch.setattr("minisgl_core.platforms.cpu.CGROUP", tmp_path)
     for name, text in {

@@ -106,13 +106,13 @@ def test_auto_selects_a_plugin_platform_only_if_preferred(site, monkeypatch):
     registry = Registry.from_environment()
     own = pick_platform("auto", registry, NONE_PREFERRED)[1]
     assert own.platform in ("cpu", "cuda")
-    asked = []
+    calls = []
 
     def prefer(name):
-        return lambda kind, hardware: asked.append((kind, hardware)) or name
+        return lambda kind, hardware: calls.append((kind, hardware)) or name
 
     assert pick_platform("auto", registry, prefer("theirs"))[1].platform == "theirs"
-    assert asked == [("platform", own)]
+    assert calls == [("platform", own)]
     for name in (None, "nobodys", own.platform):
         assert pick_platform("auto", registry, prefer(name))[1] == own
     assert pick_platform("theirs", registry, NONE_PREFERRED)[1].platform == "theirs"

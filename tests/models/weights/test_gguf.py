@@ -42,7 +42,7 @@ EXPERTS = {
 }
 
 
-def as_llama_cpp_permutes(matrix: np.ndarray, num_heads: int) -> np.ndarray:
+def llama_cpp_permute(matrix: np.ndarray, num_heads: int) -> np.ndarray:
     """Permute query and key rows as llama.cpp's converter does, row by row."""
     dim = len(matrix) // num_heads
     rows = [
@@ -84,9 +84,7 @@ def write_gguf(
     for name, values in tensors.items():
         if kind == "llama" and (".q_proj." in name or ".k_proj." in name):
             is_query = ".q_proj." in name
-            values = as_llama_cpp_permutes(
-                values, config.num_attention_heads if is_query else config.num_key_value_heads
-            )
+            values = llama_cpp_permute(values, config.num_attention_heads if is_query else config.num_key_value_heads)
         stored = store_as if values.ndim > 1 else Kind.F32
         target = names.get_name(name, try_suffixes=(".weight", ".bias")) if "." in name else name
         assert target is not None, name
@@ -106,7 +104,7 @@ def reference_tensors(config: Any) -> dict[str, np.ndarray]:
 
 
 class TestLlama(WeightSourceTests):
-    """A file in Q8_0, in which a rank's columns may begin inside a block of 32."""
+    """File in Q8_0, in which columns of a rank may begin inside a block of 32."""
 
     provider = GgufWeights
     kind, store_as = "llama", Kind.Q8_0
@@ -161,17 +159,17 @@ class TestQwen3MoeIn8Bits(TestQwen3MoeInBfloat16):
 
 
 @pytest.mark.skipif(bool(library.unsupported(torch.device("cpu"), torch.float32)), reason="needs the C kernels")
-def test_packed_experts_agree_with_dequantized_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CPUs, experts stay packed; the difference is that of activations in 8 bits."""
+def test_quantized_experts_are_close_to_dequantized_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPUs, experts stay quantized; they differ by the 8-bit activations."""
     config, path = AutoConfig.for_model("qwen3_moe", **{**SMALL, **EXPERTS}), tmp_path / "model.gguf"
     write_gguf(path, "qwen3moe", config, reference_tensors(config), Kind.Q8_0)
     prompts = [list(range(start, start + 20)) for start in (0, 13, 40)]
-    asked, found, packed = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0), {}, []
+    sampling, found, packed = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0), {}, []
     prepare = CpuExperts.prepare
     monkeypatch.setattr(CpuExperts, "prepare", lambda self: packed.append(self.spec.name) or prepare(self))
     for quantization in ("auto", "none"):
         with LLM(str(path), dtype="float32", num_pages=64, quantization=quantization) as llm:
-            outputs = llm.generate(prompts, asked)
+            outputs = llm.generate(prompts, sampling)
         entries = [entry for output in outputs for entry in output.prompt_logprobs or [] if entry is not None]
         found[quantization] = torch.tensor([entry.token.logprob for entry in entries])
     assert found["auto"].shape == (3 * 19,)
@@ -267,8 +265,8 @@ def test_every_end_of_turn_token_stops(tmp_path: Path) -> None:
         (["<|end|>", "<|return|>", "<|call|>"], [1, 2]),  # gpt-oss
     ],
 )
-def test_end_of_turn_tokens_are_known_by_their_text(tokens: list[str], ids: list[int], tmp_path: Path) -> None:
-    """Converters write the eot id for few models."""
+def test_end_of_turn_tokens_are_detected_by_their_text(tokens: list[str], ids: list[int], tmp_path: Path) -> None:
+    """Converters write the EOT id for few models."""
     path = write_llama(tmp_path / "m.gguf", tokenizer__ggml__tokens=tokens)
     assert GgufWeights(path).generation_config == {"eos_token_id": ids}
 
@@ -323,7 +321,7 @@ def test_rope_scaling_without_a_type_is_linear(keys: dict[str, Any], factor: flo
     assert (rope.kind, rope.factor) == (("linear", factor) if factor else ("default", 1.0))
 
 
-def test_heads_of_which_a_part_is_rotated_are_refused(tmp_path: Path) -> None:
+def test_partial_rope_is_refused(tmp_path: Path) -> None:
     path = write_llama(tmp_path / "m.gguf", llama__rope__dimension_count=8)
     with pytest.raises(ModelFormatError, match=r"llama\.rope\.dimension_count=8 is not the head size 16"):
         _ = GgufWeights(path).config

@@ -1,4 +1,4 @@
-"""Tiny files of each GGUF architecture against the safetensors form of the same model: the same config and tensors."""
+"""Tiny files of each GGUF architecture have the config and tensors of the same model in safetensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 import torch
 from config_cases import CASES
 from safetensors.numpy import load_file
-from test_gguf import as_llama_cpp_permutes
+from test_gguf import llama_cpp_permute
 from transformers import AutoConfig
 
 from minisgl_core.config.hf import model_config
@@ -55,15 +55,15 @@ class Form:
     rope_theta: float = 10000.0
 
 
-def form(
+def gguf_form(
     kind: str, name: str, changes: Mapping[str, Any] = {}, extra: Any = (), theta: float = 1e4, **keys: Any
 ) -> Form:
     return Form(kind, name, changes, {key.replace("__", "."): value for key, value in keys.items()}, dict(extra), theta)
 
 
 FORMS = {
-    "qwen3": form("qwen3", "Qwen3ForCausalLM"),
-    "qwen3moe": form(
+    "qwen3": gguf_form("qwen3", "Qwen3ForCausalLM"),
+    "qwen3moe": gguf_form(
         "qwen3moe",
         "Qwen3MoeForCausalLM",
         {"norm_topk_prob": True},
@@ -71,8 +71,8 @@ FORMS = {
         expert_used_count=2,
         expert_feed_forward_length=16,
     ),
-    "mixtral": form("llama", "MixtralForCausalLM", {"rope_theta": 1e4}, expert_count=4, expert_used_count=2),
-    "qwen2moe": form(
+    "mixtral": gguf_form("llama", "MixtralForCausalLM", {"rope_theta": 1e4}, expert_count=4, expert_used_count=2),
+    "qwen2moe": gguf_form(
         "qwen2moe",
         "Qwen2MoeForCausalLM",
         expert_count=6,
@@ -80,7 +80,7 @@ FORMS = {
         expert_feed_forward_length=16,
         expert_shared_feed_forward_length=20,
     ),
-    "gemma2": form(
+    "gemma2": gguf_form(
         "gemma2",
         "Gemma2ForCausalLM",
         {"query_pre_attn_scalar": 12, "sliding_window": 7},
@@ -88,7 +88,7 @@ FORMS = {
         attn_logit_softcapping=50.0,
         final_logit_softcapping=30.0,
     ),
-    "gemma3": form(
+    "gemma3": gguf_form(
         "gemma3",
         "Gemma3ForCausalLM",
         {
@@ -106,7 +106,7 @@ FORMS = {
         rope__scaling__type="linear",
         rope__scaling__factor=8.0,
     ),
-    "phi3": form(
+    "phi3": gguf_form(
         "phi3",
         "Phi3ForCausalLM",
         {"original_max_position_embeddings": 16, "rope_scaling": LONGROPE, "sliding_window": 7},
@@ -115,7 +115,7 @@ FORMS = {
         rope__scaling__original_context_length=16,
         rope__dimension_count=8,
     ),
-    "granite": form(
+    "granite": gguf_form(
         "granite",
         "GraniteForCausalLM",
         {"attention_multiplier": 0.25, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 4.0},
@@ -124,8 +124,8 @@ FORMS = {
         residual_scale=0.5,
         logit_scale=4.0,
     ),
-    "olmo2": form("olmo2", "Olmo2ForCausalLM"),
-    "gpt-oss": form(
+    "olmo2": gguf_form("olmo2", "Olmo2ForCausalLM"),
+    "gpt-oss": gguf_form(
         "gpt-oss",
         "GptOssForCausalLM",
         {"rope_parameters": {**YARN, "rope_theta": 1e4}},
@@ -141,7 +141,7 @@ FORMS = {
 
 
 def converted(kind: str, config: Any, tensors: Tensors) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the tensors under Hugging Face's names in the values and stacks of llama.cpp's converter."""
+    """Yield Hugging Face's names with the values and shapes that llama.cpp's converter writes."""
     stacks: dict[str, list[np.ndarray]] = {}
     for name, values in tensors.items():
         if kind.startswith("gemma") and name.endswith("norm.weight"):
@@ -149,7 +149,7 @@ def converted(kind: str, config: Any, tensors: Tensors) -> Iterator[tuple[str, n
         if kind in ("llama", "granite") and (".q_proj." in name or ".k_proj." in name):
             is_query = ".q_proj." in name
             heads = config.num_attention_heads if is_query else config.num_key_value_heads
-            values = as_llama_cpp_permutes(values, heads)
+            values = llama_cpp_permute(values, heads)
         if kind == "gpt-oss" and ".experts." in name:
             stem = name.removesuffix("_bias")
             suffix = ".bias" if stem != name else ".weight"
@@ -200,8 +200,8 @@ def write(path: Path, each: Form, config: Any, tensors: Tensors, **keys: Any) ->
 
 
 @lru_cache
-def made(name: str) -> tuple[Path, dict[str, Any], Tensors, type[Model]]:
-    """Return a GGUF file, the ``config.json`` and the tensors of the same model, and its class."""
+def make_both_forms(name: str) -> tuple[Path, dict[str, Any], Tensors, type[Model]]:
+    """Return a GGUF file, and the ``config.json``, the tensors and the class of the same model."""
     each, folder = FORMS[name], Path(mkdtemp(prefix=f"gguf-{name}-"))
     case = CASES[each.name]
     raw = {"architectures": [each.name], "model_type": case.model_type, **case.base, **each.changes}
@@ -212,7 +212,7 @@ def made(name: str) -> tuple[Path, dict[str, Any], Tensors, type[Model]]:
     return write(folder / "m.gguf", each, config, tensors), raw, tensors, provider
 
 
-def normalised(provider: type[Model], raw: Mapping[str, Any]) -> ModelConfig:
+def standardised(provider: type[Model], raw: Mapping[str, Any]) -> ModelConfig:
     config = model_config(provider.standard_config(raw))
     assert provider.unsupported(config) == []
     return config
@@ -220,8 +220,8 @@ def normalised(provider: type[Model], raw: Mapping[str, Any]) -> ModelConfig:
 
 @pytest.mark.parametrize("name", FORMS)
 def test_config_equals_that_of_safetensors(name: str) -> None:
-    path, raw, _, provider = made(name)
-    found, expected = normalised(provider, GgufWeights(path).config), normalised(provider, raw)
+    path, raw, _, provider = make_both_forms(name)
+    found, expected = standardised(provider, GgufWeights(path).config), standardised(provider, raw)
     for each in fields(ModelConfig):
         if each.name not in ("raw", "dtype", "bos_token_id", "eos_token_ids"):
             mine, other = getattr(found, each.name), getattr(expected, each.name)
@@ -233,9 +233,9 @@ def test_config_equals_that_of_safetensors(name: str) -> None:
 
 @pytest.mark.parametrize("name", FORMS)
 def test_tensors_equal_those_of_safetensors(name: str) -> None:
-    path, _, tensors, provider = made(name)
+    path, _, tensors, provider = make_both_forms(name)
     source = GgufWeights(path)
-    found = dict(source.tensors(normalised(provider, source.config)))
+    found = dict(source.tensors(standardised(provider, source.config)))
     assert found.keys() == tensors.keys()
     for key, expected in tensors.items():
         whole = torch.from_numpy(expected)
@@ -261,7 +261,7 @@ def test_every_architecture_has_a_file() -> None:
         ("qwen3", "attention.causal", False),
     ],
 )
-def test_keys_that_are_not_read_are_refused(name: str, key: str, value: Any, tmp_path: Path) -> None:
+def test_unsupported_keys_are_refused(name: str, key: str, value: Any, tmp_path: Path) -> None:
     each = FORMS[name]
     raw = {**CASES[each.name].base, **each.changes}
     path = write(
@@ -275,35 +275,35 @@ def test_keys_that_are_not_read_are_refused(name: str, key: str, value: Any, tmp
 
 def test_a_gate_bias_without_the_up_bias_is_refused(tmp_path: Path) -> None:
     each = FORMS["gpt-oss"]
-    _, raw, tensors, provider = made("gpt-oss")
+    _, raw, tensors, provider = make_both_forms("gpt-oss")
     config = AutoConfig.for_model(**raw)
     lacking = {name: values for name, values in tensors.items() if not name.endswith("gate_up_proj_bias")}
     shape = (config.num_local_experts, config.intermediate_size)
     gate: dict[str, Any] = {f"blk.{i}.ffn_gate_exps.bias": np.zeros(shape) for i in range(config.num_hidden_layers)}
     weights = GgufWeights(write(tmp_path / "m.gguf", replace(each, extra={**each.extra, **gate}), config, lacking))
     with pytest.raises(ModelFormatError, match=r"m\.gguf: .*blk\.0\.ffn_up_exps\.bias"):
-        list(weights.tensors(normalised(provider, weights.config)))
+        list(weights.tensors(standardised(provider, weights.config)))
 
 
 @pytest.mark.parametrize(("columns", "expected"), [((), (1, 32)), ((1,), (1, 32)), ((2,), (2, 32))])
-def test_the_gate_of_shared_experts_is_a_matrix_of_its_own_shape(
+def test_the_shared_expert_gate_becomes_a_matrix(
     columns: tuple[int, ...], expected: tuple[int, ...], tmp_path: Path
 ) -> None:
-    """llama.cpp stores a vector. A file with several rows shows them, so that loading refuses it."""
+    """llama.cpp stores a vector. A matrix keeps its shape, so that loading refuses several rows."""
     each = FORMS["qwen2moe"]
-    _, raw, tensors, provider = made("qwen2moe")
+    _, raw, tensors, provider = make_both_forms("qwen2moe")
     name = "model.layers.0.mlp.shared_expert_gate.weight"
     values = np.arange(32 * (columns or (1,))[0], dtype=np.float32).reshape(*columns, 32)
     path = write(tmp_path / "m.gguf", each, AutoConfig.for_model(**raw), {**tensors, name: values})
     source = GgufWeights(path)
-    gate = dict(source.tensors(normalised(provider, source.config)))[name]
+    gate = dict(source.tensors(standardised(provider, source.config)))[name]
     assert tuple(gate.shape) == expected
     assert torch.equal(gate[slice(0, 1), slice(3, 6)], torch.tensor([[3.0, 4.0, 5.0]]))
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt-oss"])
-def test_a_huge_number_of_layers_is_refused_before_a_kind_is_listed_for_each(name: str, tmp_path: Path) -> None:
-    data = bytearray(made(name)[0].read_bytes())
+def test_huge_numbers_of_layers_are_refused_before_allocation(name: str, tmp_path: Path) -> None:
+    data = bytearray(make_both_forms(name)[0].read_bytes())
     place = data.index(b".block_count") + len(".block_count") + 4  # after the value's type
     data[place : place + 4] = struct.pack("<I", 2**31)
     path = tmp_path / "m.gguf"
@@ -315,7 +315,7 @@ def test_a_huge_number_of_layers_is_refused_before_a_kind_is_listed_for_each(nam
 @pytest.mark.parametrize("missing", ["rope_factors_long.weight", "rope_factors_short.weight"])
 def test_longrope_with_one_list_of_factors_is_refused(missing: str, tmp_path: Path) -> None:
     each = FORMS["phi3"]
-    _, raw, tensors, _ = made("phi3")
+    _, raw, tensors, _ = make_both_forms("phi3")
     extra = {name: values for name, values in each.extra.items() if name != missing}
     path = write(tmp_path / "m.gguf", replace(each, extra=extra), AutoConfig.for_model(**raw), tensors)
     with pytest.raises(

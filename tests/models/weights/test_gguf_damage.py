@@ -1,4 +1,4 @@
-"""Files with a malformed header: they load, or end in an error that names what is wrong, in bounded memory."""
+"""GGUF files with a malformed header load or raise an error that names the fault, in bounded memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LAYER = {
 
 
 def write(path: Path, **changed: Any) -> bytes:
-    """Write a valid file of one layer with a tokenizer; `changed` replaces metadata, and None leaves a key out."""
+    """Write a valid file of one layer with a tokenizer. `changed` replaces metadata, and None removes a key."""
     writer = gguf.GGUFWriter(path, "llama")
     keys = {
         "general.alignment": np.uint32(32),
@@ -73,7 +73,7 @@ def write(path: Path, **changed: Any) -> bytes:
 
 
 def use(path: Path) -> None:
-    """Read all that an engine reads of a file."""
+    """Read everything that an engine reads of a file."""
     source = GgufWeights(path)
     config = model_config(source.config, source.generation_config, source.eos_token_id)
     for _, tensor in source.tensors(config):
@@ -91,7 +91,7 @@ def with_count(place: int) -> Callable[[bytes], bytes]:
     return lambda data: data[:place] + struct.pack("<Q", 2**60) + data[place + 8 :]
 
 
-def after(name: bytes, skipped: int, new: bytes) -> Callable[[bytes], bytes]:
+def overwrite(name: bytes, skipped: int, new: bytes) -> Callable[[bytes], bytes]:
     """Return a function that overwrites the bytes `skipped` bytes after a name."""
 
     def spoil(data: bytes) -> bytes:
@@ -104,26 +104,29 @@ def after(name: bytes, skipped: int, new: bytes) -> Callable[[bytes], bytes]:
 DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "2^60 tensors": (with_count(8), "tensors at byte [0-9]+ would exceed the file"),
     "2^60 keys": (with_count(16), "metadata keys at byte 24 would exceed"),
-    "2^60 tokens": (after(b"ggml.tokens", 8, struct.pack("<Q", 2**60)), "array of 1152921504606846976 values"),
-    "a long string": (after(b"ggml.model", 4, struct.pack("<Q", 2**40)), "a string of 1099511627776 bytes"),
-    "nested arrays": (after(b"ggml.tokens", 4, struct.pack("<I", 9)), "is an array of arrays"),
-    "a value of no type": (after(b"ggml.model", 0, struct.pack("<I", 77)), "unknown type 77"),
+    "2^60 tokens": (overwrite(b"ggml.tokens", 8, struct.pack("<Q", 2**60)), "array of 1152921504606846976 values"),
+    "a long string": (overwrite(b"ggml.model", 4, struct.pack("<Q", 2**40)), "a string of 1099511627776 bytes"),
+    "nested arrays": (overwrite(b"ggml.tokens", 4, struct.pack("<I", 9)), "is an array of arrays"),
+    "a value of no type": (overwrite(b"ggml.model", 0, struct.pack("<I", 77)), "unknown type 77"),
     "a key twice": (lambda data: data.replace(b"eos_token_id", b"bos_token_id"), "bos_token_id' is defined twice"),
-    "no dimensions": (after(b"output.weight", 0, struct.pack("<I", 0)), "has 0 dimensions"),
-    "many dimensions": (after(b"output.weight", 0, struct.pack("<I", 2**31)), "has 2147483648 dimensions"),
+    "no dimensions": (overwrite(b"output.weight", 0, struct.pack("<I", 0)), "has 0 dimensions"),
+    "many dimensions": (overwrite(b"output.weight", 0, struct.pack("<I", 2**31)), "has 2147483648 dimensions"),
     "an absurd dimension": (
-        after(b"output.weight", 4, struct.pack("<Q", 2**62)),
+        overwrite(b"output.weight", 4, struct.pack("<Q", 2**62)),
         r"m\.gguf: it is truncated: tensor 'output",
     ),
-    "dimensions that overflow": (after(b"output.weight", 4, struct.pack("<QQ", 2**32, 2**32)), "is truncated"),
-    "an empty dimension": (after(b"output.weight", 4, struct.pack("<Q", 0)), "without elements"),
-    "an offset past the end": (after(b"output.weight", 24, struct.pack("<Q", 2**62)), "is truncated"),
-    "a type of no size": (after(b"output.weight", 20, struct.pack("<I", 999)), r"m\.gguf: .* has the GGML type 999"),
+    "dimensions that overflow": (overwrite(b"output.weight", 4, struct.pack("<QQ", 2**32, 2**32)), "is truncated"),
+    "an empty dimension": (overwrite(b"output.weight", 4, struct.pack("<Q", 0)), "without elements"),
+    "an offset past the end": (overwrite(b"output.weight", 24, struct.pack("<Q", 2**62)), "is truncated"),
+    "a type of no size": (
+        overwrite(b"output.weight", 20, struct.pack("<I", 999)),
+        r"m\.gguf: .* has the GGML type 999",
+    ),
     "a part of a block": (
-        after(b"output.weight", 20, struct.pack("<I", 10)),
+        overwrite(b"output.weight", 20, struct.pack("<I", 10)),
         "rows of 32 values, not a multiple of Q2_K's 256",
     ),
-    "an odd offset": (after(b"output.weight", 24, struct.pack("<Q", 33)), "has offset 33, not a multiple of 32"),
+    "an odd offset": (overwrite(b"output.weight", 24, struct.pack("<Q", 33)), "has offset 33, not a multiple of 32"),
     "a tensor twice": (lambda data: data.replace(b"attn_k.weight", b"attn_v.weight"), "is defined twice"),
     "another name": (
         lambda data: data.replace(b"blk.0.attn_k.weight", b"blk.0-attn_k+weight"),
@@ -132,7 +135,7 @@ DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 }
 
 
-def test_a_header_beyond_the_limit_is_not_called_truncated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_headers_beyond_the_limit_are_not_called_truncated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf_reader, "_MAX_HEADER_BYTES", 100)
     write(tmp_path / "m.gguf")
     with pytest.raises(ModelFormatError, match=r"its header is too large: .* would exceed the limit of 100 bytes"):
@@ -159,7 +162,7 @@ def test_a_damaged_header_is_reported(name: str, tmp_path: Path) -> None:
         "attention.layer_norm_rms_epsilon",
     ],
 )
-def test_a_missing_key_is_reported_by_its_name_in_the_file(key: str, tmp_path: Path) -> None:
+def test_missing_keys_are_reported_by_their_gguf_names(key: str, tmp_path: Path) -> None:
     write(tmp_path / "m.gguf", **{f"llama__{key.replace('.', '__')}": None})
     with pytest.raises(ModelFormatError, match=rf"m\.gguf: llama\.{key} is missing from the metadata"):
         use(tmp_path / "m.gguf")
@@ -198,7 +201,7 @@ def test_a_missing_key_is_reported_by_its_name_in_the_file(key: str, tmp_path: P
 )
 def test_invalid_metadata_is_reported(key: str, value: Any, message: str, tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
-    if key == "general.alignment":  # the writer uses it itself
+    if key == "general.alignment":  # the GGUF writer uses the original key itself
         data = write(path)
         kind, packed = (
             (4, struct.pack("<I", value)) if isinstance(value, np.uint32) else (8, struct.pack("<Q", 1) + b"x")

@@ -1,4 +1,4 @@
-"""Tokenizers from small vocabularies of each kind."""
+"""Tokenizers of small GGUF vocabularies of each kind."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def byte_level(path: Path, kind: str, **keys: Any) -> Any:
     return write(path / "m.gguf", "gpt2", tokens, types, eos_token_id=261, **keys).tokenizer()
 
 
-def pieces(tokenizer: Any, text: str) -> list[str]:
+def token_strings(tokenizer: Any, text: str) -> list[str]:
     return tokenizer.convert_ids_to_tokens(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
@@ -69,24 +69,24 @@ def test_encoded_texts_decode_to_themselves(kind: str, tmp_path: Path) -> None:
         assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
 
 
-def test_pre_tokenizers_split_as_their_kind_says(tmp_path: Path) -> None:
-    assert pieces(byte_level(tmp_path, "gpt-2"), "12") == ["12"]
-    assert pieces(byte_level(tmp_path, "llama-bpe"), "12") == ["12"]
+def test_pre_tokenizers_split_according_to_their_kind(tmp_path: Path) -> None:
+    assert token_strings(byte_level(tmp_path, "gpt-2"), "12") == ["12"]
+    assert token_strings(byte_level(tmp_path, "llama-bpe"), "12") == ["12"]
     for kind in ("smollm", "qwen2", "tekken"):
-        assert pieces(byte_level(tmp_path, kind), "12") == ["1", "2"], kind
-    assert pieces(byte_level(tmp_path, "gpt-2"), "   he") == ["ĠĠ", "Ġhe"]
-    assert pieces(byte_level(tmp_path, "smollm"), "  1") == ["ĠĠ", "1"]
-    assert pieces(byte_level(tmp_path, "gpt-2"), "  1") == ["Ġ", "Ġ", "1"]
+        assert token_strings(byte_level(tmp_path, kind), "12") == ["1", "2"], kind
+    assert token_strings(byte_level(tmp_path, "gpt-2"), "   he") == ["ĠĠ", "Ġhe"]
+    assert token_strings(byte_level(tmp_path, "smollm"), "  1") == ["ĠĠ", "1"]
+    assert token_strings(byte_level(tmp_path, "gpt-2"), "  1") == ["Ġ", "Ġ", "1"]
 
 
 def test_qwen_normalizes_unicode(tmp_path: Path) -> None:
-    assert pieces(byte_level(tmp_path, "qwen2"), "e\u0301") == pieces(byte_level(tmp_path, "qwen2"), "é")
-    assert pieces(byte_level(tmp_path, "gpt-2"), "e\u0301") != pieces(byte_level(tmp_path, "gpt-2"), "é")
+    assert token_strings(byte_level(tmp_path, "qwen2"), "e\u0301") == token_strings(byte_level(tmp_path, "qwen2"), "é")
+    assert token_strings(byte_level(tmp_path, "gpt-2"), "e\u0301") != token_strings(byte_level(tmp_path, "gpt-2"), "é")
 
 
 def test_special_tokens(tmp_path: Path) -> None:
     tokenizer = byte_level(tmp_path, "qwen2")
-    assert pieces(tokenizer, "he<|eos|><think>he") == ["he", "<|eos|>", "<think>", "he"]
+    assert token_strings(tokenizer, "he<|eos|><think>he") == ["he", "<|eos|>", "<think>", "he"]
     assert tokenizer.decode([256, 261, 262], skip_special_tokens=True) == "he<think>"
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.model_max_length) == (260, 261, 64)
     assert tokenizer.chat_template is None
@@ -101,9 +101,7 @@ def test_special_tokens(tmp_path: Path) -> None:
         ("qwen2", {"add_bos_token": True, "add_eos_token": True}, [260, 256, 261]),
     ],
 )
-def test_bos_and_eos_are_added_as_the_metadata_says(
-    kind: str, keys: dict[str, Any], expected: list[int], tmp_path: Path
-) -> None:
+def test_bos_and_eos_follow_the_metadata(kind: str, keys: dict[str, Any], expected: list[int], tmp_path: Path) -> None:
     assert byte_level(tmp_path, kind, **keys)("he")["input_ids"] == expected
 
 
@@ -140,7 +138,7 @@ TEXTS = (
 
 
 def trained(path: Path, has_prefix: bool) -> Any:
-    """Train a model with byte fallback and a user-defined symbol by SentencePiece itself."""
+    """Train a SentencePiece model with byte fallback and a user-defined symbol."""
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(CORPUS * 5),
         model_prefix=str(path / "spm"),
@@ -214,8 +212,8 @@ def test_special_tokens_of_sentencepiece_vocabularies(tmp_path: Path) -> None:
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
 
 
-def test_phi3_swallows_spaces_after_its_special_tokens(tmp_path: Path) -> None:
-    """Phi-3's files have no key for this. llama.cpp infers it from the model's name."""
+def test_phi3_removes_spaces_after_special_tokens(tmp_path: Path) -> None:
+    """Phi-3's files have no key for this; llama.cpp infers it from the model's name."""
     model = trained(tmp_path, False)
     for name, is_swallowed in (("Phi-3-mini", True), ("Llama", False)):
         tokenizer = sentencepiece_gguf(tmp_path, model, name=name, add_space_prefix=False).tokenizer()
@@ -229,8 +227,8 @@ def test_a_sentencepiece_vocabulary_without_scores_is_refused(tmp_path: Path) ->
         source.tokenizer()
 
 
-def test_a_very_long_token_is_refused_before_its_merges_are_searched(tmp_path: Path) -> None:
-    """The search takes time in the square of the length, hours for this token."""
+def test_very_long_tokens_are_refused(tmp_path: Path) -> None:
+    """The search for merges takes quadratic time, which would be hours for this token."""
     tokens = ["<unk>", "a", "a" * 2**22]
     source = write(tmp_path / "m.gguf", "llama", tokens, [UNKNOWN, NORMAL, NORMAL], token_scores=[0.0] * 3)
     with pytest.raises(
@@ -248,7 +246,7 @@ def test_too_many_merges_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("bos", ["$B", "$A", "<s>:1", "bos", "eos"])
-def test_special_tokens_are_no_syntax_of_the_template(bos: str, tmp_path: Path) -> None:
+def test_special_tokens_may_look_like_template_syntax(bos: str, tmp_path: Path) -> None:
     tokens = [*byte_alphabet(), bos, "<|eos|>"]
     source = write(
         tmp_path / "m.gguf",

@@ -1,4 +1,4 @@
-"""llama.cpp's test vectors of tokenizers. They are not in this repository; docs/development.md says where they are."""
+"""llama.cpp's tokenizer test vectors. They are not in this repository; docs/development.md says where to get them."""
 
 from __future__ import annotations
 
