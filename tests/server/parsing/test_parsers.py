@@ -99,6 +99,23 @@ LLAMA = {
     "broken arguments": ('{"name": "get", "parameters": {"x": <b>', ("", [("get", '{"x": <b>')])),
 }  # fmt: skip
 
+LIST = '[TOOL_CALLS] [{"name": "get", "arguments": {"a": "]"}, "id": "x"}, {"name": "put", "arguments": {}}]'
+MISTRAL = {
+    "plain text": ("Hello [1].\n", ("Hello [1].\n", [])),
+    "a list": (LIST, ("", [("get", '{"a": "]"}'), ("put", "{}")])),
+    "no spaces": ('[TOOL_CALLS][{"name":"f","arguments":{}}]', ("", [("f", "{}")])),
+    "text around": (f"I look. {LIST} Done.", ("I look. Done.", [("get", '{"a": "]"}'), ("put", "{}")])),
+    "two tags": ('[TOOL_CALLS] [{"name": "f", "arguments": {}}]' * 2, ("", [("f", "{}")] * 2)),
+    "no list": ('[TOOL_CALLS]{"name": "f", "arguments": {}}', ("", [("f", "{}")])),
+    "another order": ('[TOOL_CALLS] [{"arguments": {"x": 1}, "name": "f"}]', ("", [("f", '{"x": 1}')])),
+    "no last bracket": ('[TOOL_CALLS] [{"name": "f", "arguments": {}}', ("", [("f", "{}")])),
+    "cut in the arguments": ('[TOOL_CALLS] [{"name": "f", "arguments": {"x', ("", [("f", '{"x')])),
+    "an empty list": ("[TOOL_CALLS] []", ("[TOOL_CALLS] []", [])),
+    "cut in the tag": ("a [TOOL", ("a [TOOL", [])),
+    "not JSON": ("[TOOL_CALLS] [get(1)]", ("[TOOL_CALLS] [get(1)]", [])),
+    "no second call": ('[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"x"', (', {"x"', [("f", "{}")])),
+}  # fmt: skip
+
 THOUGHTS: dict[str, tuple[bool | None, str, tuple[str, str]]] = {
     "none": (None, "Hello <think>", ("", "Hello <think>")),
     "tagged": (None, "<think>\nHm.\n\nOh.\n</think>\n\nHello.\n", ("Hm.\n\nOh.", "Hello.\n")),
@@ -122,6 +139,19 @@ def test_hermes(name: str) -> None:
 def test_llama3_json(name: str) -> None:
     text, (content, calls) = LLAMA[name]
     assert llama(text) == ("", content, calls)
+
+
+@pytest.mark.parametrize("name", MISTRAL)
+def test_mistral(name: str) -> None:
+    text, (content, calls) = MISTRAL[name]
+    assert parse(parser("mistral"), [text]) == ("", content, calls)
+
+
+def test_call_ids_of_mistral_have_nine_letters_and_digits() -> None:
+    calls = parser("mistral").push(LIST, finished=True).tool_calls
+    ids = {each.id or "" for each in calls}
+    assert len(ids) == 2
+    assert all(len(each) == 9 and each.isalnum() for each in ids)
 
 
 @pytest.mark.parametrize("name", THOUGHTS)
@@ -189,9 +219,19 @@ def test_repeated_characters_cost_no_more_than_others() -> None:
 
 PARTS = st.sampled_from(
     [
-        *("<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>", "<", "</", *'{}[]"\\;, \n'),
+        *(
+            "<think>",
+            "</think>",
+            "<tool_call>",
+            "</tool_call>",
+            "<|python_tag|>",
+            "[TOOL_CALLS]",
+            "<",
+            "</",
+            *'{}[]"\\;, \n',
+        ),
         *('{"name": "get", "arguments": {', '{"name": "put", "parameters": {}}', '"x": 1', "}}", "text", "é"),
-        *(CALL, '{"arguments": {}, "name": "get"}'),
+        *(CALL, LIST, '{"arguments": {}, "name": "get"}'),
     ]
 )
 SETUPS: list[Callable[[], ChatOutputParser]] = [
@@ -199,6 +239,8 @@ SETUPS: list[Callable[[], ChatOutputParser]] = [
     lambda: parser("hermes", inside=None, parallel=False),
     lambda: parser("llama3_json"),
     lambda: parser("llama3_json", inside=True),
+    lambda: parser("mistral"),
+    lambda: parser("mistral", parallel=False),
     lambda: parser(inside=None),
 ]
 
@@ -215,7 +257,7 @@ def test_any_cut_gives_the_same(data: Any, parts: list[str], setup: Callable[[],
 
 
 @settings(max_examples=200)
-@given(st.lists(PARTS, max_size=12), st.sampled_from(["hermes", "llama3_json"]))
+@given(st.lists(PARTS, max_size=12), st.sampled_from(["hermes", "llama3_json", "mistral"]))
 @example(['{"name": "get", "arguments": {', "}", "{", "<think>"], "llama3_json")
 def test_no_text_is_lost(parts: list[str], format: str) -> None:
     """Without a call, all text is content; otherwise the characters of the calls are where they were written."""
@@ -239,6 +281,8 @@ def test_the_tool_parser_is_detected_from_the_template() -> None:
     assert detect_tool_parser('... <tool_call>\\n{"name": <function-name>, ...') == "hermes"
     assert detect_tool_parser("... <tool_call>\n<function=example>") is None
     assert detect_tool_parser("{{- '\"parameters\": ' }} <|python_tag|>") == "llama3_json"
+    assert detect_tool_parser("{{- '[TOOL_CALLS] [' }}") == "mistral"
+    assert detect_tool_parser("{{- '[TOOL_CALLS]' + name + '[ARGS]' }}") is None
     assert detect_tool_parser("{{ messages }}") is None
 
 

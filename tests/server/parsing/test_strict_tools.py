@@ -55,6 +55,13 @@ TRIES = {
         'Look: <|python_tag|>{"name": "unit", "parameters": {"u": 5}}',
         '<|python_tag|>{"name": "free", "parameters": {"u": 5}}; {"name": "now", "parameters": {"u": 5}}',
     ],
+    "mistral": [
+        '[TOOL_CALLS] [{"name": "unit", "arguments": {"u": "C"}}][TOOL_CALLS] [{"name": "unit", "arguments": {"u": "F"}}]',
+        '[TOOL_CALLS] [{"name": "unit", "arguments": {"u": 5}}]',
+        '[TOOL_CALLS][{"arguments": {"u": 5}, "name": "unit"}]',
+        '[TOOL_CALLS]{"name": "unit", "arguments": {"u": 5}}',
+        '[TOOL_CALLS] [{"name": "free", "arguments": {}}, {"name": "unit", "arguments": {"u": 5}}]',
+    ],
 }  # fmt: skip
 
 
@@ -120,6 +127,22 @@ def test_values_within_the_limits_are_accepted(format: str) -> None:
     assert {name for name, _ in calls_in(wish, format)} == {"unit"}
     for text in ('{"name": 5} is JSON, <tool_ is none, {"u": [5]}', '```\n{"parameters": {"name":"unit"}}\n```'):
         assert write(begin(format).copy(), text, random.Random(0)) == (text, True)
+
+
+@pytest.mark.parametrize("format", list(TRIES))
+def test_required_calls_fit_their_schema(format: str) -> None:
+    required = ToolUse(tools=TOOLS, is_required=True)
+    chat = Tokenize(request_id="1", sampling=SamplingParams(), messages=CHAT.messages, tools=required)
+    source = chats(format).grammar(chat, "")
+    assert source is not None
+    grammar = LlguidanceGrammar(byte_tokenizer(), VOCAB_SIZE, EOS).compile(source.kind, source.text, source.name)
+    for seed in range(5):
+        text, is_whole = write(grammar.copy(), TRIES[format][0], random.Random(seed))
+        assert is_whole
+        calls = calls_in(text, format)
+        assert calls
+        for name, arguments in calls:
+            jsonschema.validate(json.loads(arguments), UNIT if name == "unit" else {"type": "object"})
 
 
 def test_without_strict_functions_nothing_is_restricted() -> None:

@@ -1,4 +1,4 @@
-"""Parses tool calls in the text of a model, in the formats of Hermes and Qwen, and of Llama 3."""
+"""Parses tool calls in the text of a model, in the formats of Hermes and Qwen, of Llama 3, and of Mistral."""
 
 import uuid
 from collections.abc import Collection, Generator
@@ -26,8 +26,12 @@ class ToolParser:
     """Tag after each call."""
     bare_start: ClassVar[bool] = False
     """True if an object at the start of the text is a call without a tag, if it names one of the tools."""
+    in_list: ClassVar[bool] = False
+    """True if the calls that share one tag are a JSON list."""
     separators: ClassVar[str] = ""
     """Characters that may separate calls that share one tag."""
+    call_id_format: ClassVar[str] = "call_{:.24}"
+    """Format of call ids, of a text with 32 hexadecimal digits."""
     arguments_key: ClassVar[str]
     """Key of the arguments in this format."""
     call_delimiters: ClassVar[tuple[str, str, str]]
@@ -49,7 +53,7 @@ class ToolParser:
                 constrains no others; otherwise, it is content.
         """
         self._functions, self._parallel = frozenset(functions), parallel
-        prefixes = [begin.removeprefix(self.begin).lstrip() for _, begin, _ in self.structural_tags]
+        prefixes = [begin.removeprefix(self.begin).lstrip("[ \n") for _, begin, _ in self.structural_tags]
         self._prefixes = {name: frozenset(prefix.replace("NAME", name) for prefix in prefixes) for name in strict}
         self._space: list[str] = []
         """Whitespace that is held back."""
@@ -101,6 +105,11 @@ class ToolParser:
             char: first character of the call.
             known: see `ToolCallReader`; only for the first call.
         """
+        if self.in_list:
+            while char.isspace():
+                tag, char = tag + char, (yield)
+            if char == "[":
+                tag, char = tag + char, (yield)
         while True:
             text = yield from self._read_call(tag, char, known)
             if text is not None:
@@ -163,7 +172,7 @@ class ToolParser:
     def _add_call(self, name: str) -> None:
         """Add a new call."""
         self._space = []
-        call_id = f"call_{uuid.uuid4().hex[:24]}"
+        call_id = self.call_id_format.format(uuid.uuid4().hex)
         self._calls.append(ToolCallDelta(index=self.num_calls, id=call_id, name=name, arguments=""))
         self.num_calls += 1
 
@@ -215,7 +224,27 @@ class Llama3JsonParser(ToolParser):
     )
 
 
-TOOL_PARSERS: dict[str, type[ToolParser]] = {"hermes": HermesParser, "llama3_json": Llama3JsonParser}
+class MistralParser(ToolParser):
+    """Format ``[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`` of Mistral 7B v0.3, Nemo, Large 2 and others.
+
+    Their chat templates render only call ids of nine letters and digits.
+    """
+
+    begin = "[TOOL_CALLS]"
+    end = "]"
+    in_list = True
+    separators = ","
+    call_id_format = "{:.9}"
+    arguments_key = "arguments"
+    call_delimiters = ("[TOOL_CALLS] [", "]", "")
+    structural_tags = (("[TOOL_CALLS]", '[TOOL_CALLS] [{"name": "NAME", "arguments": ', "}]"),)
+
+
+TOOL_PARSERS: dict[str, type[ToolParser]] = {
+    "hermes": HermesParser,
+    "llama3_json": Llama3JsonParser,
+    "mistral": MistralParser,
+}
 """Parsers by the values of ``--tool-call-parser``."""
 
 
@@ -225,4 +254,6 @@ def detect_tool_parser(template: str) -> str | None:
         return "hermes"
     if "<|python_tag|>" in template and '"parameters"' in template:
         return "llama3_json"
+    if "[TOOL_CALLS]" in template and "[ARGS]" not in template:
+        return "mistral"
     return None
