@@ -106,7 +106,9 @@ class NoOpFields(StrictModel):
 
     safety_identifier: str | None = Field(None, description="Accepted and ignored; nothing is logged.")
     prompt_cache_key: str | None = Field(None, description="Accepted and ignored; the prefix cache matches token ids.")
-    prompt_cache_retention: Literal["in_memory"] | None = Field(None, description="The prefix cache is in memory.")
+    prompt_cache_retention: Literal["in_memory", "in-memory"] | None = Field(
+        None, description="The prefix cache is in memory."
+    )
     metadata: Metadata | None = Field(None, description="Accepted; nothing is stored.")
     store: Literal[False] | None = Field(None, description="Nothing is stored.")
     service_tier: Literal["auto", "default"] | None = Field(None, description="There is one tier.")
