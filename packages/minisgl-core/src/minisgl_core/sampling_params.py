@@ -137,7 +137,7 @@ class SamplingParams:
             raise InvalidValueError("allowed_token_ids", [], "one or more token ids, or left out to allow all")
         self._check_num_tokens("allowed_token_ids", len(ids))
         if self.structured_outputs is not None:
-            allowed = "left out if structured_outputs is given"
+            allowed = "left out with a structured output"
             raise InvalidValueError("allowed_token_ids", f"{len(ids)} tokens", allowed)
 
     def _check_num_tokens(self, name: str, num_tokens: int) -> None:
