@@ -239,7 +239,7 @@ def test_dynamic_ntk_is_limited_to_the_original_context() -> None:
         ({"num_experts": 10**6, "num_experts_per_tok": 1}, "num_experts=1000000 is not a whole number"),
         (
             {"num_experts": 65, "num_experts_per_tok": 1, "num_hidden_layers": 1024},
-            "num_experts=65 is not a whole number",
+            "num_experts=65 times num_hidden_layers=1024 is over 65536",
         ),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes'"),
         ({"eos_token_id": "</s>"}, "eos_token_id='</s>'"),

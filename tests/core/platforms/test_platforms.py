@@ -24,7 +24,7 @@ class TestCpu(PlatformTests):
 
 def test_free_memory_of_a_cpu_respects_the_container_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     platform = CpuPlatform()
-    monkeypatch.setattr("minisgl_core.platforms.cpu.CGROUP", tmp_path)
+    monkeypatch.setattr("minisgl_core.utils.host_memory.CGROUP", tmp_path)
     for name, text in {
         "memory.max": "50000\n",
         "memory.current": "30000\n",

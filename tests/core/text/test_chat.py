@@ -119,6 +119,20 @@ def test_templates_that_require_content_parts_get_parts(tokenizer: Any, content:
     assert render_chat(tokenizer, messages).endswith("True")
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{% set content = m.content.split('b') %}{% for c in content %}<{{ c }}>{% endfor %}{% endfor %}"
+        "{{ messages[0].content }}",
+        "{% for m in messages %}{% if m.role == 'tool' %}{% for c in m.content %}{% endfor %}{% else %}{{ m.content }}{% endif %}"
+        "{% endfor %}",
+    ],
+)
+def test_templates_that_show_strings_get_strings(tokenizer: Any, template: str) -> None:
+    tokenizer.chat_template = template
+    assert render_chat(tokenizer, [{"role": "user", "content": "abc"}]).endswith("abc")
+
+
 def test_templates_may_use_the_tags_of_transformers(tokenizer: Any) -> None:
     text = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
     tokenizer.chat_template = read_chat_template(text)

@@ -219,6 +219,16 @@ def test_added_tokens_of_sentencepiece_are_decoded() -> None:
     assert TokenBytes(tokenizer)[len(tokenizer) - 1] == b"  "
 
 
+def test_only_sentencepiece_replaces_underscores_and_bytes() -> None:
+    tokenizer = sentencepiece_tokenizer()
+    tokenizer.backend_tokenizer.decoder = None
+    tokens = TokenBytes(tokenizer)
+    assert [tokens[index] for index in tokenizer.convert_tokens_to_ids(["▁hello", "<0x41>"])] == [
+        "▁hello".encode(),
+        b"<0x41>",
+    ]
+
+
 def test_tokens_of_several_bytes_may_end_inside_a_character() -> None:
     ids = [3 + byte for byte in "ßé👩".encode()]
     texts, _ = run(incremental(TokenBytes(_sentencepiece)), [ids[:3], ids[3:5], ids[5:]])

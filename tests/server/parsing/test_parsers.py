@@ -110,6 +110,7 @@ MISTRAL = {
     "another order": ('[TOOL_CALLS] [{"arguments": {"x": 1}, "name": "f"}]', ("", [("f", '{"x": 1}')])),
     "no last bracket": ('[TOOL_CALLS] [{"name": "f", "arguments": {}}', ("", [("f", "{}")])),
     "cut in the arguments": ('[TOOL_CALLS] [{"name": "f", "arguments": {"x', ("", [("f", '{"x')])),
+    "a repeated tag": ('[TOOL_CALLS][TOOL_CALLS] [{"name": "f", "arguments": {}}]', ("[TOOL_CALLS]", [("f", "{}")])),
     "an empty list": ("[TOOL_CALLS] []", ("[TOOL_CALLS] []", [])),
     "cut in the tag": ("a [TOOL", ("a [TOOL", [])),
     "not JSON": ("[TOOL_CALLS] [get(1)]", ("[TOOL_CALLS] [get(1)]", [])),

@@ -30,8 +30,8 @@ class ReplicaRange(int):
         return f'"{int(self)}:{self.high}"'
 
 
-def _printable(name: str, text: str) -> str:
-    """Return the text, unless it has line breaks or is not UTF-8, as no client would send it or could read it."""
+def _check_printable(name: str, text: str) -> str:
+    """Return the text. Line breaks, other control characters, unusual spaces and broken UTF-8 are refused."""
     if not text.isprintable():
         raise InvalidValueError(name, text, "printable characters")
     return text
@@ -72,7 +72,7 @@ class ServerOptions:
         1.5, "Ratio to the requests of the least loaded replica; see --router-overload-requests.", low=1.0
     )
     served_model_name: str | None = option(
-        None, "Name of the model in the API; by default, its own.", convert=_printable
+        None, "Name of the model in the API; by default, its own.", convert=_check_printable
     )
     startup_timeout: float = option(
         1800.0, "Seconds that an engine has to start; one that takes longer is killed, as it may hang.", low=1.0

@@ -91,8 +91,8 @@ class Variant:
 def choose_tiling(num_rows: int, num_output_blocks: int, num_sms: int) -> GemmTiling:
     """Return the tiling of a GEMM: Stream-K, which was faster on an H200 than a split of K over a cluster.
 
-    For few rows, all tiles are divided among the same number of thread blocks, if these are enough to use the memory's bandwidth.
-    Then no thread block has parts of two tiles.
+    For few rows, all tiles are divided among the same number of thread blocks, if these are nearly all that the device holds.
+    Then no thread block has parts of two tiles. 112 of 132 were faster than all of them; see docs/performance-notes.md.
 
     Args:
         num_rows: M.

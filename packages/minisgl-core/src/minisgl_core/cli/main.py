@@ -113,10 +113,10 @@ def _with_plugin_options(command: click.Command, name: str, registry: Registry) 
 
     hooks = Hooks(registry)
     groups = hooks.cli_options(command=name) if hooks.cli_options is not None else None
-    where = f"the hook cli_options of {hooks.modules.get('cli_options')}"
     extra = [option for each in groups or () for option in (each if isinstance(each, list | tuple) else [each])]
     taken = {flag for param in command.params for flag in (*param.opts, *param.secondary_opts)}
     for option in extra:
+        where = f"the hook cli_options of {hooks.modules['cli_options']}"
         if not isinstance(option, click.Option):
             raise ProviderLoadError(f"{where} must return a list of click options, but it contains {option!r}.")
         flags = {*option.opts, *option.secondary_opts}

@@ -56,8 +56,9 @@ class CheckpointQuantization:
                 raise ModelFormatError("config: quantization_config.types must map the modules of a GGUF file to types")
         if self.method != _COMPRESSED:
             excluded = _excluded(config) if self.method == "gptq" else _NONE
-            # AutoFP8 and vLLM have the first key.
-            key = "ignored_layers" if config.get("ignored_layers") else "modules_to_not_convert"
+            # AutoFP8 writes ignored_layers, which vLLM prefers, too.
+            is_auto_fp8 = self.method == "fp8" and config.get("ignored_layers")
+            key = "ignored_layers" if is_auto_fp8 else "modules_to_not_convert"
             self._ignored = _Modules(config, key, excluded)
             self._groups = [(_Modules({}, "targets"), config)]  # one group of all linear layers
             return

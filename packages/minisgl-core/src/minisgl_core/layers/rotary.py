@@ -7,13 +7,13 @@ Shape legend: D2 half of the rotary dimension, L context length in tokens.
 
 import math
 
-import psutil
 import torch
 
 from minisgl_core.contracts.layer import Layer
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.model_config import ROPE_KINDS, RopeConfig
 from minisgl_core.errors import ModelFormatError, OutOfMemoryError
+from minisgl_core.utils.host_memory import available_memory
 
 
 class RotaryEmbedding(Layer):
@@ -32,9 +32,9 @@ class RotaryEmbedding(Layer):
                 f"known are {', '.join(ROPE_KINDS)}"
             )
         frequencies, scale = inverse_frequencies(rope, max_position)
-        num_bytes = 2 * max_position * len(frequencies) * 4
+        num_bytes = max_position * len(frequencies) * (8 + build.dtype.itemsize)  # angles and cos in float32, cos
         # A CPU's allocator does not refuse them: the system would kill the process while it fills them.
-        if build.device.type == "cpu" and num_bytes > psutil.virtual_memory().available:
+        if build.device.type == "cpu" and num_bytes > available_memory():
             raise OutOfMemoryError(
                 f"the rotary embedding's tables of {max_position} positions (max_position_embeddings) need "
                 f"{num_bytes / 2**30:,.1f} GiB, which are not free; set a shorter context by --max-seq-len-override"

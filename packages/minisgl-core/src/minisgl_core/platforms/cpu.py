@@ -3,8 +3,6 @@
 import ctypes
 import platform as host
 from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
 from typing import Any, ClassVar
 
 import psutil
@@ -12,9 +10,7 @@ import torch
 
 from minisgl_core.contracts.platform import Hardware, Platform
 from minisgl_core.platforms.cpu_graphs import CpuGraph, MemoryPool
-
-CGROUP = Path("/sys/fs/cgroup")
-"""Folder of the cgroup (version 2) of a container. Its files are missing outside of containers."""
+from minisgl_core.utils.host_memory import available_memory
 
 
 class CpuPlatform(Platform):
@@ -44,13 +40,7 @@ class CpuPlatform(Platform):
         return torch.device("cpu")
 
     def free_memory(self) -> int:
-        free = int(psutil.virtual_memory().available)
-        with suppress(OSError, ValueError):  # ValueError: the limit is "max"
-            limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
-            stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-            page_cache = int(stat["active_file"]) + int(stat["inactive_file"])  # the kernel frees it if memory is short
-            free = min(free, max(1, limit - used + page_cache))
-        return free
+        return available_memory()
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()

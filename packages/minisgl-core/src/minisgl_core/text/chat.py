@@ -138,20 +138,23 @@ def _apply(tokenizer: Any, messages: list[dict[str, Any]], options: Mapping[str,
     def render() -> str:
         template = options.get("chat_template", tokenizer.chat_template)
         check_numbers(_JINJA, template)
-        chat: list[dict[str, Any]] = messages
-        if any(map(_needs_parts, template.values() if isinstance(template, dict) else [template])):
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        shows_all = all(each["content"].strip() in text for each in messages if each["role"] == "user")
+        if not shows_all and any(
+            map(_loops_over_content, template.values() if isinstance(template, dict) else [template])
+        ):
             chat = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in messages]
-        text: str = tokenizer.apply_chat_template(chat, tokenize=False, **options)
+            text = tokenizer.apply_chat_template(chat, tokenize=False, **options)
         return text
 
     return run_limited(render)
 
 
 @lru_cache(maxsize=16)
-def _needs_parts(template: str) -> bool:
+def _loops_over_content(template: str) -> bool:
     """Return True if a template loops over the parts of a content and has no case for a string, as those of LLaVA do.
 
-    Such a template shows nothing of a content that is a string.
+    Such a template may leave out a content that is a string.
     """
     parsed, looped = _JINJA.parse(template), []
     for loop in parsed.find_all(For):

@@ -32,9 +32,13 @@ class TokenBytes(dict[int, bytes]):
         self.tokenizer = tokenizer
         added: dict[int, Any] = tokenizer.added_tokens_decoder
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
-        decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        decoder = getattr(backend, "decoder", None)
         self.is_byte_level = type(decoder).__name__ == "ByteLevel"
         self._uses_byte_alphabet = "ByteLevel" in repr(decoder)
+        # Without a backend, it is a SentencePiece model.
+        self._has_byte_tokens = backend is None or "ByteFallback" in repr(decoder)
+        self._has_spaces = backend is None or "Metaspace" in repr(decoder) or "▁" in repr(decoder)
 
     def __missing__(self, token_id: int) -> bytes:
         """Compute and cache the bytes of a token at its first lookup."""
@@ -48,8 +52,9 @@ class TokenBytes(dict[int, bytes]):
         if self._uses_byte_alphabet:
             is_bytes = all(char in _ALPHABET for char in token)
             return bytes(_ALPHABET[char] for char in token) if is_bytes else str(token).encode()
-        byte = _BYTE_TOKEN.fullmatch(token)
-        return bytes([int(byte[1], 16)]) if byte else str(token.replace("▁", " ")).encode()
+        if self._has_byte_tokens and (byte := _BYTE_TOKEN.fullmatch(token)):
+            return bytes([int(byte[1], 16)])
+        return str(token.replace("▁", " ") if self._has_spaces else token).encode()
 
 
 def max_token_bytes(tokenizer: Any) -> int:

@@ -49,8 +49,7 @@ class FolderSource(WeightSource):
         missing = TokenizerNotFoundError(
             f"{self._path} holds no tokenizer (no tokenizer.json, tokenizer.model or vocab); add the model's tokenizer files"
         )
-        files = {file.name for pattern in _TOKENIZER_FILES for file in self._path.glob(pattern)}
-        if not files:
+        if not any(file for pattern in _TOKENIZER_FILES for file in self._path.glob(pattern)):
             raise missing
         from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -73,7 +72,7 @@ class FolderSource(WeightSource):
             elif not (self._path / "tokenizer.json").is_file() and any(self._path.glob("*.model")):
                 cause += " A SentencePiece model needs more packages. Try: pip install 'transformers[sentencepiece]'"
             raise ModelFormatError(f"the tokenizer in {self._path} cannot be read: {cause}") from error
-        if files == {"tokenizer_config.json"} and tokenizer.vocab_files_names:
+        if len(tokenizer) <= len(tokenizer.all_special_tokens) and tokenizer.vocab_files_names:
             raise missing  # transformers has made a tokenizer without a vocabulary
         return tokenizer
 

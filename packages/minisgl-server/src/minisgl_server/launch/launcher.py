@@ -48,7 +48,6 @@ DRAIN_SLACK_S = 5.0
 """Time beyond ``--drain-timeout`` that the API server has to stop."""
 
 
-@exit_on_signal()
 def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> None:
     """Serve until SIGTERM, SIGINT or SIGHUP, then let running requests finish. A second signal stops the server at once.
 
@@ -61,13 +60,14 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
     setproctitle.setproctitle("minisgl: launch")
     logs.configure("launch", options.log_level, options.log_format)
     timer = StartupTimer(process_age_s())
-    check_providers(config.flat(), registry)
-    registry.entry("router", options.router)
-    digests = api_key_digests(options)
-    check_api_workers(options)
-    options = replace(options, api_key=())  # the child processes get the digests only
-    os.environ.pop(API_KEY_VARIABLE, None)
-    locate_model(config.model)
+    with exit_on_signal():
+        check_providers(config.flat(), registry)
+        registry.entry("router", options.router)
+        digests = api_key_digests(options)
+        check_api_workers(options)
+        options = replace(options, api_key=())  # the child processes get the digests only
+        os.environ.pop(API_KEY_VARIABLE, None)
+        locate_model(config.model)
     timer.done("checked the options")
     with (
         listen(options.host, options.port) as listener,
@@ -135,8 +135,9 @@ def compile_only(config: EngineConfig, options: ServerOptions, registry: Registr
     """
     setproctitle.setproctitle("minisgl: launch")
     logs.configure("launch", options.log_level, options.log_format)
-    check_providers(config.flat(), registry)
-    locate_model(config.model)
+    with exit_on_signal():
+        check_providers(config.flat(), registry)
+        locate_model(config.model)
     with IpcAddresses.create(1, 1) as addresses, StopSignals() as signals:
         supervisor = Supervisor(addresses.directory, options.log_level, options.log_format)
         replicas = Replicas(config, registry, supervisor, addresses)

@@ -16,9 +16,9 @@ def stop_signals() -> list[signal.Signals]:
 
 @contextmanager
 def exit_on_signal() -> Iterator[None]:
-    """Let `stop_signals` end the process at once with status 0, as there is nothing to stop yet.
+    """Let `stop_signals` end the process at once with status 0, while there is nothing to stop yet.
 
-    Without a handler, process 1 of a container would ignore them, such as while it downloads a model.
+    Without a handler, process 1 of a container would ignore them, for example while it downloads a model.
     """
     before = {number: signal.signal(number, lambda *_: os._exit(0)) for number in stop_signals()}
     try:

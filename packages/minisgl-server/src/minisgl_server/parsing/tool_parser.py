@@ -109,7 +109,11 @@ class ToolParser:
             while char.isspace():
                 tag, char = tag + char, (yield)
             if char == "[":
-                tag, char = tag + char, (yield)
+                char = yield
+                if char != "{" and not char.isspace():  # perhaps another tag, which has the bracket
+                    self._add(tag)
+                    return f"[{char}"
+                tag += "["
         while True:
             text = yield from self._read_call(tag, char, known)
             if text is not None:

@@ -13,12 +13,12 @@ MAX_SCHEDULERS, MAX_REPLICAS = 32, 1000
 DEFAULT_NUM_REQUESTS = 2000
 CHAT_FLAGS = ("--num-turns", "--num-prefixes", "--shared-prefix-tokens", "--input-len", "--output-len", "--seed")
 ARRIVAL_FLAGS = ("--request-rate", "--turn-delay")
-POSITIVE, NOT_NEGATIVE = FloatRange(0, min_open=True), FloatRange(0, 1_000_000)
+POSITIVE, UP_TO_A_MILLION = FloatRange(1e-6), FloatRange(0, 1_000_000)
 
 
 @click.command()
 @click.option("--trace", type=click.Path(), metavar="FILE", help="Replay a trace in the Qwen-Bailian format.")
-@click.option("--time-scale", type=NOT_NEGATIVE, default=1.0, help="Factor on its times.")
+@click.option("--time-scale", type=UP_TO_A_MILLION, default=1.0, help="Factor on its times.")
 @click.option(
     "--num-requests",
     type=click.IntRange(1),
@@ -30,7 +30,7 @@ POSITIVE, NOT_NEGATIVE = FloatRange(0, min_open=True), FloatRange(0, 1_000_000)
 @click.option("--input-len", type=click.IntRange(1), default=128, help="Mean tokens of a message.")
 @click.option("--output-len", type=click.IntRange(1), default=128, help="Mean tokens of an output.")
 @click.option("--request-rate", type=POSITIVE, default=16.0, help="Requests per second.")
-@click.option("--turn-delay", type=NOT_NEGATIVE, default=30.0, help="Mean seconds between turns.")
+@click.option("--turn-delay", type=UP_TO_A_MILLION, default=30.0, help="Mean seconds between turns.")
 @click.option("--seed", type=click.IntRange(0), default=0)
 @click.option("--replicas", type=click.IntRange(1, MAX_REPLICAS), default=4)
 @click.option(
@@ -60,18 +60,23 @@ POSITIVE, NOT_NEGATIVE = FloatRange(0, min_open=True), FloatRange(0, 1_000_000)
 @click.option("--max-prefill-length", type=click.IntRange(1), default=8192)
 @click.option(
     "--weights-ms",
-    type=NOT_NEGATIVE,
+    type=UP_TO_A_MILLION,
     default=StepTime.weights_ms,
     help="Time to read the weights, the minimum of a step.",
 )
-@click.option("--token-us", type=NOT_NEGATIVE, default=StepTime.token_us, help="GEMM time per token.")
-@click.option("--request-us", type=NOT_NEGATIVE, default=StepTime.request_us, help="Further time per decoding request.")
+@click.option("--token-us", type=UP_TO_A_MILLION, default=StepTime.token_us, help="GEMM time per token.")
 @click.option(
-    "--kv-token-ns", type=NOT_NEGATIVE, default=StepTime.kv_token_ns, help="Time per token of KV that a decode reads."
+    "--request-us", type=UP_TO_A_MILLION, default=StepTime.request_us, help="Further time per decoding request."
+)
+@click.option(
+    "--kv-token-ns",
+    type=UP_TO_A_MILLION,
+    default=StepTime.kv_token_ns,
+    help="Time per token of KV that a decode reads.",
 )
 @click.option(
     "--pair-ns",
-    type=NOT_NEGATIVE,
+    type=UP_TO_A_MILLION,
     default=StepTime.pair_ns,
     help="Prefill attention time per pair of a prompt token and a token of its context.",
 )
