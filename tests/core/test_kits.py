@@ -1,4 +1,4 @@
-"""All kits are used alike."""
+"""Conventions of all conformance kits."""
 
 from __future__ import annotations
 

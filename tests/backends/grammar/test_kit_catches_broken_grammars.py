@@ -142,7 +142,7 @@ def broken() -> list[type[LlguidanceGrammar]]:
 
 
 @pytest.mark.parametrize("provider", broken(), ids=lambda provider: provider.__name__)
-def test_the_kit_catches(provider: type[LlguidanceGrammar]) -> None:
+def test_broken_grammars_fail_the_kit(provider: type[LlguidanceGrammar]) -> None:
     kit = type("Kit", (GrammarTests,), {"provider": provider})()
     name, error = next(iter_failures(kit))
     assert isinstance(error, (AssertionError, pytest.fail.Exception)), name

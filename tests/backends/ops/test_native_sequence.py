@@ -1,4 +1,4 @@
-"""Replays of captured C kernels, which run one after another without Python, against eager calls on the same inputs."""
+"""Replays of captured C kernels, which run in sequence without Python, equal eager calls on the same inputs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if reasons := library.unsupported(torch.device("cpu"), torch.float32):
     pytest.skip("; ".join(reasons), allow_module_level=True)
 
 
-def test_replays_of_c_kernels_are_the_eager_results() -> None:
-    """Pointers, null pointers, integers and floats; more arguments of each type than a processor has registers for."""
+def test_replays_of_c_kernels_equal_eager_results() -> None:
+    """Arguments are pointers, null pointers, integers and floats, more of each type than a processor has registers for."""
     kernels = library.load(torch.float32)
     x, weight, table = torch.randn(3, 128), torch.randn(64), torch.randn(3, 64)
     k_pages, v_pages = torch.randn(2, 2, 16, 32), torch.randn(2, 2, 16, 32)

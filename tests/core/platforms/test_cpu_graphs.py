@@ -1,4 +1,4 @@
-"""Graphs of the CPU platform: replays on new inputs, against the same code run eagerly."""
+"""Graphs of the CPU platform: replays on new inputs equal eager execution."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ WEIGHTS = [torch.randn(64, 64) / 8 for _ in range(4)]
 
 
 def double(to: int, of: int) -> None:
-    """Write 32 * 3 doubled floats, given by address as to a kernel in C."""
+    """Double 32 * 3 floats, given by address as to a C kernel."""
     target, source = ((ctypes.c_float * 96).from_address(address) for address in (to, of))
     target[:] = [2 * value for value in source]
 
 
 def model(x: torch.Tensor, order: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """Views, results of several tensors, in-place operators, constants, allocations, and a function that torch does not know."""
+    """Compute with views, several outputs, in-place operators, constants, allocations, and a function unknown to torch."""
     for weight in WEIGHTS:
         y = torch.softmax(x @ weight, -1) * x.sigmoid() + x
         best, where = y.topk(4)
@@ -38,7 +38,7 @@ def model(x: torch.Tensor, order: torch.Tensor, total: torch.Tensor) -> torch.Te
 
 
 @pytest.mark.parametrize("is_inference", [True, False])
-def test_replays_are_the_eager_results(is_inference: bool) -> None:
+def test_replays_equal_eager_results(is_inference: bool) -> None:
     with torch.inference_mode(is_inference), torch.no_grad():
         x, order, total = torch.randn(3, 64), torch.arange(3), torch.zeros(1)
         graph, found = CpuPlatform().capture_graph(lambda: model(x, order, total))
@@ -53,7 +53,7 @@ def test_replays_are_the_eager_results(is_inference: bool) -> None:
             assert torch.equal(total, expected_total)
 
 
-def test_adjacent_calls_of_one_sequence_are_merged() -> None:
+def test_adjacent_calls_of_native_kernels_are_merged() -> None:
     done: list[object] = []
 
     def sequence(calls: Sequence[tuple[object, tuple[object, ...]]]) -> Callable[[], object]:
@@ -76,7 +76,7 @@ def test_adjacent_calls_of_one_sequence_are_merged() -> None:
     assert done == [[(1,), (2, 3)], "other", [()]] * 2
 
 
-def test_graphs_share_memory_that_no_tensor_has() -> None:
+def test_graphs_share_memory_of_freed_tensors() -> None:
     x = torch.randn(1000)
 
     def chain() -> torch.Tensor:
@@ -99,7 +99,7 @@ def test_graphs_share_memory_that_no_tensor_has() -> None:
 @pytest.mark.parametrize(
     "code", [lambda x: x.sum().item(), lambda x: x[x > 0], lambda x: x.nonzero(), lambda x: bool((x > 0).all())]
 )
-def test_code_that_reads_values_is_refused(code: Callable[[torch.Tensor], object]) -> None:
+def test_code_that_reads_tensor_values_is_refused(code: Callable[[torch.Tensor], object]) -> None:
     def run() -> torch.Tensor:
         code(x)
         return x
@@ -107,11 +107,11 @@ def test_code_that_reads_values_is_refused(code: Callable[[torch.Tensor], object
     x = torch.randn(8)
     with pytest.raises(MinisglError, match="must not depend on values of tensors"):
         CpuPlatform().capture_graph(run)
-    assert torch.equal(x[x > 0], x[x > 0])  # nothing is captured any more
+    assert torch.equal(x[x > 0], x[x > 0])  # the capture has ended
 
 
-def test_a_capture_does_not_import_the_compiler() -> None:
-    """torch._dynamo and SymPy take 77 MB in each scheduler process, and a second of the first decode step."""
+def test_captures_do_not_import_the_torch_compiler() -> None:
+    """torch._dynamo and SymPy would take 77 MB per scheduler process, and a second of the first decode step."""
     code = (
         "import sys, torch; from minisgl_core.platforms.cpu import CpuPlatform; "
         "graph, out = CpuPlatform(0).capture_graph(lambda: torch.empty(3).fill_(1) + 1, None); graph.replay(); "

@@ -43,25 +43,25 @@ class TestCuda(PlatformTests):
     provider = CudaPlatform
 
 
-class SaysNothing(CpuPlatform):
+class RefusesWithoutAReason(CpuPlatform):
     @classmethod
     def unsupported(cls) -> list[str]:
         return [""]
 
 
-class HasAnotherName(CpuPlatform):
+class ReportsAnotherName(CpuPlatform):
     @classmethod
     def hardware(cls) -> Hardware:
         return replace(super().hardware(), platform="toaster")
 
 
-class ListsAStrangeDtype(CpuPlatform):
+class ListsAnUnsupportedDtype(CpuPlatform):
     @classmethod
     def hardware(cls) -> Hardware:
         return replace(super().hardware(), dtypes=("int8",))
 
 
-class CountsMegabytes(CpuPlatform):
+class ReportsMegabytes(CpuPlatform):
     @classmethod
     def hardware(cls) -> Hardware:
         return replace(super().hardware(), total_memory=super().hardware().total_memory >> 20)
@@ -72,12 +72,12 @@ class SharesMemory(CpuPlatform):
         return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
-class SharesACopy(CpuPlatform):
+class MapsACopy(CpuPlatform):
     def allocate_mapped_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
 
 
-class SharesOneBlockWithAll(CpuPlatform):
+class MapsOneBlockForAll(CpuPlatform):
     _block = torch.zeros(1 << 21, dtype=torch.int64)
 
     def allocate_mapped_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,7 +91,7 @@ class WidensIntegers(CpuPlatform):
 
 
 class CopiesTooLate(CpuPlatform):
-    """A copy to the host takes place only when the host waits for it."""
+    """Copies to the host only when the host waits."""
 
     def __init__(self, local_rank: int = 0) -> None:
         super().__init__(local_rank)
@@ -117,7 +117,7 @@ class MeasuresNothing(CpuPlatform):
         return None
 
 
-class HasGraphsThatStandStill(CpuPlatform):
+class HasGraphsWithoutEffect(CpuPlatform):
     supports_graphs = True
 
     def capture_piecewise(
@@ -141,7 +141,7 @@ def broken() -> list[type[CpuPlatform]]:
 
 
 @pytest.mark.parametrize("platform", broken(), ids=lambda platform: platform.__name__)
-def test_the_kit_catches(platform: type[CpuPlatform]) -> None:
+def test_broken_platforms_fail_the_kit(platform: type[CpuPlatform]) -> None:
     found = failures(type("Kit", (PlatformTests,), {"provider": platform})())
     assert found
     assert all(isinstance(error, (AssertionError, pytest.fail.Exception)) for error in found.values()), found

@@ -40,7 +40,7 @@ class CountsFromOne(LocalExecutor):
         return [replace(each, local_rank=each.rank + 1) for each in super().place(directory)]
 
 
-class StartsThemAllAsRankZero(LocalExecutor):
+class StartsAllAsRankZero(LocalExecutor):
     def start(self, name: str, placement: RankPlacement, target: Callable[..., None] | str, *args: Any) -> None:
         first = replace(placement, rank=0)
         super().start(name, first, target, *[first if each is placement else each for each in args])
@@ -51,7 +51,7 @@ class StartsNothing(LocalExecutor):
         pass
 
 
-class LosesCountOfTheNodes(LocalExecutor):
+class MiscountsNodes(LocalExecutor):
     def place(self, directory: str) -> Sequence[RankPlacement]:
         return [replace(each, nodes=("here",)) for each in super().place(directory)]
 
@@ -62,8 +62,8 @@ class LosesCountOfTheNodes(LocalExecutor):
         (GivesAllOneAddress, "test_placements"),
         (HasTwoInitMethods, "test_placements"),
         (CountsFromOne, "test_placements"),
-        (LosesCountOfTheNodes, "test_placements"),
-        (StartsThemAllAsRankZero, "test_ranks_start"),
+        (MiscountsNodes, "test_placements"),
+        (StartsAllAsRankZero, "test_ranks_start"),
         (StartsNothing, "test_ranks_start"),
     ],
 )

@@ -95,7 +95,7 @@ class RemembersCalls(Policy):
         return sorted(waiting, key=lambda request: (request.priority, request.arrival * (-1) ** self._calls))
 
 
-class ComparesByTheCache(Policy):
+class CallsNumCachedPerComparison(Policy):
     def order(self, waiting: Waiting, running: Waiting, num_cached: NumCached) -> Waiting:
         def compare(one: RequestView, other: RequestView) -> int:
             first = (one.priority, -num_cached(one), one.arrival)
@@ -118,7 +118,7 @@ class ReturnsAnIterator(Policy):
         (ForgetsPriorities, "test_lower_priorities_run_first"),
         (IsRandom, "test_order_is_deterministic"),
         (RemembersCalls, "test_order_is_deterministic"),
-        (ComparesByTheCache, "test_num_cached_is_called_once_per_request"),
+        (CallsNumCachedPerComparison, "test_num_cached_is_called_once_per_request"),
     ],
 )
 def test_the_kit_catches_broken_policies(broken: type[Policy], caught_by: str) -> None:

@@ -239,7 +239,7 @@ def test_unusable_values_of_a_tokenizer_config_are_reported(
     ("model_type", "tokenizer_class"),
     [
         ("llama", "PreTrainedTokenizerFast"),
-        ("qwen2", "LlamaTokenizerFast"),  # whose class transformers does not trust
+        ("qwen2", "LlamaTokenizerFast"),  # transformers does not trust this class
         ("qwen3", "Qwen2Tokenizer"),
         ("mistral", None),
         (None, "PreTrainedTokenizerFast"),
