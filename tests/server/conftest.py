@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,9 +18,9 @@ import pytest
 
 
 class Server:
-    """A ``minisgl launch`` in a process of its own, on a port that it chooses.
+    """Process of ``minisgl launch``, on a free port.
 
-    `log`: what it has for standard error instead of a file that the test can read; `environ`: variables to add.
+    `log` replaces the file of standard error that tests can read; `environ` has further environment variables.
     """
 
     def __init__(self, *flags: str, log: IO[str] | None = None, **environ: str) -> None:
@@ -60,12 +61,12 @@ class Server:
         return self.log.read()
 
     def children(self) -> dict[str, psutil.Process]:
-        """The processes that carry a title, by it, and Python's resource tracker."""
+        """Return the child processes with a title, by title, and Python's resource tracker."""
         found = psutil.Process(self.process.pid).children(recursive=True)
         return {child.cmdline()[0].removeprefix("minisgl: "): child for child in found}
 
     def wait_ended(self) -> int:
-        """Exit status; nothing that it started may be left."""
+        """Return the exit status, and check that no process is left."""
         status = self.process.wait(180)
         assert os.listdir(self.sockets) == []
         return status
@@ -81,7 +82,7 @@ class Server:
 
 @pytest.fixture(scope="session")
 def server(smollm2_path: Path) -> Iterator[Server]:
-    """The embedded trained model; shared by all tests, so nothing may break it."""
+    """Server of the embedded model, shared by all tests, so that no test may break it."""
     flags = ["--dtype", "float32", "--num-tokenizers", "2", "--num-pages", "1200", "--max-running-requests", "32"]
     flags += ["--quantization", "none"]  # transformers dequantizes the weights, too
     made = Server(*flags, "--tool-call-parser", "hermes")
@@ -103,14 +104,20 @@ def launcher() -> Iterator[Callable[..., Server]]:
 
 @pytest.fixture
 def launch() -> Iterator[Callable[..., Server]]:
-    """Launches servers with the flags given and ends them after the test."""
+    """Launch servers with the given flags, and end them after the test."""
     yield from launcher()
 
 
 @pytest.fixture(scope="module")
 def launch_shared() -> Iterator[Callable[..., Server]]:
-    """The same for servers that a module's tests share."""
+    """Launch servers that the tests of a module share."""
     yield from launcher()
+
+
+@pytest.fixture
+def start(launch: Callable[..., Server], tiny_checkpoint: Path) -> Callable[..., Server]:
+    """Launch servers of the tiny model with the given flags, and end them after the test."""
+    return partial(launch, "--model", str(tiny_checkpoint), "--num-pages", "1100")
 
 
 @pytest.fixture(scope="session")
@@ -127,7 +134,7 @@ def http(server: Server) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory, engine_tokenizer: Any) -> Path:
-    """A Llama with two layers of random weights that loads and runs in no time, with SmolLM2's tokenizer."""
+    """Llama with two layers of random weights, which loads and runs quickly, with SmolLM2's tokenizer."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -1,4 +1,4 @@
-"""The real `openai` client against a real server on the embedded model."""
+"""The `openai` client with a server of the embedded model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def complete(client: openai.OpenAI, **options: Any) -> Any:
     return client.completions.create(**defaults | options)
 
 
-def test_chat_streamed_and_not(client: openai.OpenAI) -> None:
+def test_streamed_and_whole_chats(client: openai.OpenAI) -> None:
     whole = chat(client)
     choice = whole.choices[0]
     assert "Paris" in choice.message.content
@@ -41,13 +41,13 @@ def test_chat_streamed_and_not(client: openai.OpenAI) -> None:
     assert len({c.id for c in chunks}) == 1
 
 
-def test_the_system_prompt_is_the_templates_own_unless_given(client: openai.OpenAI) -> None:
+def test_the_default_system_prompt_can_be_replaced(client: openai.OpenAI) -> None:
     default = chat(client, max_tokens=1).usage.prompt_tokens
     given = chat(client, max_tokens=1, messages=[{"role": "system", "content": "Yes."}, *QUESTION]).usage.prompt_tokens
     assert given < default
 
 
-def test_completion_streamed_and_not(client: openai.OpenAI) -> None:
+def test_streamed_and_whole_completions(client: openai.OpenAI) -> None:
     whole = complete(client)
     assert whole.object == "text_completion"
     assert whole.choices[0].finish_reason == "length"
@@ -57,12 +57,12 @@ def test_completion_streamed_and_not(client: openai.OpenAI) -> None:
     assert chunks[-1].choices[0].finish_reason == "length"
 
 
-def test_completions_stop_at_16_tokens_unless_told_otherwise(client: openai.OpenAI) -> None:
+def test_completions_have_16_tokens_by_default(client: openai.OpenAI) -> None:
     assert complete(client, max_tokens=openai.omit, extra_body={"ignore_eos": True}).usage.completion_tokens == 16
     assert complete(client, max_tokens=openai.omit, extra_body={"min_tokens": 20}).usage.completion_tokens == 20
 
 
-def test_prompts_as_texts_and_as_tokens(client: openai.OpenAI, engine_tokenizer: Any) -> None:
+def test_prompts_are_texts_or_token_ids(client: openai.OpenAI, engine_tokenizer: Any) -> None:
     texts = ["One two three", "The sky is"]
     ids = [engine_tokenizer(text)["input_ids"] for text in texts]
     batch = complete(client, prompt=texts)
@@ -96,8 +96,8 @@ def test_echo_and_logprobs_of_a_completion(client: openai.OpenAI, engine_tokeniz
     assert complete(client, prompt=ids, **options).choices[0].text == choice.text
 
 
-def test_an_output_that_is_only_its_end_has_logprobs(client: openai.OpenAI, engine_tokenizer: Any) -> None:
-    """Prompts are scored by all entries but the last one, which is the output's."""
+def test_an_output_of_only_eos_has_logprobs(client: openai.OpenAI, engine_tokenizer: Any) -> None:
+    """Benchmarks score prompts by all entries but the last one, which is the output's."""
     end = engine_tokenizer.eos_token_id
     options = {"echo": True, "logprobs": 1, "max_tokens": 1, "logit_bias": {str(end): 100}}
     choice = complete(client, **options).choices[0]
@@ -109,7 +109,7 @@ def test_an_output_that_is_only_its_end_has_logprobs(client: openai.OpenAI, engi
 
 
 def test_text_offsets_skip_special_tokens(client: openai.OpenAI, engine_tokenizer: Any) -> None:
-    """Special tokens are part of a text where somebody wrote them, else only where they are not skipped."""
+    """Special tokens that the client wrote are part of the text; generated ones are only with `skip_special_tokens=False`."""
     special, word = engine_tokenizer.convert_tokens_to_ids("<|im_start|>"), engine_tokenizer(" sun")["input_ids"][0]
     options: dict[str, Any] = {"echo": True, "logprobs": 0, "logit_bias": {str(special): 100}, "max_tokens": 2}
     cases: list[tuple[Any, bool, str, list[int]]] = [
@@ -147,20 +147,20 @@ def test_logprobs_of_a_chat(client: openai.OpenAI) -> None:
     assert chat(client, max_tokens=1).choices[0].logprobs is None
 
 
-def test_several_outputs_follow_the_seed(client: openai.OpenAI) -> None:
+def test_several_outputs_depend_on_the_seed(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {"n": 3, "seed": 7, "temperature": 1.5, "max_tokens": 8}
     first = [choice.message.content for choice in chat(client, **options).choices]
-    assert len(set(first)) > 1, "each output has a seed of its own"
+    assert len(set(first)) > 1, "each output has its own seed"
     assert [choice.message.content for choice in chat(client, **options).choices] == first
     streamed = [""] * 3
     for chunk in chat(client, stream=True, **options):
         streamed[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
     assert streamed == first
     usage = chat(client, **options).usage
-    assert usage.prompt_tokens == chat(client, max_tokens=1).usage.prompt_tokens, "the prompt counts once"
+    assert usage.prompt_tokens == chat(client, max_tokens=1).usage.prompt_tokens, "the prompt is counted once"
 
 
-def test_stop_texts_and_stop_tokens(client: openai.OpenAI, engine_tokenizer: Any) -> None:
+def test_stop_strings_and_stop_tokens(client: openai.OpenAI, engine_tokenizer: Any) -> None:
     whole = chat(client).choices[0].message.content
     stop = whole[5:14]
     cut = chat(client, stop=[stop, "no such text"]).choices[0]
@@ -357,7 +357,7 @@ def test_values_that_cannot_be_encoded_are_refused(http: httpx.Client) -> None:
         assert answer.status_code == 400, answer.text
 
 
-def test_null_is_the_same_as_a_field_left_out(http: httpx.Client) -> None:
+def test_null_equals_a_missing_field(http: httpx.Client) -> None:
     body = {"prompt": "Hi", "max_tokens": 1, "temperature": 0, "stream": True, "stream_options": {}}
     nulls = body | {"suffix": None, "colour": None, "stream_options": {"colour": None}, "logit_bias": {"5": 0}}
     assert [http.post("/v1/completions", json=each).status_code for each in (body, nulls)] == [200, 200]
@@ -367,7 +367,7 @@ def test_null_is_the_same_as_a_field_left_out(http: httpx.Client) -> None:
     assert wrong["param"] == "logit_bias.x"
 
 
-def test_the_clients_error_classes(client: openai.OpenAI) -> None:
+def test_the_client_raises_its_error_classes(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         chat(client, model="gpt-4")
     assert missing.value.code == "model_not_found"
@@ -384,10 +384,10 @@ def test_the_clients_error_classes(client: openai.OpenAI) -> None:
         chat(client, function_call="auto")
 
 
-def test_routes_that_do_not_exist(http: httpx.Client) -> None:
+def test_unknown_routes_get_404_and_unknown_methods_405(http: httpx.Client) -> None:
     assert http.get("/v1/nothing").status_code == 404
     assert http.get("/v1/nothing").json()["error"]["type"] == "invalid_request_error"
-    # The second path is also one of a stored response, which has other methods.
+    # The second path is also that of a stored response, with other methods.
     for path in ("/v1/completions", "/v1/responses/input_tokens"):
         answer = http.put(path)
         assert answer.status_code == 405
@@ -405,7 +405,7 @@ def test_models_and_health(client: openai.OpenAI, http: httpx.Client) -> None:
     assert http.get("/openapi.json").json()["paths"].keys() >= {"/v1/chat/completions", "/v1/completions", "/v1/models"}
 
 
-def test_many_at_once_over_two_tokenizer_workers(server: Any) -> None:
+def test_concurrent_requests_with_two_tokenizer_workers(server: Any) -> None:
     import asyncio
 
     async def run() -> list[str]:
@@ -425,8 +425,8 @@ def test_many_at_once_over_two_tokenizer_workers(server: Any) -> None:
     assert len(set(asyncio.run(run()))) == 24
 
 
-def test_api_and_tokenizers_have_not_loaded_torch(server: Any) -> None:
-    """Of a GGUF file. To load the tokenizer of a Hugging Face folder, transformers imports torch."""
+def test_api_and_tokenizers_do_not_load_torch(server: Any) -> None:
+    """This holds for GGUF files. Loading the tokenizer of a Hugging Face folder imports torch."""
     children = server.children()
     for process in ("api", "tokenizer 0", "tokenizer 1"):
         assert not any("torch" in path.path for path in children[process].memory_maps()), process

@@ -1,4 +1,4 @@
-"""RestartableProcesses of API workers, without processes."""
+"""`RestartableProcesses` of API workers, without processes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from minisgl_server.launch.restarts import MAX_FAILURES, SERVED_S
 from minisgl_server.options import ServerOptions
 
 
-class Processes:
-    """A supervisor that starts nothing."""
+class FakeSupervisor:
+    """Supervisor that starts nothing."""
 
     def start(self, *_: Any) -> None:
         pass
@@ -27,10 +27,10 @@ class Processes:
 
 
 @pytest.mark.nightly
-def test_failures_before_a_long_service_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_service_resets_the_number_of_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
-    supervisor: Any = Processes()
+    supervisor: Any = FakeSupervisor()
     with IpcAddresses.create(num_tokenizers=2, num_api_workers=2) as endpoints, socket.socket() as listener:
         workers = ApiWorkers(ServerOptions(api_workers=2), [], supervisor, endpoints, listener)
         workers.start()

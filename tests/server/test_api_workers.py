@@ -1,4 +1,4 @@
-"""Several API workers behind one port: one engine, one set of limits and metrics, and the death of a worker."""
+"""Several API workers behind one port: one engine, shared limits and metrics, and the death of a worker."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROMPTS = [f"{number} bottles of beer" for number in range(12)]
 
 @pytest.fixture(scope="module")
 def server(launch_shared: Launch, tiny_checkpoint: Path) -> Any:
-    """RestartableProcesses leave it as it was, so all tests share it."""
+    """Server shared by all tests, as restarts leave it unchanged."""
     flags = ["--model", str(tiny_checkpoint), "--dtype", "float32", "--num-pages", "1100", "--attn", "torch"]
     flags += ["--api-workers", str(NUM), "--max-concurrent-requests", "12"]
     return launch_shared(*flags, OMP_NUM_THREADS="1").wait_started()
@@ -42,7 +42,7 @@ def wait_for(condition: Callable[[], Any], limit_s: float = 100) -> Any:
 
 
 def client_of(server: Any, worker: int, stack: ExitStack) -> httpx.Client:
-    """A client whose one connection is with this worker."""
+    """Return a client whose connection is with this worker."""
     while True:
         client = stack.enter_context(httpx.Client(base_url=server.url, timeout=100))
         if f"api {worker}" in client.get("/health/requests").json():
@@ -59,8 +59,8 @@ def complete(client: httpx.Client, prompt: str, max_tokens: int = 8) -> Any:
     return client.post("/v1/completions", json=body)
 
 
-def test_every_worker_answers_with_its_own_output(server: Any) -> None:
-    """The texts equal those that come one at a time; no output reaches another worker."""
+def test_workers_receive_only_their_own_outputs(server: Any) -> None:
+    """The texts equal those of sequential requests."""
     with ExitStack() as stack:
         clients = [client_of(server, number % NUM, stack) for number in range(len(PROMPTS))]
         alone = [complete(clients[0], prompt).json()["choices"][0]["text"] for prompt in PROMPTS]
@@ -75,7 +75,7 @@ def test_every_worker_answers_with_its_own_output(server: Any) -> None:
             assert [each.choices[0].finish_reason for each in stream][-1] == "length"
 
 
-def test_metrics_and_limits_are_those_of_all_workers(server: Any) -> None:
+def test_metrics_and_limits_cover_all_workers(server: Any) -> None:
     with ExitStack() as stack:
         clients = [client_of(server, each, stack) for each in range(NUM)]
 
@@ -98,7 +98,7 @@ def test_metrics_and_limits_are_those_of_all_workers(server: Any) -> None:
     wait_for(lambda: not any(sum(each.values()) for each in counts(server)))
 
 
-def test_a_killed_worker_is_restarted_and_its_requests_are_aborted(server: Any) -> None:
+def test_killed_workers_restart_and_their_requests_are_aborted(server: Any) -> None:
     with ExitStack() as stack:
         dying, other = (client_of(server, each, stack) for each in (1, 0))
         body = {"prompt": "One", "max_tokens": 3000, "ignore_eos": True, "stream": True}
@@ -113,7 +113,7 @@ def test_a_killed_worker_is_restarted_and_its_requests_are_aborted(server: Any) 
         with ExitStack() as inner:
             watcher = client_of(server, 0, inner)
             wait_for(lambda: watcher.get("/health/requests").json()["running"] == 1)
-        with ExitStack() as inner:  # the lost request is not counted any more
+        with ExitStack() as inner:  # the lost request is no longer counted
             streams = [client_of(server, 0, inner).stream("POST", "/v1/completions", json=body) for _ in range(11)]
             assert [inner.enter_context(each).status_code for each in streams] == [200] * 11
         lines = [line for line in kept if line]
@@ -133,7 +133,7 @@ def test_a_killed_worker_is_restarted_and_its_requests_are_aborted(server: Any) 
         ({"api_workers": 2, "response_store_size": 1}, "--response-store-size"),
     ],
 )
-def test_combinations_that_cannot_work_are_refused(options: dict[str, int], flag: str) -> None:
+def test_incompatible_options_are_refused(options: dict[str, int], flag: str) -> None:
     with pytest.raises(InvalidValueError, match=flag):
         check_api_workers(ServerOptions(**options))
     check_api_workers(ServerOptions(api_workers=2, num_tokenizers=3, response_store_size=0))

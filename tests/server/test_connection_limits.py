@@ -1,4 +1,4 @@
-"""Limits of connections, as docs/server.md describes them."""
+"""Connection limits, as docs/server.md describes them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_half_closed_connection_counts_as_disconnected(server: Any, http: http
             pass
     deadline = time.monotonic() + 60
     while any(http.get("/health/requests").json().values()):
-        assert time.monotonic() < deadline, "the request goes on"
+        assert time.monotonic() < deadline, "the request still runs"
 
 
 def test_connections_beyond_the_file_limit_are_closed(server: Any) -> None:

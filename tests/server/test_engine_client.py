@@ -1,4 +1,4 @@
-"""The API server's state of requests: freed on every path."""
+"""The API server's state of requests, which is freed on every path."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ INFO = EngineInfo(
 
 
 class Engine:
-    """The far end of the sockets: a test says what the engine does."""
+    """The other end of the sockets, controlled by a test."""
 
     def __init__(self, endpoints: IpcAddresses) -> None:
         self._inboxes = [Receiver[Any](address, Tokenize | Abort) for address in endpoints.tokenizer_in]
         self._to_api = Sender(endpoints.api_in)
 
     async def received(self, num: int) -> list[Any]:
-        """The next `num` messages."""
+        """Return the next `num` messages."""
         messages: list[Any] = []
         while len(messages) < num:
             messages += [message for inbox in self._inboxes for message in inbox.drain()]
@@ -122,7 +122,7 @@ def test_output_reaches_its_request_and_state_is_freed() -> None:
         assert pieces == [(1, "B"), (0, "A"), (0, "AA")]
         both.close()
         other.close()
-        assert engine.nothing_received(), "what has ended is not aborted"
+        assert engine.nothing_received(), "finished requests are not aborted"
 
     run(test)
 
@@ -198,7 +198,7 @@ def test_an_engine_that_stops_fails_all_requests() -> None:
 
 
 def test_an_unreadable_message_fails_all_requests(caplog: pytest.LogCaptureFixture) -> None:
-    """And stops the server, instead of letting requests wait for ever."""
+    """The server also stops, instead of letting requests wait forever."""
 
     async def test(client: EngineClient, engine: Engine) -> None:
         generation = start(client, "a")
@@ -224,7 +224,7 @@ def test_a_request_that_cannot_be_encoded_leaves_no_state() -> None:
 
 
 @pytest.mark.parametrize("end", ["output", "rejection", "close", "failure"])
-def test_large_prompts_are_refused_while_too_many_bytes_wait(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_prompts_are_refused_if_too_many_bytes_wait(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting_prompts, "MAX_WAITING_BYTES", 3000)
     monkeypatch.setattr(waiting_prompts, "GUARANTEED_BYTES", 2000)
 
@@ -259,7 +259,7 @@ def test_large_prompts_are_refused_while_too_many_bytes_wait(end: str, monkeypat
     run(test)
 
 
-def test_the_bytes_of_a_query_wait_until_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_of_a_query_count_until_its_response(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting_prompts, "MAX_WAITING_BYTES", 3000)
     monkeypatch.setattr(waiting_prompts, "GUARANTEED_BYTES", 2000)
 
@@ -307,8 +307,8 @@ def test_requests_are_refused_until_a_replica_is_ready_again() -> None:
     run(test)
 
 
-def test_output_that_a_client_does_not_read_is_bounded() -> None:
-    """A stream whose client does not read is aborted, and ends with an error. Other streams go on."""
+def test_unread_output_is_limited() -> None:
+    """A stream whose client does not read is aborted with an error. Other streams continue."""
 
     class Events(StreamEvents):
         def output(self, index: int, text: Text) -> bytes:
@@ -350,8 +350,8 @@ def test_output_that_a_client_does_not_read_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("what", ["headers", "prompt_logprobs", "prompt_token_ids", "prompt_text"])
-def test_all_that_a_client_does_not_read_counts(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The headers wait while an earlier response on the connection is not read. Each output of an echo has its prompt."""
+def test_all_unread_bytes_of_a_client_count(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Headers wait while an earlier response on the connection is unread. Each output with `echo` has its prompt."""
     monkeypatch.setattr(engine_client, "MAX_UNSENT_PROMPT_BYTES", MAX_UNSENT_BYTES)
 
     class Events(StreamEvents):
@@ -393,8 +393,8 @@ def test_all_that_a_client_does_not_read_counts(what: str, monkeypatch: pytest.M
     run(test)
 
 
-def test_one_long_prompt_does_not_make_a_client_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The log-probabilities of a prompt arrive at once, while the first of them are being sent."""
+def test_prompt_logprobs_do_not_count_as_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All log-probabilities of a prompt arrive while the first of them are being sent."""
     monkeypatch.setattr(engine_client, "MAX_UNSENT_PROMPT_BYTES", 0)
 
     async def test(client: EngineClient, engine: Engine) -> None:
@@ -431,8 +431,8 @@ def test_a_drain_waits_for_queries() -> None:
     run(test)
 
 
-def test_queries_of_clients_that_leave_are_aborted() -> None:
-    """Otherwise clients that send long texts and leave would keep the tokenizer workers busy for all others."""
+def test_queries_of_disconnected_clients_are_aborted() -> None:
+    """Clients that send long texts and disconnect must not keep the tokenizer workers busy."""
 
     async def test(client: EngineClient, engine: Engine) -> None:
         leaves = asyncio.Event()

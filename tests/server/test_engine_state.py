@@ -1,4 +1,4 @@
-"""``GET /engine/state`` and the page's files, without a browser."""
+"""``GET /engine/state`` and the files of the web UI, without a browser."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def stream(http: httpx.Client, system: str, max_tokens: int = 40) -> Any:
 
 def test_the_state_has_running_requests_and_cached_pages(http: httpx.Client) -> None:
     def state(since: int) -> Any:
-        # The engine of a machine that stalls does not answer in time.
+        # The engine of a slow machine may not answer in time.
         while (answer := http.get("/engine/state", params={"since": since})).status_code == 503:
             pass
         return answer.json()
@@ -50,7 +50,7 @@ def test_the_state_has_running_requests_and_cached_pages(http: httpx.Client) -> 
         request_id = json.loads(next(lines).removeprefix("data: "))["id"]
         states = [state(before["step"])]
         for _ in lines:
-            # Asked often, so that steps are recorded however slow the machine is.
+            # Polled often, so that steps are recorded on slow machines, too.
             states.append(state(states[-1]["step"]))
     while states[-1]["num_running"]:
         states.append(state(states[-1]["step"]))
@@ -108,8 +108,8 @@ def step_state(step: int) -> StepSnapshot:
     return StepSnapshot(step=step, time_s=float(step), num_decodes=1, num_tokens=1, requests=one, num_new=one)
 
 
-def answer_to(request: SnapshotRequest, last_step: int) -> EngineSnapshot:
-    """Return the state of an engine that had no request but has made steps."""
+def snapshot_for(request: SnapshotRequest, last_step: int) -> EngineSnapshot:
+    """Return the state of an engine without requests that has made steps."""
     pages = {name: 1 for name in PagesSnapshot.__struct_fields__ if not name.startswith("map_")}
     return EngineSnapshot(
         worker=request.worker,
@@ -135,7 +135,7 @@ def test_viewers_share_one_poll_of_the_engine(monkeypatch: pytest.MonkeyPatch) -
     async def main() -> None:
         with (
             IpcAddresses.create() as endpoints,
-            Receiver[SnapshotRequest](endpoints.tokenizer_in[0], SnapshotRequest) as asked,
+            Receiver[SnapshotRequest](endpoints.tokenizer_in[0], SnapshotRequest) as requested,
             Sender(endpoints.api_in) as engine,
         ):
             client = EngineClient(endpoints)
@@ -146,26 +146,26 @@ def test_viewers_share_one_poll_of_the_engine(monkeypatch: pytest.MonkeyPatch) -
             engine.send(started)
             await client.ready.wait()
 
-            async def question() -> SnapshotRequest:
-                request = await asyncio.to_thread(asked.receive, 20)
+            async def next_request() -> SnapshotRequest:
+                request = await asyncio.to_thread(requested.receive, 20)
                 assert request is not None
                 return request
 
             viewers = [asyncio.create_task(feed.state(since)) for since in (0, 0, 2)]
             gone = asyncio.create_task(feed.state(0))
-            request = await question()
+            request = await next_request()
             gone.cancel()
-            engine.send(answer_to(request, 3))
+            engine.send(snapshot_for(request, 3))
             states = await asyncio.gather(*viewers)
             assert [[step["step"] for step in state["steps"]] for state in states] == [[1, 2, 3], [1, 2, 3], [3]]
             monkeypatch.setattr(engine_feed, "SHARED_S", 100.0)
             assert (await feed.state(3))["steps"] == []
-            assert asked.receive(timeout_s=0) is None, "an answer serves all who ask soon after"
+            assert requested.receive(timeout_s=0) is None, "viewers share a recent snapshot"
             monkeypatch.setattr(engine_feed, "SHARED_S", -1.0)
             viewer = asyncio.create_task(feed.state(1))
-            request = await question()
-            assert request.since == 3, "the engine tells no step twice"
-            engine.send(answer_to(request, 5))
+            request = await next_request()
+            assert request.since == 3, "steps are requested only once"
+            engine.send(snapshot_for(request, 5))
             assert [step["step"] for step in (await viewer)["steps"]] == [2, 3, 4, 5]
             running.cancel()
             client.close()
@@ -191,7 +191,7 @@ def test_no_web_ui_flag_removes_web_ui_and_state() -> None:
     assert page_statuses(ServerOptions(web_ui=False)) == [404, 404, 404]
 
 
-def test_the_page_is_a_plugin_that_can_be_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_web_ui_is_a_plugin_that_can_be_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(BLOCK_VARIABLE, "minisgl-server:hooks:web_ui")
     assert page_statuses(ServerOptions()) == [404, 404, 404]
     assert page_statuses(ServerOptions(plugin_routes=True)) == [404, 404, 404]

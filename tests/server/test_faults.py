@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from threading import Semaphore
 from typing import Any
@@ -25,19 +24,13 @@ pytestmark = pytest.mark.slow
 Launch = Callable[..., Any]
 
 
-@pytest.fixture
-def start(launch: Launch, tiny_checkpoint: Path) -> Launch:
-    """Launches a server of the tiny model."""
-    return partial(launch, "--model", str(tiny_checkpoint), "--num-pages", "1100")
-
-
 def endless(**options: Any) -> dict[str, Any]:
-    """A streamed request that runs for the whole context."""
+    """Return a streamed request that runs for the whole context."""
     return {"prompt": "Hi", "max_tokens": 16000, "ignore_eos": True, "temperature": 0, "stream": True, **options}
 
 
 def events(response: httpx.Response) -> Iterator[Any]:
-    """The chunks of a stream; ``[DONE]`` as text."""
+    """Return the chunks of a stream; ``[DONE]`` as text."""
     for line in response.iter_lines():
         if line:
             data = line.removeprefix("data: ")
@@ -81,8 +74,8 @@ def test_a_killed_rank_ends_the_launch(launch: Launch, parallel: str) -> None:
     assert not alive
 
 
-def test_sigterm_under_load_loses_nothing(start: Launch) -> None:
-    """Every process gets it, as systemd does it."""
+def test_sigterm_under_load_completes_all_requests(start: Launch) -> None:
+    """All processes get the signal, as from systemd."""
     server = start("--drain-timeout", "inf").wait_started()
 
     def ask(number: int) -> list[Any]:
@@ -109,7 +102,7 @@ def test_sigterm_under_load_loses_nothing(start: Launch) -> None:
     assert all(answer == [503, "shutting_down"] for answer in refused)
     for number, answer in enumerate(ended):
         if answer not in refused:
-            assert answer[0]["choices"][0]["text"].startswith(f"{number} and"), "its own answer"
+            assert answer[0]["choices"][0]["text"].startswith(f"{number} and"), "each request gets its own output"
             assert answer[-2]["choices"][0]["finish_reason"] == "length"
             assert answer[-1] == "[DONE]"
     assert len(ended) - len(refused) >= 12
@@ -129,7 +122,7 @@ def test_requests_beyond_the_drain_timeout_fail(start: Launch) -> None:
 
 
 @pytest.mark.nightly
-def test_a_full_disk_loses_logs_and_output_only(tiny_checkpoint: Path) -> None:
+def test_a_full_disk_loses_only_logs_and_output_files(tiny_checkpoint: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [str(Path(sys.executable).with_name("minisgl")), "launch", "--model", str(tiny_checkpoint)]
@@ -155,9 +148,9 @@ def test_a_full_disk_loses_logs_and_output_only(tiny_checkpoint: Path) -> None:
         process.wait()
 
 
-def test_a_slow_reader_delays_no_request_and_loses_no_text(start: Launch) -> None:
+def test_slow_readers_delay_no_request_and_lose_no_text(start: Launch) -> None:
     server = start().wait_started()
-    # Each event has all of the text so far. Those of all tokens are more than the system's buffers hold.
+    # Each event has the whole text so far. An event per token would exceed the socket buffers.
     body = json.dumps({"text": "Hi", "max_tokens": 1500, "ignore_eos": True, "stream": True}).encode()
     with socket.socket() as slow, httpx.Client(base_url=server.url, timeout=100) as others:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -174,7 +167,7 @@ def test_a_slow_reader_delays_no_request_and_loses_no_text(start: Launch) -> Non
             assert others.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 2}).status_code == 200
             num_served += 1
             time.sleep(0.05)
-        assert num_served > 0, "the others were served while the engine worked for the slow one"
+        assert num_served > 0, "other requests were served during the slow one"
         parts = [answer]
         while part := slow.recv(2**16):
             parts.append(part)

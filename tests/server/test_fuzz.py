@@ -1,6 +1,6 @@
-"""Requests that are wrong in every way that a seeded generator knows: bodies, headers, framing, and connections cut short.
+"""Malformed requests from a seeded generator: bodies, headers, framing, and aborted connections.
 
-MINISGL_FUZZ_REQUESTS says how many.
+MINISGL_FUZZ_REQUESTS sets the number of requests.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ NUM_REQUESTS = int(os.environ.get("MINISGL_FUZZ_REQUESTS", "5000"))
 SEED = 11
 NUM_CLIENTS = 16
 NUM_IDLE = 100
-"""Connections that say nothing, or half a request, all the while."""
+"""Number of connections that stay idle, or send a part of a request."""
 NUM_SAMPLES = 20
 GROWTH_BYTES = 2**20
-"""Per quarter of the requests."""
+"""Limit per quarter of the requests."""
 ANSWER_S = 150.0
-"""Longer than any answer takes here: none by then is a hang."""
+"""Timeout that is longer than any response of this test."""
 
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "w5 w9"}], "max_tokens": 2},
@@ -48,16 +48,16 @@ BODIES: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "w5 w9"},
     "/detokenize": {"tokens": [5, 9]},
 }
-"""What is fine as it is."""
+"""Valid bodies."""
 NUMBERS = ("max_tokens", "n", "temperature", "top_p", "top_k", "seed", "min_p", "presence_penalty", "min_tokens")
 ERROR_TYPES = {"invalid_request_error", "not_found_error", "permission_error", "request_too_large"}
-"""The first is OpenAI's for all that is sent here, the others are Anthropic's on its paths."""
+"""OpenAI's type of all refusals, and Anthropic's types on its paths."""
 HUGE = ("1e999", "-1e999", "9" * 400, "-" + "9" * 400, "NaN", "Infinity", "-Infinity", "0x10", "1.")
 JUNK = ("null", "[]", "{}", "true", "5", '"x"', "", " ", "\x00", "[[]]", "{}{}", "nul", "{,}", "[1,]", '{"a"}', "'x'")
 
 
 class Fuzz:
-    """Makes wrong requests, the same ones for the same seed."""
+    """Generates malformed requests, the same for the same seed."""
 
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
@@ -66,7 +66,7 @@ class Fuzz:
         return self.draw.randbytes(self.draw.randint(0, most))
 
     def body(self) -> tuple[str, bytes]:
-        """A path, and a body that is wrong there."""
+        """Return a path, and a body that is invalid there."""
         path = self.draw.choice(list(BODIES))
         fine = dict(BODIES[path])
         text = json.dumps(fine).encode()
@@ -107,8 +107,8 @@ class Fuzz:
                 wrong = self.draw.choice(['"1"', "[1]", '{"a": 1}', "true"])
                 return path, f'{json.dumps(BODIES[path])[:-1]}, "{self.draw.choice(NUMBERS)}": {wrong}}}'.encode()
 
-    def elsewhere(self) -> tuple[str, str]:
-        """A method and a path that nothing is at."""
+    def unknown_route(self) -> tuple[str, str]:
+        """Return a method and a path without a route."""
         known = [*BODIES, "/v1/models", "/health", "/metrics", "/engine/state"]
         match self.draw.randrange(5):
             case 0:
@@ -131,7 +131,7 @@ class Fuzz:
                 return self.draw.choice(["GET", "POST"]), f"/x{name}"
 
     def headers(self) -> bytes:
-        """Headers that are allowed, if strange."""
+        """Return unusual but valid headers."""
         made = [
             b"%s: %s\r\n" % (name, self.draw.choice(values)) for name, values in STRANGE if self.draw.random() < 0.15
         ]
@@ -142,13 +142,13 @@ class Fuzz:
             ]
         return b"".join(made)
 
-    def framed(self, *, is_last: bool) -> bytes:
-        """A whole request, whose answer is a refusal."""
+    def invalid_request(self, *, is_last: bool) -> bytes:
+        """Return a complete request that the server must refuse."""
         if self.draw.random() < 0.8:
             path, data = self.body()
             head = b"POST %s HTTP/1.1\r\nHost: localhost\r\n" % path.encode()
         else:
-            (method, path), data = self.elsewhere(), b""
+            (method, path), data = self.unknown_route(), b""
             head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n".encode()
         head += self.headers() + (b"Connection: close\r\n" if is_last else b"")
         if self.draw.random() < 0.2:
@@ -161,7 +161,7 @@ class Fuzz:
             yield b"%x\r\n%s\r\n" % (size, data[:size])
             data = data[size:]
 
-    def broken(self) -> bytes:
+    def malformed_http(self) -> bytes:
         """Send malformed HTTP, or part of a request."""
         path, data = self.body()
         head = b"POST %s HTTP/1.1\r\nHost: localhost\r\n" % path.encode()
@@ -240,8 +240,8 @@ LINES = (
 )
 
 
-def answers(data: bytes) -> list[int]:
-    """Statuses of answers one after the other; each must be whole, and a refusal in OpenAI's or Anthropic's shape."""
+def parse_refusals(data: bytes) -> list[int]:
+    """Return the statuses of concatenated responses. Each must be complete, and a refusal in OpenAI's or Anthropic's format."""
     statuses = []
     while data:
         head, separator, data = data.partition(b"\r\n\r\n")
@@ -252,7 +252,7 @@ def answers(data: bytes) -> list[int]:
         assert length, head
         body, data = data[: int(length[1])], data[int(length[1]) :]
         if status[1] == b"499":
-            assert not data, "for nobody, as the client's side is closed"
+            assert not data, "the client has closed its side"
             return [*statuses, int(status[1])]
         error = json.loads(body)["error"]
         assert error["message"], body
@@ -262,7 +262,7 @@ def answers(data: bytes) -> list[int]:
 
 
 class Clients:
-    """Sends what `Fuzz` makes, and reads what the server says."""
+    """Sends the requests of `Fuzz`, and checks the responses."""
 
     def __init__(self, url: str) -> None:
         address = urlparse(url)
@@ -275,8 +275,8 @@ class Clients:
         while self.num_sent < NUM_REQUESTS:
             await asyncio.wait_for(self._pipeline() if self._fuzz.draw.random() < 0.2 else self._cut(), ANSWER_S)
 
-    async def idle(self) -> list[asyncio.StreamWriter]:
-        """Connections to hold open."""
+    async def open_idle_connections(self) -> list[asyncio.StreamWriter]:
+        """Open connections with incomplete requests."""
         writers = []
         for number in range(NUM_IDLE):
             writers.append((await asyncio.open_connection(*self._address))[1])
@@ -284,13 +284,13 @@ class Clients:
         return writers
 
     async def _pipeline(self) -> None:
-        """Several requests at once; each gets its answer."""
+        """Send several requests at once, each of which gets a response."""
         num = self._fuzz.draw.randint(1, MAX_PIPELINED)
-        data = [self._fuzz.framed(is_last=place == num - 1) for place in range(num)]
+        data = [self._fuzz.invalid_request(is_last=place == num - 1) for place in range(num)]
         self.num_sent += num
         reader, writer = await asyncio.open_connection(*self._address)
         writer.write(b"".join(data))
-        statuses = answers(await reader.read())
+        statuses = parse_refusals(await reader.read())
         writer.close()
         assert len(statuses) == num, data
         self.seen.update(statuses)
@@ -298,7 +298,7 @@ class Clients:
     async def _cut(self) -> None:
         """Send malformed or partial requests, which end with a half-closed connection or a reset."""
         draw = self._fuzz.draw
-        data, end = self._fuzz.broken(), draw.choice(["half-close", "half-close", "reset", "close"])
+        data, end = self._fuzz.malformed_http(), draw.choice(["half-close", "half-close", "reset", "close"])
         self.num_sent += 1
         with suppress(ConnectionError):
             reader, writer = await asyncio.open_connection(*self._address)
@@ -309,16 +309,16 @@ class Clients:
             writer.write_eof()
             received = await reader.read()
             writer.close()
-            self.seen.update(answers(received) or [0])
+            self.seen.update(parse_refusals(received) or [0])
 
 
 async def fuzz(server: Any) -> tuple[Clients, dict[str, list[int]]]:
-    """Run all of it. Returns bytes of memory of each process, sampled at even shares of the requests."""
+    """Run the clients. Return memory in bytes of each process, sampled at regular counts of requests."""
     processes = {name: each for name, each in server.children().items() if "python" not in name}
     processes["launch"] = psutil.Process(server.process.pid)
     samples: dict[str, list[int]] = {name: [] for name in processes}
     clients = Clients(server.url)
-    idle = await clients.idle()
+    idle = await clients.open_idle_connections()
     running = asyncio.gather(*(clients.run() for _ in range(NUM_CLIENTS)))
     while not running.done():
         if clients.num_sent >= NUM_REQUESTS * len(samples["launch"]) / NUM_SAMPLES:
@@ -348,7 +348,7 @@ def test_random_requests_do_not_break_the_server(launch: Callable[..., Any]) -> 
         assert answer.json()["choices"][0]["text"] == tiny_folder.words(list(tiny.greedy((5, 9, 3), 8)))
     quarter = NUM_SAMPLES // 4
     for name, sizes in samples.items():
-        # A leak grows in every quarter. Memory that a request was the first to need is allocated in one of them.
+        # A leak grows in every quarter. Memory for the first request of a kind is allocated in one of them.
         least = [min(sizes[start : start + quarter]) for start in range(1, NUM_SAMPLES + 1, quarter)]
         growth = min(after - before for before, after in pairwise(least))
         print(f"{name}: {sizes[-1] >> 20} MiB, {growth / 2**20:+.1f} MiB")

@@ -1,4 +1,4 @@
-"""Headers Host and Origin, as a browser sends them from pages of other sites."""
+"""The headers Host and Origin, as browsers send them from pages of other sites."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ BODY = {"prompt": "x", "max_tokens": 1}
 
 @pytest.fixture(scope="module")
 def named(launch_shared: Callable[..., Any], tiny_checkpoint: Path) -> Any:
-    """A server with further names, an origin and a plugin's routes."""
+    """Server with further host names, an allowed origin and a plugin's routes."""
     flags = ["--model", str(tiny_checkpoint), "--num-pages", "1100", "--plugin-routes"]
     flags += ["--allowed-hosts", "API.example.com", "--allowed-hosts", "*.inner.example"]
     return launch_shared(*flags, "--cors-origin", "https://chat.example").wait_started()
 
 
 def error(answer: httpx.Response) -> tuple[int, str, str]:
-    told = answer.json()["error"]
-    assert told["type"] == "invalid_request_error"
-    assert told["message"]
-    return answer.status_code, told["code"], told["param"]
+    error_body = answer.json()["error"]
+    assert error_body["type"] == "invalid_request_error"
+    assert error_body["message"]
+    return answer.status_code, error_body["code"], error_body["param"]
 
 
 @pytest.mark.parametrize("path", ["/", "/engine/state", "/v1/models", "/metrics", "/web_ui/main.js", "/no/such"])
@@ -90,10 +90,12 @@ def test_pages_of_other_origins_cannot_post(named: Any, origin: str, site: str |
         answer = httpx.post(f"{named.url}{path}", headers=headers, json=BODY)
         assert error(answer) == (403, "origin_not_allowed", "Origin")
         assert "--cors-origin" in answer.text
-    assert httpx.get(f"{named.url}/v1/models", headers=headers).status_code == 200, "the browser keeps it to itself"
+    assert httpx.get(f"{named.url}/v1/models", headers=headers).status_code == 200, (
+        "the browser does not give the response to the page"
+    )
 
 
-def test_own_pages_and_allowed_origins_post(named: Any) -> None:
+def test_own_pages_and_allowed_origins_can_post(named: Any) -> None:
     own = {"Origin": named.url}
     proxied = {"Origin": "https://api.example.com", "Host": "127.0.0.1:80", "Sec-Fetch-Site": "same-origin"}
     allowed = {"Origin": "https://chat.example", "Sec-Fetch-Site": "cross-site"}
@@ -102,7 +104,7 @@ def test_own_pages_and_allowed_origins_post(named: Any) -> None:
         assert answer.status_code == 200, (headers, answer.text)
 
 
-def test_any_name_is_allowed_where_more_hosts_can_connect() -> None:
+def test_any_host_name_is_allowed_if_other_hosts_can_connect() -> None:
     assert allowed_hosts(ServerOptions(host="0.0.0.0"), "0.0.0.0") == ("*",)
     assert allowed_hosts(ServerOptions(allowed_hosts=("a", "*")), "127.0.0.1") == ("*",)
     given = allowed_hosts(ServerOptions(host="0.0.0.0", allowed_hosts=("a.example",)), "0.0.0.0")
@@ -119,12 +121,12 @@ def test_an_invalid_host_name_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("origin", ["", "chat.example", "https://chat.example/", "https://Chat.example", "['*']"])
-def test_an_origin_that_no_browser_sends_is_refused(origin: str) -> None:
+def test_invalid_origins_are_refused(origin: str) -> None:
     with pytest.raises(InvalidValueError, match="--cors-origin"):
         check_origins(ServerOptions(cors_origin=(origin,)))
 
 
-def test_origins_of_browsers_are_accepted() -> None:
+def test_valid_origins_are_accepted() -> None:
     check_origins(
         ServerOptions(cors_origin=("*", "null", "https://chat.example", "http://[::1]:3000", "app://localhost"))
     )

@@ -1,4 +1,4 @@
-"""Starting, failing and ending a server; on a tiny model, each test its own launch."""
+"""Starting, failing and ending a server; each test launches its own with a tiny model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import stat
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +24,13 @@ pytestmark = pytest.mark.slow
 Launch = Callable[..., Any]
 
 
-@pytest.fixture
-def start(launch: Launch, tiny_checkpoint: Path) -> Launch:
-    """Launches a server of the tiny model."""
-    return partial(launch, "--model", str(tiny_checkpoint), "--num-pages", "1100")
-
-
 def endless(**options: Any) -> dict[str, Any]:
-    """A request that runs for the whole context."""
+    """Return a request that runs for the whole context."""
     return {"prompt": "Hi", "max_tokens": 16000, "ignore_eos": True, "temperature": 0, **options}
 
 
 def events(response: httpx.Response) -> Iterator[Any]:
-    """The chunks of a stream; ``[DONE]`` as text."""
+    """Return the chunks of a stream; ``[DONE]`` as text."""
     for line in response.iter_lines():
         if line:
             data = line.removeprefix("data: ")
@@ -45,13 +38,13 @@ def events(response: httpx.Response) -> Iterator[Any]:
 
 
 def assert_gone(processes: Iterable[psutil.Process]) -> None:
-    """Python's resource tracker is among them and ends a moment after the launcher."""
+    """Check that the processes end. Python's resource tracker ends a moment after the launcher."""
     _, alive = psutil.wait_procs(list(processes), timeout=120)
     assert not alive
 
 
-def test_the_banner_is_right_and_sighup_drains_requests(start: Launch) -> None:
-    """All processes get SIGHUP, as of a closed terminal; SIGTERM is in test_faults."""
+def test_the_banner_is_correct_and_sighup_drains_requests(start: Launch) -> None:
+    """All processes get SIGHUP, as if a terminal closes. SIGTERM is in test_faults."""
     server = start("--served-model-name", "tiny", "--attn", "torch", "--drain-timeout", "60").wait_started()
     assert "LlamaForCausalLM" in server.banner
     attention = next(line for line in server.banner.splitlines() if line.startswith("attn"))
@@ -62,7 +55,7 @@ def test_the_banner_is_right_and_sighup_drains_requests(start: Launch) -> None:
     assert json.loads(answer)["model"] == "tiny"
     children = server.children()
     assert children.keys() >= {"engine rank 0", "tokenizer 0", "api"}
-    assert "router" not in children, "one replica needs none"
+    assert "router" not in children, "one replica needs no router"
     assert psutil.Process(server.process.pid).cmdline()[0] == "minisgl: launch"
     libraries = {name: {Path(each.path).stem for each in child.memory_maps()} for name, child in children.items()}
     assert [name for name in libraries if "libtorch_cpu" in libraries[name]] == ["engine rank 0"]
@@ -84,7 +77,7 @@ def test_the_banner_is_right_and_sighup_drains_requests(start: Launch) -> None:
     assert server.stderr() == ""
 
 
-def test_the_drain_is_bounded_and_a_second_signal_ends_it(start: Launch) -> None:
+def test_the_drain_has_a_timeout_and_a_second_signal_ends_it(start: Launch) -> None:
     server = start("--drain-timeout", "300").wait_started()
     with httpx.stream("POST", f"{server.url}/v1/completions", json=endless(stream=True), timeout=100) as answer:
         chunks = events(answer)
@@ -116,7 +109,7 @@ def test_sighup_under_nohup_stays_ignored(start: Launch) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_during_a_download_ends_the_launch(launch: Launch, number: signal.Signals) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as hub:  # it never answers
+    with socket.create_server(("127.0.0.1", 0)) as hub:  # it never responds
         hub.settimeout(60)
         server = launch(
             "--model", "owner/name", HF_ENDPOINT=f"http://127.0.0.1:{hub.getsockname()[1]}", HF_HUB_OFFLINE="0"
@@ -150,11 +143,11 @@ def test_startup_errors_are_one_line(launch: Launch, flags: tuple[str, ...], wor
     assert "Port 0" not in message
 
 
-def test_a_failure_of_the_engine_at_the_start_ends_the_launch(launch: Launch, tmp_path: Path) -> None:
+def test_a_failure_of_the_engine_at_startup_ends_the_launch(launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["NoSuchModel"], "vocab_size": 10}')
     (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     server = launch("--model", str(tmp_path))
-    assert server.wait_ended() == 2, "which the user can put right"
+    assert server.wait_ended() == 2, "the user can correct the error"
     assert "engine rank 0" in server.stderr()
 
 
@@ -180,7 +173,7 @@ def test_several_servers_run_side_by_side(start: Launch) -> None:
         assert float(line) == num_tokens, "each counts its own"
 
 
-def test_503_until_ready_and_no_processes_after_a_kill(start: Launch) -> None:
+def test_503_until_ready_and_no_processes_after_sigkill(start: Launch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     server = start("--port", str(port))
@@ -230,7 +223,7 @@ def test_disconnects_free_slots_and_a_full_queue_answers_429(start: Launch) -> N
                     "2 prompts with n=2 are 4 outputs, and the server holds 2 at a time"
                     in never.json()["error"]["message"]
                 )
-        # Both clients have hung up, one with its request running and one with it waiting; else this would wait for long.
+        # Both clients have disconnected, with a running and a waiting request; otherwise this would take long.
         while (answer := client.post(url, json={"prompt": "Hi", "max_tokens": 1})).status_code == 429:
             time.sleep(0.02)
         assert answer.status_code == 200

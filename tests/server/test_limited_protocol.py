@@ -1,4 +1,4 @@
-"""Bounds on connections and on what precedes a request, over real sockets on a server with small ones."""
+"""Limits on connections and headers, over sockets on a server with small limits."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def address() -> Iterator[Address]:
 
 
 def read(connection: socket.socket) -> bytes:
-    """All until the server closes."""
+    """Read until the server closes the connection."""
     connection.settimeout(20)
     return b"".join(iter(lambda: connection.recv(65536), b""))
 
@@ -111,7 +111,7 @@ def ask(address: Address, *parts: bytes) -> bytes:
 
 
 def refusal(answer: bytes) -> tuple[int, str]:
-    """Status and code of an answer that is whole and ends the connection."""
+    """Return status and code of a complete response that ends the connection."""
     head, _, body = answer.partition(b"\r\n\r\n")
     assert b"\r\nConnection: close" in head, answer
     assert f"\r\nContent-Length: {len(body)}\r\n".encode() in head, answer
@@ -166,7 +166,7 @@ def test_short_chunk_extensions_and_trailers_are_dropped(address: Address) -> No
     assert answer.endswith(b'{"bytes":2,"headers":3}'), answer
 
 
-def test_a_body_does_not_count_as_headers(address: Address) -> None:
+def test_bodies_do_not_count_as_headers(address: Address) -> None:
     body = b"b" * 200_000
     first = POST + b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
     answer = ask(address, first + GET[:10], last(GET[10:]))
@@ -207,7 +207,7 @@ def test_too_many_pipelined_requests_end_the_connection(address: Address) -> Non
         assert read_or_reset(connection).count(b"HTTP/1.1") <= MAX_PIPELINED
 
 
-def test_a_closed_connection_ends_the_request_before_a_pipelined_one() -> None:
+def test_a_closed_connection_ends_its_running_request() -> None:
     app = application()
     with serving(app) as (address, _), socket.create_connection(address) as connection:
         connection.sendall(b"GET /stream HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -216,7 +216,7 @@ def test_a_closed_connection_ends_the_request_before_a_pipelined_one() -> None:
         connection.sendall(GET + b"\r\n\x00\x00")
         assert read_or_reset(connection) == b""
         has_ended = app.state.stream_ended.wait(20)
-        app.state.release.set()  # otherwise a stream that goes on would keep the server from ending
+        app.state.release.set()  # otherwise the running stream would keep the server from ending
         assert has_ended
 
 
@@ -231,7 +231,7 @@ def test_an_upgrade_request_is_ignored(address: Address, name: bytes) -> None:
 def test_incomplete_headers_get_408(sent: bytes) -> None:
     with serving(headers_timeout_s=0.5) as (address, _), socket.create_connection(address) as connection:
         connection.sendall(sent)
-        for _ in range(20):  # a byte now and then is no reason to wait longer
+        for _ in range(20):  # single bytes do not extend the timeout
             time.sleep(0.05)
             try:
                 connection.sendall(b"a")
@@ -269,7 +269,7 @@ def test_a_slow_response_does_not_time_out_its_request() -> None:
 
 
 @pytest.mark.parametrize("reads", [False, True])
-def test_a_client_that_reads_nothing_is_disconnected(reads: bool) -> None:
+def test_clients_that_read_nothing_are_disconnected(reads: bool) -> None:
     app = application()
     num_bytes, ended = 32 * 2**20, threading.Event()
 
@@ -307,7 +307,7 @@ def test_unread_responses_are_bounded_over_all_connections() -> None:
     def get_large(address: Address) -> socket.socket:
         connection = stack.enter_context(socket.create_connection(address))
         connection.sendall(last(b"GET /large HTTP/1.1\r\nHost: x\r\n"))
-        assert connection.recv(1, socket.MSG_PEEK)  # the response has begun
+        assert connection.recv(1, socket.MSG_PEEK)  # the response has started
         return connection
 
     with serving(app, max_unread_bytes=2 * num_bytes) as (address, _), ExitStack() as stack:
@@ -317,7 +317,7 @@ def test_unread_responses_are_bounded_over_all_connections() -> None:
         with suppress(ConnectionResetError):
             while part := connections[0].recv(2**16):
                 received += part
-        assert len(received) < num_bytes, "it has waited longest, and was closed"
+        assert len(received) < num_bytes, "the connection that has waited longest is closed"
         for connection in connections[1:]:
             assert len(read(connection)) > num_bytes
         assert len(read(get_large(address))) > num_bytes, "the others have been read"
@@ -349,7 +349,7 @@ def test_blank_lines_keep_no_idle_connection_open() -> None:
 
 
 def read_after_blank_line(connection: socket.socket) -> bytes | None:
-    """Read a part; None while nothing comes, nothing once the connection is closed."""
+    """Read a part. Return None if nothing arrives, and nothing once the connection is closed."""
     try:
         connection.sendall(b"\r\n")
         return connection.recv(65536)
@@ -373,7 +373,7 @@ def test_unfinished_headers_are_bounded_over_all_connections() -> None:
                 answers.append(b"")
         assert [answer[9:12] for answer in answers] == [b"", b"", b"503", b"503", b"503"]
         assert bounds.num_unfinished_bytes > 80_000
-        assert ask(address, last(GET)).startswith(b"HTTP/1.1 200 "), "whole requests are served all the same"
+        assert ask(address, last(GET)).startswith(b"HTTP/1.1 200 "), "complete requests are still served"
         stack.close()
         deadline = time.monotonic() + 10
         while bounds.num_unfinished_bytes:
@@ -392,7 +392,7 @@ def test_connections_beyond_the_total_get_503() -> None:
         assert ask(address, last(GET)).startswith(b"HTTP/1.1 200 ")
 
 
-def test_connections_of_this_host_are_not_counted_by_address() -> None:
+def test_connections_from_this_host_have_no_address_limit() -> None:
     with serving(max_per_address=1) as (address, _), socket.create_connection(address):
         assert ask(address, last(GET)).startswith(b"HTTP/1.1 200 ")
 

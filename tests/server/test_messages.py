@@ -1,4 +1,4 @@
-"""Anthropic's Messages API by the real `anthropic` client, from a real server on the embedded model."""
+"""Anthropic's Messages API with the `anthropic` client and a server of the embedded model."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def events_of(client: anthropic.Anthropic, **options: Any) -> list[Any]:
     return list(ask(client, stream=True, **options))  # type: ignore[call-overload]
 
 
-def test_text_equals_that_of_a_chat(claude: anthropic.Anthropic, client: openai.OpenAI) -> None:
+def test_text_equals_that_of_a_chat_completion(claude: anthropic.Anthropic, client: openai.OpenAI) -> None:
     answer = ask(claude, metadata={"user_id": "me"}, service_tier="auto")
     expected = chat(client, [{"role": "user", "content": QUESTION}])
     [block] = answer.content
@@ -113,8 +113,8 @@ def test_events_come_in_order(claude: anthropic.Anthropic) -> None:
         assert stream.get_final_message().to_dict()["content"] == whole.to_dict()["content"]
 
 
-def test_events_have_their_own_schema(http: httpx.Client) -> None:
-    """The client does not validate, so its models are asked to."""
+def test_events_match_their_schema(http: httpx.Client) -> None:
+    """The client does not validate events, so the test validates them with its models."""
     event_type: TypeAdapter[Any] = TypeAdapter(types.RawMessageStreamEvent)
     body = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 30, "stream": True}
     for more in ({}, {"tools": [TOOL], "tool_choice": {"type": "any"}}):
@@ -137,7 +137,7 @@ def test_the_stop_reason_is_returned(claude: anthropic.Anthropic) -> None:
     assert (delta.stop_reason, delta.stop_sequence) == ("stop_sequence", word)
 
 
-def test_a_tool_is_used_and_its_result_goes_back(claude: anthropic.Anthropic, client: openai.OpenAI) -> None:
+def test_tool_calls_and_results(claude: anthropic.Anthropic, client: openai.OpenAI) -> None:
     answer = ask(claude, tools=[TOOL, OTHER], tool_choice={"type": "tool", "name": "set_unit"})
     [use] = answer.content
     assert isinstance(use, types.ToolUseBlock)
@@ -182,13 +182,13 @@ def test_a_call_streams_its_input(claude: anthropic.Anthropic) -> None:
     assert cut.stop_reason == "max_tokens"
 
 
-def test_unused_tools_are_left_out(claude: anthropic.Anthropic) -> None:
+def test_tool_choice_none_omits_the_tools(claude: anthropic.Anthropic) -> None:
     answer = ask(claude, tools=[TOOL], tool_choice={"type": "none"})
     assert [block.type for block in answer.content] == ["text"]
     assert answer.content == ask(claude).content
 
 
-def test_output_fits_its_schema(claude: anthropic.Anthropic) -> None:
+def test_output_matches_its_schema(claude: anthropic.Anthropic) -> None:
     answer = ask(claude, output_config={"format": {"type": "json_schema", "schema": UNIT}}, max_tokens=100)
     jsonschema.validate(json.loads(answer.content[0].text), UNIT)  # type: ignore[union-attr]
 
@@ -253,7 +253,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_by_name(http: httpx.Client, name: str) -> None:
+def test_invalid_fields_are_refused_by_name(http: httpx.Client, name: str) -> None:
     body, param = REFUSED[name]
     defaults = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
     answer = http.post("/v1/messages", json=defaults | body)
@@ -264,7 +264,7 @@ def test_refused_by_name(http: httpx.Client, name: str) -> None:
     assert param in error["error"]["message"]
 
 
-def test_errors_are_the_clients_own(claude: anthropic.Anthropic, http: httpx.Client) -> None:
+def test_the_client_raises_its_error_classes(claude: anthropic.Anthropic, http: httpx.Client) -> None:
     with pytest.raises(anthropic.NotFoundError) as missing:
         ask(claude, model="another")
     assert missing.value.body["error"]["type"] == "not_found_error"  # type: ignore[index, call-overload]
@@ -298,7 +298,7 @@ def test_fields_without_effect_are_accepted(http: httpx.Client) -> None:
 
 @pytest.fixture(scope="module")
 def locked(launch_shared: Callable[..., Any]) -> Any:
-    """A server with a key, that takes what comes before a tag for reasoning content."""
+    """Server with an API key, whose outputs begin with reasoning content up to a tag."""
     flags = [
         "--dtype",
         "float32",
@@ -331,7 +331,7 @@ def test_a_key_may_be_in_either_header(locked: Any) -> None:
         ask(client)
 
 
-def test_reasoning_content_is_a_block(locked: Any) -> None:
+def test_reasoning_content_is_a_thinking_block(locked: Any) -> None:
     with made(locked.url, api_key="secret") as client:
         answer = ask(client, max_tokens=5)
         [block] = answer.content
@@ -347,7 +347,7 @@ def test_reasoning_content_is_a_block(locked: Any) -> None:
         assert ask(client, turns, max_tokens=2).role == "assistant"
 
 
-def test_the_answer_continues_a_last_turn_of_the_assistant(claude: anthropic.Anthropic, client: openai.OpenAI) -> None:
+def test_the_output_continues_a_last_assistant_message(claude: anthropic.Anthropic, client: openai.OpenAI) -> None:
     turns = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": "The capital of Germany is"}]
     answer = ask(claude, turns, max_tokens=3)
     expected = chat(client, turns, max_tokens=3, extra_body={"continue_final_message": True})

@@ -1,4 +1,4 @@
-"""Metrics equal the requests that ran, and the dashboard uses no others."""
+"""Metrics equal the requests that ran, and the dashboard uses only documented metrics."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ DASHBOARD = ROOT / "docs/grafana/minisgl.json"
 
 @pytest.fixture(scope="module")
 def measured(launch_shared: Callable[..., Any], tiny_checkpoint: Path) -> Any:
-    """A server with room for 199 tokens' KV in pages of one, so that requests get into each other's way."""
+    """Server with 199 pages of one token, so that requests compete for pages."""
     flags = ["--page-size", "1", "--num-pages", "200", "--max-seq-len-override", "150", "--max-running-requests", "4"]
     return launch_shared("--model", str(tiny_checkpoint), *flags, "--served-model-name", "tiny").wait_started()
 
@@ -54,7 +54,7 @@ def client(measured: Any) -> Iterator[httpx.Client]:
 
 
 def samples(client: httpx.Client) -> dict[str, float]:
-    """Every sample of the model by its name, with its other labels in braces."""
+    """Return all samples of the model by name, with other labels in braces."""
     found = {}
     for family in text_string_to_metric_families(client.get("/metrics").text):
         for sample in family.samples:
@@ -72,14 +72,14 @@ def complete(client: httpx.Client, num_prompt: int = 5, num_output: int = 3, fir
 
 
 def change(client: httpx.Client, act: Callable[[], None]) -> dict[str, float]:
-    """Return the change of each sample."""
+    """Return the changes of all samples."""
     before = samples(client)
     act()
     return {name: value - before.get(name, 0.0) for name, value in samples(client).items()}
 
 
 def settled(client: httpx.Client, num: float) -> dict[str, float]:
-    """Samples once so many requests have ended in all and none runs: the engine hears of aborts after clients do."""
+    """Return the samples once `num` requests have ended and none runs, as the engine learns of aborts after clients."""
     while True:
         found = samples(client)
         if num_ended(found) == num and found["minisgl_num_requests_running"] == 0:
@@ -92,13 +92,13 @@ def num_ended(found: dict[str, float]) -> float:
 
 
 def test_gauges_exist_before_the_first_request(client: httpx.Client) -> None:
-    """This is the module's first test: dashboards and alerts of a server that nobody has used have values, too."""
+    """This is the module's first test. Dashboards and alerts need values of an unused server, too."""
     found = samples(client)
     for name in ("num_requests_running", "num_requests_waiting", "kv_pages_used", "kv_cache_usage_perc"):
         assert found[f"minisgl_{name}"] == 0
 
 
-def test_counts_and_times_of_two_requests(client: httpx.Client) -> None:
+def test_counters_and_histograms_of_two_requests(client: httpx.Client) -> None:
     elapsed_s = 0.0
 
     def act() -> None:
@@ -110,7 +110,7 @@ def test_counts_and_times_of_two_requests(client: httpx.Client) -> None:
 
     moved = change(client, act)
     assert moved["minisgl_prompt_tokens_total"] == moved["minisgl_prefix_cache_queries_total"] == 10
-    assert moved["minisgl_prefix_cache_hits_total"] == 4, "the last token is computed anew"
+    assert moved["minisgl_prefix_cache_hits_total"] == 4, "the last token is recomputed"
     assert moved["minisgl_generation_tokens_total"] == 6
     assert moved["minisgl_request_success_total{length}"] == 2
     assert moved["minisgl_request_success_total{stop}"] == moved["minisgl_request_success_total{abort}"] == 0
@@ -121,7 +121,9 @@ def test_counts_and_times_of_two_requests(client: httpx.Client) -> None:
     parts = ("request_queue_time", "request_prefill_time", "request_decode_time")
     assert sum(moved[f"minisgl_{part}_seconds_sum"] for part in parts) == pytest.approx(latency)
     assert moved["minisgl_inter_token_latency_seconds_count"] == 4
-    assert 0 < moved["minisgl_inter_token_latency_seconds_sum"] < elapsed_s, "the gaps are within the requests"
+    assert 0 < moved["minisgl_inter_token_latency_seconds_sum"] < elapsed_s, (
+        "inter-token latencies sum to less than the requests"
+    )
     assert moved["minisgl_request_time_per_output_token_seconds_count"] == 2
     assert moved["minisgl_request_prompt_tokens_sum"] == 10
     assert moved["minisgl_request_generation_tokens_sum"] == 6
@@ -130,7 +132,7 @@ def test_counts_and_times_of_two_requests(client: httpx.Client) -> None:
 
 
 def test_gauges_of_running_waiting_and_kv_pages(client: httpx.Client) -> None:
-    """Six long requests: four places, pages for two."""
+    """Six long requests have four slots and pages for two."""
     threads = [
         threading.Thread(target=complete, args=(client, 10, 139), kwargs={"first": 2000 + 100 * index})
         for index in range(6)
@@ -154,7 +156,7 @@ def test_gauges_of_running_waiting_and_kv_pages(client: httpx.Client) -> None:
         assert after[f"minisgl_{name}"] == 0
 
 
-def test_a_stop_text_counts_as_stop(client: httpx.Client) -> None:
+def test_stop_strings_count_as_stop(client: httpx.Client) -> None:
     body = {"prompt": "x", "max_tokens": 100, "temperature": 0}
     text = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
     before = samples(client)
@@ -193,10 +195,10 @@ def test_every_dashboard_expression_uses_known_metrics(client: httpx.Client) -> 
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
     assert len(expressions) >= 12
     exposed = {name.partition("{")[0] for name in samples(client)}
-    asked = {name for expression in expressions for name in re.findall(r"minisgl_\w+", expression)}
-    assert asked <= exposed, asked - exposed
+    used = {name for expression in expressions for name in re.findall(r"minisgl_\w+", expression)}
+    assert used <= exposed, used - exposed
     families = {re.sub(r"_(bucket|sum|count|total|created)$", "", name) for name in exposed}
-    missing = families - {re.sub(r"_(bucket|sum|count|total)$", "", name) for name in asked}
+    missing = families - {re.sub(r"_(bucket|sum|count|total)$", "", name) for name in used}
     assert not missing, "the dashboard shows everything"
 
 
@@ -208,8 +210,8 @@ def test_every_metric_is_in_the_docs(client: httpx.Client) -> None:
     assert listed == {name for name in names if name.startswith("minisgl_")}
 
 
-def test_in_process(tiny_checkpoint: Path) -> None:
-    """A script around `LLM` asks by an environment variable."""
+def test_metrics_of_a_script_with_llm(tiny_checkpoint: Path) -> None:
+    """A script with `LLM` enables metrics by an environment variable."""
     code = f"""
 from prometheus_client import REGISTRY
 from minisgl_core import LLM, SamplingParams
@@ -222,7 +224,7 @@ with LLM({str(tiny_checkpoint)!r}, num_pages=1100) as llm:
     assert done.stdout == "3.0\n", done.stderr
 
 
-def test_a_process_that_ended_leaves_counters_but_no_gauges(tmp_path: Path) -> None:
+def test_ended_processes_leave_counters_but_no_gauges(tmp_path: Path) -> None:
     code = """
         import os
         from minisgl_server.metrics.endpoint import _collect
@@ -243,7 +245,7 @@ def test_a_process_that_ended_leaves_counters_but_no_gauges(tmp_path: Path) -> N
 
 
 def test_metrics_are_disabled_without_disk_space(tmp_path: Path) -> None:
-    """A write to a mapped file on a full disk would kill the process, so the space is allocated before a file is mapped."""
+    """A write to a mapped file on a full disk would kill the process, so space is allocated before mapping."""
     code = """
         import os
         import resource
@@ -271,8 +273,8 @@ def test_metrics_hooks_are_off_by_default(monkeypatch: pytest.MonkeyPatch) -> No
     assert Hooks(Registry.from_environment()).batch_finished is not None
 
 
-def test_latency_between_tokens_in_a_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each step has only a part of the requests there, so the time between two steps is not the latency of their tokens."""
+def test_inter_token_latency_with_pipeline_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step has only some of the requests, so the time between two steps is not the inter-token latency."""
     monkeypatch.setattr(engine_metrics, "time", SimpleNamespace(monotonic=map(float, itertools.count()).__next__))
     metrics = EngineMetrics()
     metrics.engine_started(EngineInfo(**dict.fromkeys(EngineInfo.__struct_fields__, 60) | {"model": "pipeline"}))
@@ -298,7 +300,7 @@ def test_latency_between_tokens_in_a_pipeline(monkeypatch: pytest.MonkeyPatch) -
     assert total == sum(latencies)
 
 
-def test_many_observations_at_once_are_as_many_single_ones() -> None:
+def test_batched_observations_equal_single_ones() -> None:
     single, many = (WeightedHistogram(name, "", buckets=(1.0, 2.0), registry=None) for name in ("single", "many"))
     for amount in (0.5, 1.0, 1.5, 7.0):
         for _ in range(3):
@@ -312,7 +314,7 @@ def test_many_observations_at_once_are_as_many_single_ones() -> None:
 
 
 async def test_concurrent_scrapes_collect_once() -> None:
-    """Each collection takes a thread, of which large request bodies need some, too."""
+    """Each collection takes a thread, which large request bodies need, too."""
     num_collected = 0
 
     async def collect() -> list[Any]:

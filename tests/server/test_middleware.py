@@ -35,7 +35,7 @@ MAX_BODY = 20_000
 
 @pytest.fixture(scope="module")
 def guarded(launch_shared: Callable[..., Any], tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A server with everything switched on."""
+    """Server with all of these options."""
     file = tmp_path_factory.mktemp("keys") / "keys"
     file.write_text(f"\n{KEYS[1]}\n")
     flags = ["--model", str(tiny_checkpoint), "--num-pages", "1100", "--api-key-file", str(file)]
@@ -47,8 +47,8 @@ def guarded(launch_shared: Callable[..., Any], tiny_checkpoint: Path, tmp_path_f
 
 
 @pytest.fixture(scope="module")
-def inside(guarded: Any) -> Iterator[httpx.Client]:
-    """A client with a key."""
+def authenticated(guarded: Any) -> Iterator[httpx.Client]:
+    """Client with an API key."""
     headers = {"Authorization": f"Bearer {KEYS[0]}"}
     with httpx.Client(base_url=guarded.url, timeout=100, headers=headers) as made:
         yield made
@@ -98,7 +98,7 @@ def test_clients_send_the_first_of_several_keys(guarded: Any) -> None:
 
 @pytest.mark.parametrize("trickle", [b"", b"x", b"x" * 400])
 def test_a_body_timeout_frees_its_slot(trickle: bytes) -> None:
-    """A body that sends 400 bytes every 50 ms needs more than an hour for 32 MiB."""
+    """A body at 400 bytes per 50 ms would take more than an hour for 32 MiB."""
     app = FastAPI()
     errors.add_error_handlers(app)
 
@@ -123,7 +123,7 @@ def test_a_body_timeout_frees_its_slot(trickle: bytes) -> None:
                     stalled.sendall(trickle)
             assert time.monotonic() < latest_s
             answer = b""
-            with suppress(ConnectionResetError):  # the server closes with unread bytes
+            with suppress(ConnectionResetError):  # the server closes the connection with unread bytes
                 while part := stalled.recv(4096):
                     answer += part
         assert answer.startswith(b"HTTP/1.1 408 ")
@@ -135,8 +135,8 @@ def test_a_body_timeout_frees_its_slot(trickle: bytes) -> None:
         thread.join()
 
 
-async def test_a_refused_request_takes_no_place() -> None:
-    """Even if its client does not read the refusal."""
+async def test_refused_requests_do_not_count_as_concurrent() -> None:
+    """This holds even if the client does not read the refusal."""
     release = asyncio.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -163,7 +163,7 @@ async def test_a_refused_request_takes_no_place() -> None:
 
 
 @pytest.mark.parametrize("authorization", ["", "Bearer", "Bearer wrong", f"Basic {KEYS[0]}", KEYS[0], "Bearer \xff"])
-def test_without_a_key_only_public_paths_answer(guarded: Any, authorization: str) -> None:
+def test_without_a_key_only_public_paths_are_served(guarded: Any, authorization: str) -> None:
     headers = {"Authorization": authorization.encode("latin-1")}
     with httpx.Client(base_url=guarded.url, timeout=100) as client:
         for path in ("/v1/models", "/metrics", "/openapi.json", "/no/such", "/health/requests", "/docs"):
@@ -177,16 +177,16 @@ def test_without_a_key_only_public_paths_answer(guarded: Any, authorization: str
         assert client.get("/ready", headers=headers).status_code == 200
 
 
-def test_the_clients_error_class(guarded: Any) -> None:
+def test_the_client_raises_its_authentication_error(guarded: Any) -> None:
     client = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="wrong", max_retries=0)
     with client, pytest.raises(openai.AuthenticationError) as caught:
         client.models.list()
     assert caught.value.code == "invalid_api_key"
 
 
-def test_large_bodies_are_refused_before_they_are_read(guarded: Any, inside: httpx.Client) -> None:
+def test_large_bodies_are_refused_before_they_are_read(guarded: Any, authenticated: httpx.Client) -> None:
     fits = {"prompt": "x", "max_tokens": 1, "stop": ["y" * (MAX_BODY - 100)]}
-    assert inside.post("/v1/completions", json=fits).status_code == 200
+    assert authenticated.post("/v1/completions", json=fits).status_code == 200
     port = int(guarded.url.rpartition(":")[2])
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEYS[0]}\r\n"
     chunk = b"1000\r\n" + b" " * 4096 + b"\r\n"
@@ -201,11 +201,11 @@ def test_large_bodies_are_refused_before_they_are_read(guarded: Any, inside: htt
                 answer += part
         assert answer.startswith(b"HTTP/1.1 413 "), answer
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "body_too_large"
-    assert inside.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
+    assert authenticated.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
 
 
-def test_a_client_that_sends_before_it_reads_gets_413(guarded: Any) -> None:
-    """Its connection would break if it were closed before."""
+def test_clients_that_send_before_they_read_get_413(guarded: Any) -> None:
+    """Closing the connection earlier would reset it before the client reads the response."""
 
     async def send(content: Any) -> httpx.Response:
         async with httpx.AsyncClient(base_url=guarded.url, timeout=100) as client:
@@ -222,38 +222,40 @@ def test_a_client_that_sends_before_it_reads_gets_413(guarded: Any) -> None:
         assert answer.json()["error"]["code"] == "body_too_large"
 
 
-def test_too_many_concurrent_requests_get_429(guarded: Any, inside: httpx.Client) -> None:
+def test_too_many_concurrent_requests_get_429(guarded: Any, authenticated: httpx.Client) -> None:
     body = {"prompt": "x", "max_tokens": 16000, "ignore_eos": True, "stream": True}
     native = {"text": "x", "max_tokens": 16000, "ignore_eos": True, "stream": True}
     with (
-        inside.stream("POST", "/v1/completions", json=body) as first,
-        inside.stream("POST", "/generate", json=native) as second,
+        authenticated.stream("POST", "/v1/completions", json=body) as first,
+        authenticated.stream("POST", "/generate", json=native) as second,
     ):
-        chunks = first.iter_lines(), second.iter_lines()  # kept: an iterator that is dropped hangs up
+        chunks = first.iter_lines(), second.iter_lines()  # kept, as a dropped iterator disconnects
         for each in chunks:
             next(each)
-        refused = inside.post("/v1/completions", json={"prompt": "x"})
+        refused = authenticated.post("/v1/completions", json={"prompt": "x"})
         assert refused.status_code == 429
         assert refused.headers["retry-after"] == "1"
         assert refused.json()["error"]["code"] == "too_many_requests"
-        assert inside.get("/v1/models").status_code == 200, "what costs nothing is not counted"
-    while (answer := inside.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})).status_code == 429:
+        assert authenticated.get("/v1/models").status_code == 200, "requests without the engine do not count"
+    while (answer := authenticated.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})).status_code == 429:
         time.sleep(0.02)
-    assert answer.status_code == 200, "clients that hang up make room"
+    assert answer.status_code == 200, "requests of disconnected clients do not count"
 
 
-def test_only_given_cors_origins_are_allowed(guarded: Any, inside: httpx.Client) -> None:
+def test_only_given_cors_origins_are_allowed(guarded: Any, authenticated: httpx.Client) -> None:
     wish = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
     preflight = httpx.options(f"{guarded.url}/v1/completions", headers={"Origin": "https://b.example", **wish})
     assert preflight.status_code == 200
     assert preflight.headers["access-control-allow-origin"] == "https://b.example"
     refused = httpx.options(f"{guarded.url}/v1/completions", headers={"Origin": "https://c.example", **wish})
     assert "access-control-allow-origin" not in refused.headers
-    answer = inside.get("/v1/models", headers={"Origin": "https://a.example"})
+    answer = authenticated.get("/v1/models", headers={"Origin": "https://a.example"})
     assert answer.headers["access-control-allow-origin"] == "https://a.example"
     closed = httpx.get(f"{guarded.url}/v1/models", headers={"Origin": "https://a.example"})
     assert closed.status_code == 401
-    assert closed.headers["access-control-allow-origin"] == "https://a.example", "so that the page can read why"
+    assert closed.headers["access-control-allow-origin"] == "https://a.example", (
+        "pages need the CORS header to read the error"
+    )
 
 
 def test_no_origin_is_allowed_by_default(http: httpx.Client) -> None:
@@ -262,15 +264,17 @@ def test_no_origin_is_allowed_by_default(http: httpx.Client) -> None:
     assert http.options("/v1/models", headers={"Origin": "https://a.example"}).status_code == 405
 
 
-def test_responses_have_request_ids(guarded: Any, inside: httpx.Client) -> None:
-    given = inside.post("/generate", json={"text": "x", "max_tokens": 2}, headers={"X-Request-Id": "my:request/7"})
+def test_responses_have_request_ids(guarded: Any, authenticated: httpx.Client) -> None:
+    given = authenticated.post(
+        "/generate", json={"text": "x", "max_tokens": 2}, headers={"X-Request-Id": "my:request/7"}
+    )
     assert given.headers["x-request-id"] == "my:request/7"
     assert "my:request/7" in given.json()["meta_info"]["id"]
     for bad in ("a b", "a" * 129, "é".encode()):
-        fresh = inside.get("/v1/models", headers={"X-Request-Id": bad}).headers["x-request-id"]
+        fresh = authenticated.get("/v1/models", headers={"X-Request-Id": bad}).headers["x-request-id"]
         assert re.fullmatch(r"[0-9a-f]{16}", fresh)
     for path, status in (("/no/such", 404), ("/v1/completions", 405)):
-        answer = inside.get(path, headers={"X-Request-Id": f"id-{status}"})
+        answer = authenticated.get(path, headers={"X-Request-Id": f"id-{status}"})
         assert (answer.status_code, answer.headers["x-request-id"]) == (status, f"id-{status}")
     ours = [line for line in lines(guarded) if "my:request/7" in line.get("request_id", "")]
     assert {line["process"] for line in ours} == {"api", "tokenizer 0", "engine rank 0"}
@@ -281,21 +285,25 @@ def test_responses_have_request_ids(guarded: Any, inside: httpx.Client) -> None:
     assert cut["status"] == 200
 
 
-def test_plugin_routes_need_the_flag_and_the_api_key(guarded: Any, inside: httpx.Client, http: httpx.Client) -> None:
-    assert inside.get("/example").json() == {"greeting": "hello from minisgl-example"}
+def test_plugin_routes_need_the_flag_and_the_api_key(
+    guarded: Any, authenticated: httpx.Client, http: httpx.Client
+) -> None:
+    assert authenticated.get("/example").json() == {"greeting": "hello from minisgl-example"}
     assert httpx.get(f"{guarded.url}/example").status_code == 401
     assert http.get("/example").status_code == 404
 
 
-def test_errors_contain_no_keys(guarded: Any, inside: httpx.Client) -> None:
-    inside.get(f"/v1/models?key={KEYS[0]}")
-    told = guarded.banner + guarded.stderr() + inside.get("/openapi.json").text + inside.get("/metrics").text
+def test_errors_contain_no_keys(guarded: Any, authenticated: httpx.Client) -> None:
+    authenticated.get(f"/v1/models?key={KEYS[0]}")
+    exposed = (
+        guarded.banner + guarded.stderr() + authenticated.get("/openapi.json").text + authenticated.get("/metrics").text
+    )
     processes = [psutil.Process(guarded.process.pid), *guarded.children().values()]
     assert len(processes) >= 4
-    told += " ".join(word for process in processes for word in process.cmdline())
+    exposed += " ".join(word for process in processes for word in process.cmdline())
     assert not any("MINISGL_API_KEY" in each.environ() for each in processes[1:])
-    assert not [key for key in KEYS if key in told]
-    assert "/v1/models" in told
+    assert not [key for key in KEYS if key in exposed]
+    assert "/v1/models" in exposed
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Endpoints besides OpenAI's, and the OpenAPI document: on the embedded model."""
+"""Endpoints besides OpenAI's, and the OpenAPI document, with the embedded model."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def generate(http: httpx.Client, **body: Any) -> Any:
 
 
 def refused(http: httpx.Client, path: str, body: dict[str, Any]) -> str:
-    """The field at fault."""
+    """Return the field of the error."""
     answer = http.post(path, json=body)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["type"] == "invalid_request_error"
     return str(answer.json()["error"]["param"])
 
 
-def test_every_documented_body_is_answered(http: httpx.Client) -> None:
+def test_all_documented_bodies_are_accepted(http: httpx.Client) -> None:
     blocks = list(BLOCK.finditer(DOCS))
     assert [block["path"] for block in blocks] == ["/generate", "/tokenize", "/detokenize"]
     for block in blocks:
@@ -46,7 +46,7 @@ def test_every_documented_body_is_answered(http: httpx.Client) -> None:
         assert answer
 
 
-def test_tokenize_and_back(http: httpx.Client, engine_tokenizer: Any) -> None:
+def test_tokenize_and_detokenize(http: httpx.Client, engine_tokenizer: Any) -> None:
     tokens = post(http, "/tokenize", {"prompt": PROMPT})
     assert tokens["tokens"] == engine_tokenizer(PROMPT)["input_ids"]
     assert tokens["count"] == len(tokens["tokens"])
@@ -95,7 +95,7 @@ def test_tokenize_refuses_invalid_fields(http: httpx.Client) -> None:
     assert http.post("/tokenize", json={"model": "gpt-4", "prompt": "x"}).status_code == 404
 
 
-def test_generate_answers_as_completions_do(http: httpx.Client, engine_tokenizer: Any) -> None:
+def test_generate_equals_completions(http: httpx.Client, engine_tokenizer: Any) -> None:
     ids = engine_tokenizer(PROMPT)["input_ids"]
     completion = post(http, "/v1/completions", {"prompt": PROMPT, "max_tokens": 4, "temperature": 0})
     for prompt in ({"text": PROMPT}, {"prompt": PROMPT}, {"input_ids": ids}):
@@ -127,7 +127,7 @@ def test_generate_of_several_prompts_has_finish_reasons(http: httpx.Client) -> N
     assert [token for _, token, _ in ended["meta_info"]["output_token_logprobs"]] == [2], "the end has one, too"
 
 
-def test_generate_streams_all_of_the_text_so_far(http: httpx.Client) -> None:
+def test_generate_streams_the_cumulative_text(http: httpx.Client) -> None:
     whole = generate(http, text=PROMPT)
     body = {"text": [PROMPT, PROMPT], "sampling_params": {"temperature": 0, "max_new_tokens": 4}, "stream": True}
     last: dict[int, Any] = {}
@@ -189,7 +189,7 @@ def test_generate_follows_structured_output_fields(http: httpx.Client, form: dic
         ({"text": "x", "sampling_params": {"stop_token_ids": [49152]}}, "sampling_params.stop_token_ids"),
     ],
 )
-def test_generate_refuses_by_name(http: httpx.Client, body: dict[str, Any], param: str) -> None:
+def test_generate_refuses_invalid_fields_by_name(http: httpx.Client, body: dict[str, Any], param: str) -> None:
     assert refused(http, "/generate", body) == param
 
 
@@ -224,8 +224,8 @@ def test_the_openapi_document_is_valid(document: dict[str, Any]) -> None:
     assert document["paths"].keys() >= {"/generate", "/tokenize", "/detokenize", "/metrics", "/ready", "/health"}
 
 
-def test_answers_are_as_the_document_says(http: httpx.Client, document: dict[str, Any]) -> None:
-    """Bodies sent fit the schema of bodies, and answers that of their status."""
+def test_responses_match_the_openapi_document(http: httpx.Client, document: dict[str, Any]) -> None:
+    """Request bodies match their schemas, and responses those of their status."""
     chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
     calls: list[tuple[str, str, dict[str, Any] | None]] = [
         ("post", "/v1/chat/completions", chat | {"logprobs": True, "top_logprobs": 1}),

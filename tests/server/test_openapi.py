@@ -1,4 +1,4 @@
-"""Requests that schemathesis generates from the OpenAPI document: none of them breaks the server."""
+"""Requests that schemathesis generates from the OpenAPI document do not break the server."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from minisgl_server.options import ServerOptions
 pytestmark = pytest.mark.slow
 
 MAX_EXAMPLES = int(os.environ.get("MINISGL_OPENAPI_EXAMPLES", "15"))
-"""Random requests an operation, besides those that schemathesis derives from each keyword of the document."""
+"""Random requests per operation, besides those that schemathesis derives from each keyword of the document."""
 CONFIG = {
     "generation": {"deterministic": True, "database": "none", "max-examples": MAX_EXAMPLES, "no-shrink": True},
-    # Their meaning is not in the document: that of numbers' bounds, of fields that exclude each other, of keys.
+    # Their rules are not in the document: bounds of numbers, exclusive fields and API keys.
     "checks": {name: {"enabled": False} for name in ("positive_data_acceptance", "ignored_auth")},
 }
 ANSWER_S = 150.0
-"""Longer than any request takes here: no answer by then is a hang."""
+"""Timeout that is longer than any request of these tests."""
 
 LIMITS = {
     **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens", "n"), (1, 3)),
@@ -34,7 +34,7 @@ LIMITS = {
 }
 """Narrower than the document: answers end soon, and min_tokens is at most max_tokens."""
 BOUNDED = {"temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "n"}
-"""Fields whose numbers the document bounds as the server does."""
+"""Fields with equal bounds in the document and in the server."""
 EXCLUSIVE = (
     ("max_tokens", "max_completion_tokens", "max_new_tokens"),
     ("seed", "sampling_seed"),
@@ -60,14 +60,14 @@ NEEDS = {
 }
 """Fields that are nothing without another."""
 
-# The document does not depend on the engine; schemathesis wants it when tests are collected.
+# The document does not depend on the engine; schemathesis needs it at collection.
 DOCUMENT = create_app(cast(EngineClient, None), ServerOptions()).openapi()
 api = schemathesis.openapi.from_dict(DOCUMENT, config=schemathesis.Config.from_dict(CONFIG))
 
 
 @pytest.fixture(scope="module")
 def tried(launch_shared: Callable[..., Any], tiny_checkpoint: Path) -> Any:
-    """A server whose answers end soon, whatever max_tokens says."""
+    """Server with short outputs, whatever max_tokens is."""
     flags = ["--model", str(tiny_checkpoint), "--max-seq-len-override", "256", "--num-pages", "1100"]
     return launch_shared(*flags, "--tool-call-parser", "hermes").wait_started()
 
@@ -78,8 +78,8 @@ def session() -> Iterator[requests.Session]:
         yield made
 
 
-def made_answerable(body: dict[str, Any]) -> dict[str, Any]:
-    """Less of a body that fits the document: what the server refuses all the same is changed, so that the engine sees it."""
+def make_acceptable(body: dict[str, Any]) -> dict[str, Any]:
+    """Return a changed body that the server accepts, as the document does not describe all rules."""
     kept = {name: value for name, value in body.items() if value is not None and name not in ("model", "logit_bias")}
     for group in EXCLUSIVE:
         given = [name for name in group if name in kept]
@@ -91,7 +91,7 @@ def made_answerable(body: dict[str, Any]) -> dict[str, Any]:
             kept[name] = type(number)(min(max(number, low), high)) or low
     for name in ("n", "top_k"):
         if isinstance(number := kept.get(name), float):
-            kept[name] = int(number)  # JSON Schema counts 3.0 among the integers, the server does not
+            kept[name] = int(number)  # JSON Schema accepts 3.0 as an integer, the server does not
     for name, other in NEEDS.items():
         if not kept.get(other):
             kept.pop(name, None)
@@ -102,7 +102,7 @@ def made_answerable(body: dict[str, Any]) -> dict[str, Any]:
         kept["messages"] = [{"role": "user", "content": each.get("content") or "Hi"} for each in kept["messages"]]
     kept.pop("previous_response_id", None)
     if nested := kept.get("sampling_params"):
-        kept["sampling_params"] = made_answerable(nested)
+        kept["sampling_params"] = make_acceptable(nested)
         for name in ("max_tokens", "ignore_eos"):
             kept.pop(name, None)
     return kept
@@ -114,7 +114,7 @@ def test_every_response_is_documented_and_none_is_a_5xx(
 ) -> None:
     is_meant = case.meta is not None and case.meta.generation.mode.is_positive
     if is_meant and isinstance(case.body, dict):
-        case.body = made_answerable(case.body)
+        case.body = make_acceptable(case.body)
         if case.path == "/v1/responses":
             case.body.setdefault("max_output_tokens", 3)
         if case.path == "/v1/chat/completions" and not {"max_tokens", "max_completion_tokens"} & set(case.body):
@@ -126,22 +126,22 @@ def test_every_response_is_documented_and_none_is_a_5xx(
 
 
 @pytest.mark.parametrize("name", sorted(BOUNDED | {"max_tokens", "min_tokens"}))
-def test_bounds_of_the_document_are_those_of_the_server(tried: Any, session: requests.Session, name: str) -> None:
+def test_documented_bounds_equal_those_of_the_server(tried: Any, session: requests.Session, name: str) -> None:
     described = DOCUMENT["components"]["schemas"]["CompletionRequest"]["properties"][name]
     allowed = [described[key] for key in ("minimum", "maximum") if key in described]
     if "exclusiveMinimum" in described:
-        assert not is_taken(tried, session, name, described["exclusiveMinimum"])
+        assert not is_accepted(tried, session, name, described["exclusiveMinimum"])
     for bound in allowed:
-        if name not in ("n", "max_tokens"):  # these cost what they say
-            assert is_taken(tried, session, name, bound), bound
+        if name not in ("n", "max_tokens"):  # the largest values would take long
+            assert is_accepted(tried, session, name, bound), bound
     step = 1 if described["anyOf"][0]["type"] == "integer" else 1e-3
     for key, sign in (("minimum", -1), ("maximum", 1)):
         if key in described:
             beyond = described[key] + sign * step
-            assert not is_taken(tried, session, name, int(beyond) if step == 1 else beyond), beyond
+            assert not is_accepted(tried, session, name, int(beyond) if step == 1 else beyond), beyond
 
 
-def is_taken(tried: Any, session: requests.Session, name: str, value: float) -> bool:
+def is_accepted(tried: Any, session: requests.Session, name: str, value: float) -> bool:
     body = {"prompt": "x", "max_tokens": 2, name: value}
     answer = session.post(f"{tried.url}/v1/completions", json=body, timeout=ANSWER_S)
     if answer.status_code == 400:
@@ -199,7 +199,7 @@ def test_no_structured_output_stalls_the_server(tried: Any, session: requests.Se
 
 
 def test_no_state_or_file_is_left_behind(tried: Any) -> None:
-    """After all of that: no state of a request, no complaint of the server, and it serves."""
+    """After all tests, no request is left, the server has logged no error, and it still serves."""
     with httpx.Client(base_url=tried.url, timeout=ANSWER_S) as http:
         while any((counts := http.get("/health/requests").json()).values()):
             assert set(counts) >= {"api", "running", "waiting"}, counts

@@ -1,4 +1,4 @@
-"""Features that flags turn on or off, on one server with all of these flags."""
+"""Features that flags enable or disable, on one server with all of these flags."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def test_a_server_without_a_store_stores_nothing(server: Any) -> None:
         assert caught.value.param == "store"
 
 
-def test_a_template_with_thinking_gets_its_variable(server: Any) -> None:
-    """The number of the prompt's tokens says what the template was told."""
+def test_reasoning_effort_sets_the_thinking_variable(server: Any) -> None:
+    """The number of prompt tokens shows the variable's value."""
     body = {"model": "served", "messages": [{"role": "user", "content": "Hi"}]}
     with httpx.Client(base_url=server.url, timeout=100) as http:
         body["model"] = http.get("/v1/models").json()["data"][0]["id"]
@@ -60,7 +60,7 @@ def test_web_ui_prompts_includes_text_in_the_state(server: Any) -> None:
         prompt = "You keep the bees of the abbey, and you answer whatever the novices ask about honey."
         body = {"prompt": prompt, "max_tokens": 16000, "ignore_eos": True, "stream": True}
         with http.stream("POST", "/v1/completions", json=body) as answer:
-            lines = answer.iter_lines()  # kept: an iterator that is dropped hangs up
+            lines = answer.iter_lines()  # kept, as a dropped iterator disconnects
             next(lines)
             state = http.get("/engine/state").json()
         assert state["has_text"] is True

@@ -1,4 +1,4 @@
-"""Routes for load balancers and clients of other servers, HEAD requests, and trailing slashes."""
+"""Routes for load balancers and clients of other servers, HEAD requests and trailing slashes."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def test_head_is_get_without_a_body_on_every_route(http: httpx.Client) -> None:
         assert (got.status_code, head.status_code, head.content) == (status, status, b""), path
         assert got.content
         assert head.headers["content-type"] == got.headers["content-type"]
-        if path not in ("/metrics", "/engine/state"):  # they change
+        if path not in ("/metrics", "/engine/state"):  # their values change
             assert head.headers["content-length"] == str(len(got.content)), path
     assert http.head("/v1/completions").status_code == 405
     assert http.head("/nothing").status_code == 404
-    assert http.get("/health").json() == {"status": "ok"}, "the connection is in order"
+    assert http.get("/health").json() == {"status": "ok"}, "the connection is usable"
 
 
 def test_version_and_ping(http: httpx.Client) -> None:
@@ -56,7 +56,7 @@ def test_models_whose_ids_have_slashes(http: httpx.Client, name: str) -> None:
     assert http.get(f"/v1/models/{name}").json()["id"] == NAME
 
 
-def test_a_trailing_slash_changes_nothing(http: httpx.Client) -> None:
+def test_trailing_slashes_are_ignored(http: httpx.Client) -> None:
     body = {"prompt": "x", "max_tokens": 2, "ignore_eos": True}
     for path in ("/v1/completions/", "/v1/completions//"):
         answer = http.post(path, json=body, follow_redirects=False)

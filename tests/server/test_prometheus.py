@@ -1,4 +1,4 @@
-"""Prometheus itself and the headers with which its versions ask: the names that it stores are the documented ones."""
+"""Prometheus with the headers of its versions stores the documented names."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def scraped(launch_shared: Callable[..., Any], tiny_checkpoint: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def prometheus(scraped: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """Scrapes the server every second, with the configuration that the docs show but for the port."""
+    """Prometheus that scrapes the server every second, with the documented configuration except the port."""
     if PROMETHEUS is None:
         pytest.skip("Prometheus is not installed")
     folder = tmp_path_factory.mktemp("prometheus")
@@ -96,7 +96,7 @@ def wait_for(prometheus: httpx.Client, expression: str, value: float) -> None:
         try:
             if (found := query(prometheus, expression)) == [value]:
                 return
-        except (httpx.TransportError, ValueError) as error:  # it starts
+        except (httpx.TransportError, ValueError) as error:  # Prometheus starts
             found = error
         time.sleep(0.2)
     raise AssertionError(f"{expression} gives {found!r}, not {value}")
@@ -118,7 +118,7 @@ def test_names_are_the_same_to_every_prometheus(scraped: Any, version: str) -> N
         sample.name for family in parse_text(httpx.get(f"{scraped.url}/metrics").text) for sample in family.samples
     }
     assert {name for name in plain if not name.endswith("_created")} <= found
-    assert all(re.fullmatch(r"[a-z_][a-z0-9_]*", name) for name in found), "no colons, which rules keep"
+    assert all(re.fullmatch(r"[a-z_][a-z0-9_]*", name) for name in found), "colons are reserved for recording rules"
 
 
 def test_prometheus_answers_the_documented_queries(scraped: Any, prometheus: httpx.Client) -> None:
@@ -139,5 +139,5 @@ def test_every_panel_of_the_dashboard_has_values(scraped: Any, prometheus: httpx
     dashboard = json.loads((ROOT / "docs/grafana/minisgl.json").read_text())
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
     for expression in expressions:
-        asked = expression.replace("$__rate_interval", "1m").replace("$model_name", "tiny")
-        assert query(prometheus, asked), expression
+        concrete = expression.replace("$__rate_interval", "1m").replace("$model_name", "tiny")
+        assert query(prometheus, concrete), expression

@@ -1,4 +1,4 @@
-"""Fields of vLLM's, SGLang's and OpenAI's newer requests, against a real server with the embedded model."""
+"""Request fields of vLLM, SGLang and newer OpenAI versions, with a server of the embedded model."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_fields_without_effect_are_accepted(http: httpx.Client) -> None:
     assert complete(http, **NEUTRAL, suffix="")["choices"] == complete(http)["choices"]
 
 
-def test_stop_texts_and_tokens_are_included(http: httpx.Client, engine_tokenizer: Any) -> None:
+def test_stop_strings_and_tokens_are_included(http: httpx.Client, engine_tokenizer: Any) -> None:
     text = chat(http)["choices"][0]["message"]["content"]
     stop = text[4:9]
     for options in ({"stop": [stop]}, {"stop_token_ids": engine_tokenizer(text)["input_ids"][2:3]}):
@@ -112,7 +112,7 @@ def test_allowed_tokens_and_bad_words(http: httpx.Client, engine_tokenizer: Any)
         assert not any(word in found for word in bad_words), found
     [choice] = chat(http, bad_words=["Paris"], regex="Paris|Rome", return_token_ids=True)["choices"]
     assert choice["message"]["content"] in ("Paris", "Rome")
-    assert engine_tokenizer("Paris")["input_ids"][0] not in choice["token_ids"], "it is spelled by other tokens"
+    assert engine_tokenizer("Paris")["input_ids"][0] not in choice["token_ids"], "other tokens give the same text"
 
 
 def test_a_cache_salt_separates_the_prefix_cache(http: httpx.Client) -> None:
@@ -169,7 +169,7 @@ def test_logprobs_of_prompts(http: httpx.Client, engine_tokenizer: Any) -> None:
     assert refused.json()["error"]["param"] == "prompt_logprobs"
 
 
-def test_tokens_named_by_their_ids(http: httpx.Client, engine_tokenizer: Any) -> None:
+def test_return_tokens_as_token_ids(http: httpx.Client, engine_tokenizer: Any) -> None:
     ids = chat(http, return_token_ids=True, max_tokens=5)["choices"][0]["token_ids"]
     expected = [f"token_id:{token}" for token in ids]
     content = chat(http, logprobs=True, top_logprobs=1, return_tokens_as_token_ids=True, max_tokens=5)["choices"][0][
@@ -184,7 +184,7 @@ def test_tokens_named_by_their_ids(http: httpx.Client, engine_tokenizer: Any) ->
     assert list(logprobs["top_logprobs"][1]) == [f"token_id:{ids[1]}"]
 
 
-def test_prompts_are_cut_at_their_beginning(http: httpx.Client, engine_tokenizer: Any) -> None:
+def test_truncation_removes_the_beginning_of_prompts(http: httpx.Client, engine_tokenizer: Any) -> None:
     ids = engine_tokenizer("One two three")["input_ids"]
     [cut] = complete(http, truncate_prompt_tokens=2, return_token_ids=True, echo=True)["choices"]
     assert cut["prompt_token_ids"] == ids[-2:]
@@ -256,7 +256,7 @@ def test_the_last_message_is_continued(http: httpx.Client) -> None:
     answer = chat(http, messages=messages, continue_final_message=True, max_tokens=3)
     assert "Berlin" in answer["choices"][0]["message"]["content"]
     begun = post(http, "/tokenize", messages=messages, add_generation_prompt=False, temperature=None)
-    # The template ends a message with a token and a line break, before which this prompt ends.
+    # The template ends a message with a token and a line break; this prompt ends before them.
     assert answer["usage"]["prompt_tokens"] == begun["count"] - 2
     left = chat(http, messages=messages, add_generation_prompt=False, max_tokens=1)
     assert left["usage"]["prompt_tokens"] == begun["count"]
@@ -271,7 +271,7 @@ def allowed_tools(mode: str, *names: str) -> dict[str, Any]:
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
 
-def test_allowed_tools_narrow_the_calls(http: httpx.Client) -> None:
+def test_allowed_tools_restrict_the_calls(http: httpx.Client) -> None:
     required = chat(http, tools=TOOLS, tool_choice=allowed_tools("required", "time"), max_tokens=60)
     assert {call["function"]["name"] for call in required["choices"][0]["message"]["tool_calls"]} == {"time"}
     auto = chat(http, tools=TOOLS, tool_choice=allowed_tools("auto", "news"), max_tokens=1)
@@ -301,10 +301,10 @@ LONG_MESSAGES = [{"role": "user", "content": "a" * 2**20}] * 3
         ("/v1/chat/completions", {"messages": [*QUESTION, *LONG_MESSAGES]}, "the messages and tools have "),
     ],
 )
-def test_the_context_length_error_is_the_known_sentence(
+def test_the_context_length_error_has_openais_text(
     http: httpx.Client, path: str, body: dict[str, Any], words: str
 ) -> None:
-    """litellm and LangChain look for it."""
+    """litellm and LangChain search for it."""
     answer = http.post(path, json=body)
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
@@ -314,8 +314,11 @@ def test_the_context_length_error_is_the_known_sentence(
 
 
 @pytest.fixture(scope="module")
-def reasoning(launch_shared: Callable[..., Any]) -> Iterator[httpx.Client]:
-    """A server with a short context that allows negative priorities and templates of requests. Outputs begin with reasoning."""
+def reasoning_server(launch_shared: Callable[..., Any]) -> Iterator[httpx.Client]:
+    """Server with a short context that allows negative priorities and templates of requests.
+
+    Outputs begin with reasoning content.
+    """
     flags = ["--reasoning-parser", "deepseek_r1", "--trust-request-chat-template", "--max-seq-len-override", "512"]
     flags += ["--min-priority", "-2"]
     model = ["--dtype", "float32", "--quantization", "none", "--num-pages", "600", "--max-running-requests", "8"]
@@ -324,30 +327,34 @@ def reasoning(launch_shared: Callable[..., Any]) -> Iterator[httpx.Client]:
         yield made
 
 
-def test_a_server_may_allow_negative_priorities(reasoning: httpx.Client) -> None:
+def test_a_server_may_allow_negative_priorities(reasoning_server: httpx.Client) -> None:
     for path, body in ("/v1/completions", {"prompt": "Hi", "max_tokens": 1}), ("/generate", {"text": "Hi"}):
-        assert reasoning.post(path, json=body | {"priority": -2}).status_code == 200
-        refused = reasoning.post(path, json=body | {"priority": -3})
+        assert reasoning_server.post(path, json=body | {"priority": -2}).status_code == 200
+        refused = reasoning_server.post(path, json=body | {"priority": -3})
         assert refused.status_code == 400
         assert "priority=-3 is not valid: must be at least -2." in refused.text
 
 
-def test_a_prompt_is_truncated_to_the_context(reasoning: httpx.Client, engine_tokenizer: Any) -> None:
+def test_prompts_are_truncated_to_the_context(reasoning_server: httpx.Client, engine_tokenizer: Any) -> None:
     text = "once upon a time " * 300
-    long = complete(reasoning, prompt=f"{text}and the end", truncate_prompt_tokens=-1, return_token_ids=True)
+    long = complete(reasoning_server, prompt=f"{text}and the end", truncate_prompt_tokens=-1, return_token_ids=True)
     assert long["usage"]["total_tokens"] == 512
     ids = engine_tokenizer(" time and the end")["input_ids"]
     assert long["choices"][0]["prompt_token_ids"][-len(ids) :] == ids, "the end of the text is kept"
 
 
-def test_reasoning_content_is_separated_and_counted(reasoning: httpx.Client) -> None:
-    answer = chat(reasoning, logprobs=True)
+def test_reasoning_content_is_separated_and_counted(reasoning_server: httpx.Client) -> None:
+    answer = chat(reasoning_server, logprobs=True)
     message, usage = answer["choices"][0]["message"], answer["usage"]
     assert message["content"] == ""
     assert message["reasoning_content"] == message["reasoning"] != ""
     assert usage["completion_tokens_details"] == {"reasoning_tokens": usage["completion_tokens"]}
     chunks = events(
-        reasoning, "/v1/chat/completions", messages=QUESTION, max_tokens=8, stream_options={"include_usage": True}
+        reasoning_server,
+        "/v1/chat/completions",
+        messages=QUESTION,
+        max_tokens=8,
+        stream_options={"include_usage": True},
     )
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
     for name in ("reasoning_content", "reasoning"):
@@ -355,42 +362,42 @@ def test_reasoning_content_is_separated_and_counted(reasoning: httpx.Client) -> 
     assert chunks[-1]["usage"]["completion_tokens_details"] == usage["completion_tokens_details"]
 
 
-def test_reasoning_content_is_left_out_or_stays_in_the_text(reasoning: httpx.Client) -> None:
-    whole = chat(reasoning)
-    without = chat(reasoning, include_reasoning=False)
+def test_reasoning_content_is_omitted_or_stays_in_the_text(reasoning_server: httpx.Client) -> None:
+    whole = chat(reasoning_server)
+    without = chat(reasoning_server, include_reasoning=False)
     assert without["choices"][0]["message"] == {"role": "assistant", "content": "", "refusal": None}
     assert without["usage"]["completion_tokens_details"] == whole["usage"]["completion_tokens_details"]
-    together = chat(reasoning, separate_reasoning=False)["choices"][0]["message"]
+    together = chat(reasoning_server, separate_reasoning=False)["choices"][0]["message"]
     assert together["content"] == whole["choices"][0]["message"]["reasoning"]
     assert "reasoning" not in together
     body = {"messages": QUESTION, "max_tokens": 8, "include_reasoning": False}
-    deltas = [chunk["choices"][0]["delta"] for chunk in events(reasoning, "/v1/chat/completions", **body)]
+    deltas = [chunk["choices"][0]["delta"] for chunk in events(reasoning_server, "/v1/chat/completions", **body)]
     assert all(not delta.get("content") and "reasoning" not in delta for delta in deltas)
 
 
-def test_reasoning_continues_the_last_message(reasoning: httpx.Client) -> None:
+def test_reasoning_continues_the_last_message(reasoning_server: httpx.Client) -> None:
     for content, kind in (
         ("<think>Let me", "reasoning"),
         ("<think>So.</think>The capital", "content"),
         ("The", "content"),
     ):
         messages = [*QUESTION, {"role": "assistant", "content": content}]
-        answer = chat(reasoning, messages=messages, continue_final_message=True, max_tokens=3)
+        answer = chat(reasoning_server, messages=messages, continue_final_message=True, max_tokens=3)
         assert answer["choices"][0]["message"].get(kind), content
         assert bool(answer["usage"]["completion_tokens_details"]["reasoning_tokens"]) == (kind == "reasoning")
 
 
-def test_other_apis_count_reasoning_tokens_alike(reasoning: httpx.Client) -> None:
-    response = post(reasoning, "/v1/responses", input=QUESTION[0]["content"], max_output_tokens=8)
+def test_all_apis_count_reasoning_tokens_alike(reasoning_server: httpx.Client) -> None:
+    response = post(reasoning_server, "/v1/responses", input=QUESTION[0]["content"], max_output_tokens=8)
     assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": response["usage"]["output_tokens"]}
-    body = {"model": chat(reasoning, max_tokens=1)["model"], "messages": QUESTION, "max_tokens": 8}
-    usage = post(reasoning, "/v1/messages", **body)["usage"]
+    body = {"model": chat(reasoning_server, max_tokens=1)["model"], "messages": QUESTION, "max_tokens": 8}
+    usage = post(reasoning_server, "/v1/messages", **body)["usage"]
     assert usage["output_tokens_details"] == {"thinking_tokens": usage["output_tokens"]}
 
 
-def test_reasoning_cannot_be_left_out_without_a_parser(reasoning: httpx.Client) -> None:
+def test_reasoning_cannot_be_omitted_without_a_parser(reasoning_server: httpx.Client) -> None:
     body = {"messages": QUESTION, "include_reasoning": False, "separate_reasoning": False}
-    answer = reasoning.post("/v1/chat/completions", json=body)
+    answer = reasoning_server.post("/v1/chat/completions", json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "include_reasoning")
 
 
@@ -399,13 +406,14 @@ def rendered(http: httpx.Client, tokenizer: Any, **body: Any) -> str:
     return str(tokenizer.decode(answer["prompt_token_ids"], skip_special_tokens=False))
 
 
-def test_a_requests_template_has_every_variable(reasoning: httpx.Client, engine_tokenizer: Any) -> None:
+def test_a_requests_template_has_every_variable(reasoning_server: httpx.Client, engine_tokenizer: Any) -> None:
     said = {"role": "assistant", "content": "b", "reasoning": "r"}
     messages = [{"role": "user", "content": "a"}, said]
     render = {"reasoning_effort": "high", "documents": [{"text": "D"}], "messages": messages}
-    assert rendered(reasoning, engine_tokenizer, **render) == "<user>a<assistant>rb<assistant>high[D]"
+    assert rendered(reasoning_server, engine_tokenizer, **render) == "<user>a<assistant>rb<assistant>high[D]"
     assert (
-        rendered(reasoning, engine_tokenizer, messages=messages, continue_final_message=True) == "<user>a<assistant>rb"
+        rendered(reasoning_server, engine_tokenizer, messages=messages, continue_final_message=True)
+        == "<user>a<assistant>rb"
     )
 
 
@@ -421,16 +429,16 @@ def test_a_requests_template_has_every_variable(reasoning: httpx.Client, engine_
         "",
     ],
 )
-def test_templates_of_requests_have_limits(reasoning: httpx.Client, template: str) -> None:
-    answer = reasoning.post("/v1/chat/completions", json={"messages": QUESTION, "chat_template": template})
+def test_templates_of_requests_have_limits(reasoning_server: httpx.Client, template: str) -> None:
+    answer = reasoning_server.post("/v1/chat/completions", json={"messages": QUESTION, "chat_template": template})
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] in ("messages", "chat_template")
-    assert chat(reasoning, max_tokens=1)["usage"]["completion_tokens"] == 1
+    assert chat(reasoning_server, max_tokens=1)["usage"]["completion_tokens"] == 1
 
 
 @pytest.mark.nightly
 def test_log_probabilities_of_a_long_prompt_are_complete(http: httpx.Client, engine_tokenizer: Any) -> None:
-    """They reach the API server in parts."""
+    """The tokenizer worker sends them to the API server in parts."""
     prompt = "One two three four five. " * 200
     token_ids = engine_tokenizer(prompt)["input_ids"]
     assert len(token_ids) > 1024

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API by the real `openai` client, from a real server on the embedded model."""
+"""OpenAI's Responses API with the `openai` client and a server of the embedded model."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ def test_events_come_in_order_and_are_numbered(client: openai.OpenAI) -> None:
     assert final.usage.output_tokens > 3
 
 
-def test_events_have_their_own_schema(http: httpx.Client) -> None:
-    """The client does not validate, so its models are asked to."""
+def test_events_match_their_schema(http: httpx.Client) -> None:
+    """The client does not validate events, so the test validates them with its models."""
     body = {"input": QUESTION, "stream": True, "max_output_tokens": 30, "temperature": 0}
     tools = {"tools": [TOOL], "tool_choice": "required"}
     logprobs = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
@@ -146,7 +146,7 @@ def test_a_truncated_response_is_incomplete(client: openai.OpenAI) -> None:
     assert (last.type, last.response.status) == ("response.incomplete", "incomplete")
 
 
-def test_a_conversation_goes_on_from_a_stored_response(client: openai.OpenAI) -> None:
+def test_conversations_continue_a_stored_response(client: openai.OpenAI) -> None:
     first = ask(client, instructions="Be short.")
     second = ask(client, input="And of Italy?", previous_response_id=first.id)
     messages = [
@@ -168,7 +168,8 @@ def test_a_stored_response_is_read_listed_and_deleted(client: openai.OpenAI) -> 
     items: list[Any] = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     answer = ask(client, input=[*items, {"role": "user", "content": QUESTION}])
     assert client.responses.retrieve(answer.id) == answer
-    listed = list(client.responses.input_items.list(answer.id, limit=2, order="asc"))  # follows the pages
+    # the client requests the following pages
+    listed = list(client.responses.input_items.list(answer.id, limit=2, order="asc"))
     assert [item.content[0].text for item in listed] == ["Hi", "Hello", QUESTION]  # type: ignore[union-attr]
     assert list(client.responses.input_items.list(answer.id)) == listed[::-1]
     client.responses.delete(answer.id)
@@ -187,7 +188,7 @@ def test_store_false_keeps_nothing(client: openai.OpenAI) -> None:
         client.responses.retrieve(answer.id)
 
 
-def test_a_tool_is_called_and_its_result_goes_back(client: openai.OpenAI) -> None:
+def test_tool_calls_and_results(client: openai.OpenAI) -> None:
     answer = ask(client, tools=[TOOL, OTHER], tool_choice={"type": "function", "name": "set_unit"})
     [call] = answer.output
     assert (call.type, call.name, call.status) == ("function_call", "set_unit", "completed")
@@ -227,7 +228,7 @@ def test_a_call_streams_its_arguments(client: openai.OpenAI) -> None:
     jsonschema.validate(json.loads(done.arguments), UNIT)
 
 
-def test_allowed_tools_leave_the_others_out(client: openai.OpenAI) -> None:
+def test_allowed_tools_omit_the_others(client: openai.OpenAI) -> None:
     choice: Any = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "ring"}]}
     answer = ask(client, tools=[TOOL, OTHER], tool_choice=choice, parallel_tool_calls=False)
     assert [item.name for item in answer.output] == ["ring"]  # type: ignore[union-attr]
@@ -258,7 +259,7 @@ def test_calls_are_parsed_and_sent_back(client: openai.OpenAI) -> None:
     assert ask(client, input=[*QUESTIONS, dumped, result]).status
 
 
-def test_output_is_some_json_object(client: openai.OpenAI) -> None:
+def test_output_is_any_json_object(client: openai.OpenAI) -> None:
     answer = ask(client, text={"format": {"type": "json_object"}}, max_output_tokens=200, extra_body={"seed": 1})
     if answer.status == "completed":
         assert isinstance(json.loads(answer.output_text), dict)
@@ -275,7 +276,7 @@ def test_log_probabilities_of_the_text(client: openai.OpenAI) -> None:
     assert [entry.token for event in deltas for entry in event.logprobs] == [entry.token for entry in part.logprobs]
 
 
-def test_input_tokens_are_those_of_the_response(client: openai.OpenAI) -> None:
+def test_input_tokens_equal_those_of_the_response(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {"input": QUESTION, "instructions": "Be short.", "tools": [TOOL]}
     answer = ask(client, **options, max_output_tokens=1)
     assert answer.usage is not None
@@ -334,7 +335,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_by_name(http: httpx.Client, name: str) -> None:
+def test_invalid_fields_are_refused_by_name(http: httpx.Client, name: str) -> None:
     body, param = REFUSED[name]
     answer = http.post("/v1/responses", json={"input": QUESTION, "max_output_tokens": 4} | body)
     assert answer.status_code == 400, answer.text
@@ -352,7 +353,7 @@ def test_refused_by_name(http: httpx.Client, name: str) -> None:
         ("/input_items?after=a", "after"),
     ],
 )
-def test_queries_are_refused_by_name(client: openai.OpenAI, http: httpx.Client, query: str, param: str) -> None:
+def test_invalid_queries_are_refused_by_name(client: openai.OpenAI, http: httpx.Client, query: str, param: str) -> None:
     answer = http.get(f"/v1/responses/{ask(client, max_output_tokens=1).id}{query}")
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
@@ -384,7 +385,7 @@ def test_fields_without_effect_are_accepted(http: httpx.Client) -> None:
 
 @pytest.fixture(scope="module")
 def small(launch_shared: Callable[..., Any]) -> Iterator[openai.OpenAI]:
-    """A server that keeps few responses, and takes what comes before a tag for reasoning content."""
+    """Server that stores few responses, and whose outputs begin with reasoning content up to a tag."""
     flags = ["--dtype", "float32", "--quantization", "none", "--num-pages", "600", "--reasoning-parser", "deepseek_r1"]
     flags += ["--response-store-size", "9000"]
     made = launch_shared(*flags, "--tool-call-parser", "hermes").wait_started()

@@ -25,7 +25,7 @@ MINISGL = str(Path(sys.executable).with_name("minisgl"))
 
 
 class Terminal:
-    """A ``minisgl shell`` on a terminal of its own."""
+    """``minisgl shell`` in a pseudo-terminal."""
 
     def __init__(self, home: Path, *flags: str) -> None:
         environ = {**os.environ, "XDG_STATE_HOME": str(home), "PROMPT_TOOLKIT_NO_CPR": "1", "TERM": "xterm"}
@@ -38,7 +38,7 @@ class Terminal:
         os.write(self._fd, keys.encode())
 
     def wait_for(self, pattern: str) -> str:
-        """Read until the screen shows `pattern` after what was waited for before; returns what came up to it."""
+        """Read until the screen shows `pattern` after the previous match. Return the output up to it."""
         while not (found := re.search(pattern, self.screen, re.DOTALL)):
             if not select.select([self._fd], [], [], 60)[0]:
                 pytest.fail(f"waited for {pattern!r}, the screen has {self.screen!r}")
@@ -51,7 +51,7 @@ class Terminal:
             while os.read(self._fd, 65536):
                 pass
         except OSError:
-            pass  # how Linux tells the end of a terminal
+            pass  # Linux reports the end of a terminal by this error
         os.close(self._fd)
         return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
 
@@ -67,7 +67,7 @@ def flags(request: pytest.FixtureRequest, tiny_checkpoint: Path) -> Iterator[lis
 
 
 def test_on_a_terminal(flags: list[str], tmp_path: Path) -> None:
-    """A random model answers without end, so that Ctrl-C finds it answering."""
+    """A random model generates without end, so that Ctrl-C interrupts an output."""
     terminal = Terminal(tmp_path, *flags)
     terminal.wait_for("/help lists the commands")
     terminal.wait_for(PROMPT)
@@ -101,7 +101,7 @@ def test_on_a_terminal(flags: list[str], tmp_path: Path) -> None:
     assert history.count("Tell me more") == 2
 
 
-def test_a_second_ctrl_c_does_not_wait_for_text(tiny_checkpoint: Path) -> None:
+def test_a_second_ctrl_c_ends_the_shell_immediately(tiny_checkpoint: Path) -> None:
     def press_twice(piece: str, is_reasoning: bool) -> None:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
@@ -142,7 +142,7 @@ def test_ctrl_c_in_a_pipe_ends_the_shell(server: Any, monkeypatch: pytest.Monkey
     assert [message["content"] for message in conversation.messages if message["role"] == "user"] == ["Hi"]
 
 
-def test_the_history_may_be_unwritable(server: Any, tmp_path: Path) -> None:
+def test_the_history_file_may_be_unwritable(server: Any, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     terminal = Terminal(tmp_path / "file", "--url", server.url)
     terminal.wait_for("The history of lines is not kept: .*Not a directory")
@@ -177,11 +177,11 @@ Hi
         "ignore_eos True",
     ]
     assert "Answer in French." in lines[6:]
-    assert "tok/s" not in done.stdout, "quiet in a pipe"
+    assert "tok/s" not in done.stdout, "nothing else is written to a pipe"
 
 
 @pytest.mark.parametrize("separator", ["\u2028", "\u0085"])
-def test_an_answer_may_hold_unicode_line_separators(server: Any, separator: str) -> None:
+def test_outputs_may_contain_unicode_line_separators(server: Any, separator: str) -> None:
     shown: list[str] = []
     answer = f"first{separator}second"
     settings = {"temperature": 0, "structured_outputs": {"choice": [answer]}}
@@ -195,11 +195,11 @@ def test_an_answer_may_hold_unicode_line_separators(server: Any, separator: str)
 @pytest.mark.parametrize(
     ("line", "value"), [("stop 5", "5"), ("stop null", "null"), ('stop "5"', "5"), ('stop ["a", "b"]', ["a", "b"])]
 )
-def test_a_stop_setting_is_a_text_unless_it_is_a_list(line: str, value: Any) -> None:
+def test_a_stop_setting_is_a_string_or_a_list(line: str, value: Any) -> None:
     assert parse_setting(line) == ("stop", value)
 
 
-def test_a_line_that_is_not_text_is_refused(server: Any) -> None:
+def test_invalid_utf8_is_refused(server: Any) -> None:
     environ = {**os.environ, "PYTHONIOENCODING": "utf-8"}
     command = [MINISGL, "shell", "--url", server.url]
     done = subprocess.run(command, input=b"/set seed 7\n/set\nHi \xff\n", env=environ, capture_output=True, timeout=200)

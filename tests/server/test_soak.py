@@ -1,6 +1,6 @@
-"""Thousands of requests against a live server, a third of them given up by the client at random moments.
+"""Thousands of requests to a live server, a third of which clients abort at random moments.
 
-MINISGL_SOAK_REQUESTS says how many.
+MINISGL_SOAK_REQUESTS sets the number of requests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NUM_CLIENTS = 24
 NUM_PROMPTS = 40
 LONGEST_ANSWER_S = 60.0
 WARM_UP = 0.4
-"""Share of the requests after which memory must be flat."""
+"""Fraction of the requests after which memory must be constant."""
 GROWTH_BYTES = 8 * 2**20
 
 
@@ -48,13 +48,13 @@ class Traffic:
             self.prompts.append(shared[place % 3] + own)
 
     async def run_client(self) -> None:
-        """One request after the other, until there have been enough."""
+        """Send one request after another, until NUM_REQUESTS have started."""
         while self.num_started < NUM_REQUESTS:
             self.num_started += 1
             await (self.abort() if self.num_started % 3 == 0 else self.finish())
 
     async def send(self, body: dict[str, Any]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Without an HTTP library: this side must cost little, and hang up whenever it likes."""
+        """Send a request without an HTTP library, which would be slower, and could not abort at any moment."""
         reader, writer = await asyncio.open_connection(*self.address)
         data = json.dumps({"temperature": 0, "ignore_eos": True, **body}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(data)}\r\n\r\n"
@@ -62,7 +62,7 @@ class Traffic:
         return reader, writer
 
     async def finish(self) -> None:
-        """A request that gets its answer, which must be the one that the same request had before."""
+        """Complete a request, and compare its text with that of earlier equal requests."""
         which, length, stream = self.draw.randrange(NUM_PROMPTS), self.draw.randint(1, 12), self.draw.random() < 0.5
         reader, writer = await self.send({"prompt": self.prompts[which], "max_tokens": length, "stream": stream})
         answer = await asyncio.wait_for(reader.read(), LONGEST_ANSWER_S)
@@ -80,7 +80,7 @@ class Traffic:
         assert self.texts.setdefault((which, length), text) == text
 
     async def abort(self) -> None:
-        """A request whose client hangs up: at once, after a moment, or with part of the answer in hand."""
+        """Abort a request immediately, after a moment, or after a part of the response."""
         moment, stream = self.draw.choice(["at once", "later", "midway"]), self.draw.random() < 0.7
         prompt, n = self.prompts[self.draw.randrange(NUM_PROMPTS)], self.draw.choice([1, 1, 2])
         reader, writer = await self.send({"prompt": prompt, "max_tokens": 150, "stream": stream, "n": n})
@@ -94,7 +94,7 @@ class Traffic:
 
 
 async def soak(server: Any, traffic: Traffic) -> dict[str, list[int]]:
-    """Run the traffic. Returns bytes of memory of each process, sampled after the warm-up at even shares of the requests."""
+    """Run the clients. Return memory in bytes of each process, sampled after the warm-up at regular counts of requests."""
     processes = {name: each for name, each in server.children().items() if "python" not in name}
     processes["launch"] = psutil.Process(server.process.pid)
     samples: dict[str, list[int]] = {name: [] for name in processes}
@@ -111,7 +111,7 @@ async def soak(server: Any, traffic: Traffic) -> dict[str, list[int]]:
 
 
 def wait_for_zero(url: str) -> dict[str, int]:
-    """The last hang-ups take a moment to arrive."""
+    """Wait until the server counts no requests, as the last aborts take a moment."""
     deadline = time.monotonic() + 20
     while True:
         counts: dict[str, int] = httpx.get(f"{url}/health/requests", timeout=60).json()
@@ -135,7 +135,7 @@ def test_soak(launch: Callable[..., Any]) -> None:
     assert not any(counts.values()), counts
     assert traffic.num_aborted == NUM_REQUESTS // 3
     for name, sizes in samples.items():
-        # The least of the first and of the last samples: garbage that waits for its collection is no leak.
+        # The minima of the first and of the last samples: uncollected garbage is no leak.
         growth = min(sizes[-4:]) - min(sizes[:4])
         print(f"{name}: {min(sizes[:4]) >> 20} MiB after the warm-up, {growth / 2**20:+.1f} MiB at the end")
         assert growth < GROWTH_BYTES, f"{name} grew: {sizes}"

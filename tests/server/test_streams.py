@@ -1,4 +1,4 @@
-"""A thousand streams at once: each gets its own answer or a refusal, and what clients leave behind is freed."""
+"""1,000 concurrent streams: each gets its own output or a refusal, and resources of disconnected clients are freed."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ NUM_STREAMS = 1000
 NUM_VANISH = 300
 NUM_TOKENS = 16
 NUM_CHECKED = 20
-"""Answers of the engine alone that are compared with transformers'."""
+"""Number of outputs of the engine that are compared with transformers."""
 FOREVER = 4000
-"""Tokens of an answer that nobody waits for to its end: as many steps as that, were it not for an abort."""
+"""Output tokens of requests that are aborted; they would take as many steps."""
 A_SECOND_OF_STEPS = 1000
 FLAGS = {"--model": tiny_folder.llama(), "--dtype": "float32", "--ops": "torch", "--num-tokenizers": 2}
 PATIENCE_S = 250.0
@@ -36,14 +36,14 @@ PATIENCE_S = 250.0
 
 @pytest.fixture(scope="module", autouse=True)
 def many_files() -> Iterator[None]:
-    """This process holds the clients' ends of all the connections."""
+    """Raise this process's limit of open files for the clients' connections."""
     with open_files(4 * NUM_STREAMS):
         yield
 
 
 @contextmanager
 def open_files(num: int) -> Iterator[None]:
-    """Have this process, and what it starts meanwhile, begin with this limit of open files."""
+    """Set the limit of open files for this process, and for processes that it starts in the context."""
     before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (num, most))
     try:
@@ -53,8 +53,8 @@ def open_files(num: int) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def answers() -> dict[tuple[int, ...], str]:
-    """Prompts, each of its own, and what the engine alone makes of them."""
+def expected_texts() -> dict[tuple[int, ...], str]:
+    """Return distinct prompts, and their outputs by the engine alone."""
     draw = random.Random(5)
     prompts = [draw.choices(range(3, tiny.VOCAB_SIZE), k=draw.randint(4, 24)) for _ in range(NUM_STREAMS)]
     with LLM(tiny_folder.llama(), dtype="float32", ops="torch", platform="cpu", num_pages=500) as llm:
@@ -63,12 +63,12 @@ def answers() -> dict[tuple[int, ...], str]:
         assert tuple(output.token_ids) == tiny.greedy(tuple(prompt), NUM_TOKENS)
     found = {tuple(prompt): output.text for prompt, output in zip(prompts, outputs, strict=True)}
     assert len(found) == NUM_STREAMS
-    assert len(set(found.values())) > 0.9 * NUM_STREAMS, "nearly every answer tells whose it is"
+    assert len(set(found.values())) > 0.9 * NUM_STREAMS, "nearly all texts are distinct"
     return found
 
 
 class Stream:
-    """One client, without an HTTP library: this side must cost little, and hang up whenever it likes."""
+    """Client without an HTTP library, which would be slower, and could not abort at any moment."""
 
     def __init__(self, url: str) -> None:
         self._address = urlparse(url)
@@ -82,12 +82,12 @@ class Stream:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(data)}\r\n\r\n"
         self._writer.write(head.encode() + data)
 
-    async def first(self) -> None:
-        """Wait until there is an answer."""
+    async def wait_for_response(self) -> None:
+        """Wait for the first line of the response."""
         assert (await self.reader.readline()).startswith(b"HTTP/1.1 200 ")
 
-    async def answer(self) -> tuple[int, str]:
-        """Status, and the text or the error's code. The server must have said all, and ended."""
+    async def read_response(self) -> tuple[int, str]:
+        """Return status, and the text or the error's code. The response must be complete."""
         head, _, body = (await self.reader.read()).partition(b"\r\n\r\n")
         self._writer.close()
         status = int(head.split(b" ", 2)[1])
@@ -99,8 +99,8 @@ class Stream:
         assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["length"]
         return status, "".join(choice["text"] for choice in choices)
 
-    async def vanish(self, draw: random.Random) -> None:
-        """Hang up, by an end or a reset of the connection: at once, or after some of the answer."""
+    async def disconnect(self, draw: random.Random) -> None:
+        """Close or reset the connection, immediately or after a part of the response."""
         if draw.random() < 0.7:
             for _ in range(draw.randint(1, 30)):
                 await self.reader.readline()
@@ -129,37 +129,35 @@ def started(launch: Callable[..., Any], **flags: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def server(launch_shared: Callable[..., Any]) -> Any:
-    """A server that takes them all, under a limit of open files that does not: it has to raise it."""
+    """Server that accepts all streams, with a lower limit of open files, which it has to raise."""
     with open_files(256):
         return started(launch_shared, max_running_requests=128, num_pages=1000)
 
 
-def test_all_requests_complete(server: Any, answers: dict[tuple[int, ...], str]) -> None:
+def test_all_requests_complete(server: Any, expected_texts: dict[tuple[int, ...], str]) -> None:
     async def test() -> None:
         streams = await connected(server.url)
-        for stream, prompt in zip(streams, answers, strict=True):
+        for stream, prompt in zip(streams, expected_texts, strict=True):
             stream.send(prompt)
-        got = await asyncio.gather(*(stream.answer() for stream in streams))
-        assert got == [(200, text) for text in answers.values()]
+        got = await asyncio.gather(*(stream.read_response() for stream in streams))
+        assert got == [(200, text) for text in expected_texts.values()]
 
     run(test)
     assert server.stderr() == ""
 
 
-def test_disconnected_clients_requests_are_freed_within_a_second(
-    server: Any, answers: dict[tuple[int, ...], str]
-) -> None:
+def test_requests_of_disconnected_clients_are_freed(server: Any, expected_texts: dict[tuple[int, ...], str]) -> None:
     draw = random.Random(6)
-    vanish = set(draw.sample(range(NUM_STREAMS), NUM_VANISH))
+    disconnected = set(draw.sample(range(NUM_STREAMS), NUM_VANISH))
 
     async def test() -> None:
         streams = await connected(server.url)
-        for place, (stream, prompt) in enumerate(zip(streams, answers, strict=True)):
-            stream.send(prompt, FOREVER if place in vanish else NUM_TOKENS)
-        gone = asyncio.gather(*(streams[place].vanish(draw) for place in vanish))
-        stay = [place for place in range(NUM_STREAMS) if place not in vanish]
-        got = await asyncio.gather(*(streams[place].answer() for place in stay))
-        texts = list(answers.values())
+        for place, (stream, prompt) in enumerate(zip(streams, expected_texts, strict=True)):
+            stream.send(prompt, FOREVER if place in disconnected else NUM_TOKENS)
+        gone = asyncio.gather(*(streams[place].disconnect(draw) for place in disconnected))
+        stay = [place for place in range(NUM_STREAMS) if place not in disconnected]
+        got = await asyncio.gather(*(streams[place].read_response() for place in stay))
+        texts = list(expected_texts.values())
         assert got == [(200, texts[place]) for place in stay]
         await gone
 
@@ -167,7 +165,7 @@ def test_disconnected_clients_requests_are_freed_within_a_second(
         before = http.get("/engine/state").json()["totals"]
         run(test)
         all_gone_at = http.get("/engine/state").json()["step"]
-        # The last aborts may still be on their way to the scheduler when the API server counts no request.
+        # The scheduler may get the last aborts after the API server has stopped counting the requests.
         while (
             any(http.get("/health/requests").json().values())
             or (state := http.get("/engine/state").json())["num_running"]
@@ -182,9 +180,9 @@ def test_disconnected_clients_requests_are_freed_within_a_second(
 
 
 def test_requests_beyond_the_queue_are_refused_others_complete(
-    launch: Callable[..., Any], answers: dict[tuple[int, ...], str]
+    launch: Callable[..., Any], expected_texts: dict[tuple[int, ...], str]
 ) -> None:
-    """Most come at once, to a short queue; the rest come when the server shuts down, which endless streams hold up."""
+    """Most come at once to a short queue. The rest come during shutdown, which endless streams delay."""
     server = started(launch, max_running_requests=16, max_queued_requests=50, num_pages=1000, drain_timeout=PATIENCE_S)
     num_late = NUM_STREAMS // 4
 
@@ -192,23 +190,23 @@ def test_requests_beyond_the_queue_are_refused_others_complete(
         endless, streams = await connected(server.url, 2), await connected(server.url)
         for stream in endless:
             stream.send((5, 9, 3), FOREVER)
-            await stream.first()
-        asked = list(zip(streams, answers, strict=True))
-        for stream, prompt in asked[num_late:]:
+            await stream.wait_for_response()
+        pairs = list(zip(streams, expected_texts, strict=True))
+        for stream, prompt in pairs[num_late:]:
             stream.send(prompt)
-        early = asyncio.gather(*(stream.answer() for stream in streams[num_late:]))
+        early = asyncio.gather(*(stream.read_response() for stream in streams[num_late:]))
         async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as http:
             server.process.send_signal(signal.SIGTERM)
             while (await http.get("/ready")).status_code != 503:
                 pass
-        for stream, prompt in asked[:num_late]:
+        for stream, prompt in pairs[:num_late]:
             stream.send(prompt)
-        late = await asyncio.gather(*(stream.answer() for stream in streams[:num_late]))
+        late = await asyncio.gather(*(stream.read_response() for stream in streams[:num_late]))
         assert late == [(503, "shutting_down")] * num_late
         for stream in endless:
-            await stream.vanish(random.Random(7))
+            await stream.disconnect(random.Random(7))
         refusals = Counter[tuple[int, str]]()
-        for got, text in zip(await early, list(answers.values())[num_late:], strict=True):
+        for got, text in zip(await early, list(expected_texts.values())[num_late:], strict=True):
             if got[0] == 200:
                 assert got == (200, text)
             refusals[got if got[0] != 200 else (200, "")] += 1

@@ -1,4 +1,4 @@
-"""Structured output and tools by the real `openai` client, from a real server on the embedded model."""
+"""Structured outputs and tools with the `openai` client and a server of the embedded model."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Weather(BaseModel):
     is_windy: bool
 
 
-def test_a_json_schema_streamed_and_not(client: openai.OpenAI) -> None:
+def test_json_schemas_with_and_without_streaming(client: openai.OpenAI) -> None:
     whole = chat(client, response_format=FORMAT, temperature=1.5, seed=3, n=2)
     for choice in whole.choices:
         assert choice.finish_reason == "stop"
@@ -68,8 +68,8 @@ def test_a_json_schema_streamed_and_not(client: openai.OpenAI) -> None:
     assert len(chunks) > 5
 
 
-@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # of the client, about the parsed message
-def test_the_clients_parse(client: openai.OpenAI) -> None:
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # of the client, because of the parsed message
+def test_the_client_parses_outputs(client: openai.OpenAI) -> None:
     answer = client.chat.completions.parse(model=MODEL, messages=QUESTION, response_format=Weather, max_tokens=60)
     assert isinstance(answer.choices[0].message.parsed, Weather)
     tool = openai.pydantic_function_tool(Weather)
@@ -112,7 +112,9 @@ FORMS: list[tuple[dict[str, Any], Callable[[str], Any]]] = [
 
 
 @pytest.mark.parametrize(("form", "is_right"), FORMS, ids=[str(form)[:40] for form, _ in FORMS])
-def test_every_field(client: openai.OpenAI, form: dict[str, Any], is_right: Callable[[str], Any]) -> None:
+def test_all_structured_output_fields(
+    client: openai.OpenAI, form: dict[str, Any], is_right: Callable[[str], Any]
+) -> None:
     assert is_right(chat(client, extra_body=form).choices[0].message.content)
     completion = client.completions.create(model=MODEL, prompt="It is", temperature=0, max_tokens=60, extra_body=form)
     assert is_right(completion.choices[0].text)
@@ -136,7 +138,7 @@ def test_a_request_cannot_select_the_grammar_backend(client: openai.OpenAI, back
     }
 
 
-def test_any_json_object(client: openai.OpenAI) -> None:
+def test_json_object_format(client: openai.OpenAI) -> None:
     message = [{"role": "user", "content": "Name one colour as a JSON object."}]
     choice = chat(client, messages=message, response_format={"type": "json_object"}).choices[0]
     assert choice.message.content.startswith("{")
@@ -144,7 +146,7 @@ def test_any_json_object(client: openai.OpenAI) -> None:
 
 
 def streamed(client: openai.OpenAI, **options: Any) -> tuple[list[list[str]], str, str]:
-    """Name and arguments of each call, the content, and how it ended; the chunks have the form that OpenAI's have."""
+    """Return names and arguments of calls, the content and the finish reason; chunks have OpenAI's format."""
     calls: list[list[str]] = []
     ids: set[str] = set()
     content, end = "", ""
@@ -180,7 +182,7 @@ def test_a_required_tool_is_called(client: openai.OpenAI, choice: Any) -> None:
 
 
 def test_several_calls(client: openai.OpenAI) -> None:
-    """The model goes on calling until its tokens are used up; what is complete fits."""
+    """The model calls until its tokens are used up; complete calls match the schema."""
     options = {"tools": TOOLS[1:], "tool_choice": "required", "max_tokens": 70}
     answer = chat(client, **options).choices[0]
     assert len(answer.message.tool_calls) > 1
@@ -202,7 +204,7 @@ def test_a_tool_is_optional(client: openai.OpenAI) -> None:
 
 
 def test_a_strict_tool_is_optional(client: openai.OpenAI) -> None:
-    """The conversation has the model call with what does not fit; by `strict`, the call fits all the same."""
+    """Earlier calls in the conversation do not match the schema; with `strict`, the new call does."""
 
     def turns(unit: str) -> list[Any]:
         call = {
@@ -230,7 +232,7 @@ def test_a_strict_tool_is_optional(client: openai.OpenAI) -> None:
 
 
 def test_structured_output_with_tools(client: openai.OpenAI) -> None:
-    """The model may call or answer in the form."""
+    """The model may call a tool, or answer in the response format."""
     answer = chat(client, tools=TOOLS, response_format=FORMAT, parallel_tool_calls=False).choices[0]
     if answer.message.tool_calls:
         [call] = answer.message.tool_calls
@@ -239,7 +241,7 @@ def test_structured_output_with_tools(client: openai.OpenAI) -> None:
         assert fits(answer.message.content)
 
 
-def test_a_message_can_be_sent_back(client: openai.OpenAI) -> None:
+def test_output_messages_can_be_sent_back(client: openai.OpenAI) -> None:
     message = chat(client, tools=TOOLS, tool_choice=NAMED).choices[0].message
     result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "It is in C now."}
     answer = chat(client, messages=[*QUESTION, message, result], tools=TOOLS, max_tokens=4)
@@ -252,7 +254,7 @@ def test_a_message_can_be_sent_back(client: openai.OpenAI) -> None:
     assert chat(client, messages=dumped, tools=TOOLS, max_tokens=4).usage.prompt_tokens == answer.usage.prompt_tokens
 
 
-def test_a_message_that_the_client_joined_from_a_stream_can_be_sent_back(client: openai.OpenAI) -> None:
+def test_messages_joined_from_streams_can_be_sent_back(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "tools": TOOLS[1:], "temperature": 0}
     with client.chat.completions.stream(
         **options, tool_choice=NAMED, stream_options={"include_obfuscation": False}

@@ -51,7 +51,7 @@ MAX_SEQ_LEN = 64
 
 
 class Rig:
-    """A worker whose two neighbours are lists."""
+    """Worker whose two neighbours are lists."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Rig:
         *,
         num_replicas: int = 1,
     ) -> None:
-        """Use a short context, except for tests with tools."""
+        """Create a worker, with a short context unless a tool parser is given."""
         info = EngineInfo(
             model="m",
             architecture="a",
@@ -86,7 +86,7 @@ class Rig:
         )
 
     def send(self, message: Any) -> None:
-        encode(message)  # as a socket does
+        encode(message)  # as the socket does
         self.api.append(message)
 
     def submit(self, name: str = "a", text: str | None = "Hello", **options: Any) -> None:
@@ -99,7 +99,7 @@ class Rig:
 
     @property
     def num_requests(self) -> int:
-        """Number of requests that the worker holds, as it counts them for the API server."""
+        """Number of requests that the worker reports to the API server."""
         self.worker.handle(count := RequestCounts(worker=3))
         assert self.scheduler.pop() is count
         return count.counts["tokenizer 3"]
@@ -115,7 +115,7 @@ def rig(engine_tokenizer: Any) -> Rig:
     return Rig(engine_tokenizer)
 
 
-def test_a_chat_template_may_raise_what_cannot_be_encoded(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_templates_may_not_be_encodable(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rig.tokenizer, "chat_template", r"{{ raise_exception('\ud800') }}")
     rig.submit(text=None, messages=[{"role": "user", "content": "x"}])
     [rejected] = rig.take()
@@ -124,14 +124,14 @@ def test_a_chat_template_may_raise_what_cannot_be_encoded(rig: Rig, monkeypatch:
 
 
 def test_requests_of_a_lost_api_worker_are_aborted(engine_tokenizer: Any) -> None:
-    """Also those that arrive after its end; the successor gets its own output only."""
+    """Requests that arrive after its end are aborted, too. Its successor gets only its own output."""
     rig, connected = Rig(engine_tokenizer), list[int]()
     rig.worker._api_worker_id, rig.worker._connect_api = 1, connected.append
     rig.submit("a", api_worker_id=1)
     rig.submit("b", api_worker_id=1, sampling=SamplingParams(max_tokens=8, n=2), sibling_ids=["c"])
     rig.scheduler.clear()
     rig.submit("new", api_worker_id=3)
-    rig.worker.handle(ApiRestarted(3))  # the successor's first request may overtake it
+    rig.worker.handle(ApiRestarted(3))  # the successor's first request may arrive earlier
     rig.submit("late", api_worker_id=1)
     rig.worker.handle(ApiRestarted(5))
     rig.submit("newest", api_worker_id=5)
@@ -178,7 +178,7 @@ def test_a_request_is_submitted_and_its_text_returned(rig: Rig) -> None:
     assert rig.take() == []
 
 
-def test_tokens_wait_for_a_whole_character_and_are_counted(rig: Rig) -> None:
+def test_tokens_wait_for_a_complete_character(rig: Rig) -> None:
     rig.submit()
     ids = rig.tokenizer("👩")["input_ids"]
     for token in ids[:-1]:
@@ -189,7 +189,7 @@ def test_tokens_wait_for_a_whole_character_and_are_counted(rig: Rig) -> None:
     assert (text.text, text.token_ids) == ("👩", ids)
 
 
-def test_a_stop_text_ends_the_output_and_aborts_the_request(rig: Rig) -> None:
+def test_stop_strings_end_the_output_and_abort_the_request(rig: Rig) -> None:
     rig.submit(sampling=SamplingParams(max_tokens=8, stop=("END",)))
     rig.output("one END two")
     [text] = rig.take()
@@ -198,8 +198,8 @@ def test_a_stop_text_ends_the_output_and_aborts_the_request(rig: Rig) -> None:
     assert rig.num_requests == 0
 
 
-def test_tokens_of_a_step_give_the_texts_of_single_outputs(engine_tokenizer: Any) -> None:
-    """For several requests, with a stop string, reasoning content and an id that has ended here."""
+def test_batched_tokens_give_the_texts_of_single_outputs(engine_tokenizer: Any) -> None:
+    """The requests have a stop string, reasoning content and an id that has already ended."""
     tokens = engine_tokenizer("<think>\nwhy not\n</think>\n\nsun 👩 END moon")["input_ids"]
     options = {"num_prompt_tokens": 3, "num_cached_tokens": 2}
     taken = []
@@ -269,7 +269,7 @@ def test_only_the_end_of_a_truncated_text_is_tokenized(engine_tokenizer: Any) ->
     assert rig.tokenizer.num_chars < len(text) // 10
 
 
-def test_waiting_prompts_are_passed_and_dropped_once_aborted(rig: Rig) -> None:
+def test_waiting_prompts_are_dropped_once_aborted(rig: Rig) -> None:
     sampling = SamplingParams(max_tokens=8)
     queue = TokenizerQueue(rig.worker)
     rig.submit("runs")
@@ -301,7 +301,7 @@ def test_waiting_prompts_are_passed_and_dropped_once_aborted(rig: Rig) -> None:
     assert rig.scheduler[-1].request_id == "gone"
 
 
-def test_waiting_prompts_get_their_turn(rig: Rig) -> None:
+def test_waiting_prompts_are_not_starved(rig: Rig) -> None:
     with (
         IpcAddresses.create() as endpoints,
         Sender(endpoints.tokenizer_in[0]) as sender,
@@ -339,7 +339,7 @@ def test_a_long_prompt_does_not_delay_other_messages(rig: Rig, monkeypatch: pyte
     queue.add(Detokenize(request_id="text", token_ids=[5]))
     for _ in range(3):
         queue.run_next()
-    assert [each.request_id for each in rig.take()] == ["text"], "short messages pass the long prompt"
+    assert [each.request_id for each in rig.take()] == ["text"], "short messages overtake the long prompt"
     may_end.set()
     while len(rig.api) < 2:
         queue.run_next()
@@ -349,10 +349,10 @@ def test_a_long_prompt_does_not_delay_other_messages(rig: Rig, monkeypatch: pyte
     assert rig.scheduler == []
     queue.run_next()
     [count] = rig.scheduler
-    assert isinstance(count, RequestCounts), "it follows all that was sent before it"
+    assert isinstance(count, RequestCounts), "it follows all earlier messages"
 
 
-def test_shorter_prompts_pass_a_long_one_but_not_forever(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shorter_prompts_overtake_a_long_one_but_not_forever(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     order, may_end, now = list[str](), threading.Event(), 0.0
     monkeypatch.setattr(TokenizerWorker, "encode", lambda self, m: order.append(m.request_id) or may_end.wait(20))
     monkeypatch.setattr(TokenizerWorker, "handle", lambda *_: None)
@@ -380,10 +380,8 @@ def test_shorter_prompts_pass_a_long_one_but_not_forever(rig: Rig, monkeypatch: 
     "parameters",
     [{"enum": list(range(20_000))}, {"enum": [None] * 20_000}, {f"name {number}": 1 for number in range(8_000)}],
 )
-def test_tools_of_numbers_and_names_are_long_prompts(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, parameters: dict[str, Any]
-) -> None:
-    """Templates show them as JSON, which takes as long to tokenize as other text."""
+def test_tools_count_as_prompt_text(rig: Rig, monkeypatch: pytest.MonkeyPatch, parameters: dict[str, Any]) -> None:
+    """Templates render tools as JSON, which takes as long to tokenize as other text."""
     threads = list[str]()
     monkeypatch.setattr(TokenizerWorker, "encode", lambda *_: threads.append(threading.current_thread().name))
     tools = ToolUse(tools=[{"type": "function", "function": {"name": "f", "parameters": parameters}}])
@@ -397,7 +395,7 @@ def test_tools_of_numbers_and_names_are_long_prompts(
 
 
 def test_waiting_prompts_are_measured_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measuring a chat of thousands of messages takes milliseconds, and the queue is searched for each message that arrives."""
+    """Measuring a chat of thousands of messages takes milliseconds, and the queue is searched for each new message."""
     measured, num_chars = list[str](), Tokenize.num_chars
     monkeypatch.setattr(
         Tokenize, "num_chars", property(lambda self: measured.append(self.request_id) or num_chars.fget(self))
@@ -446,7 +444,7 @@ def test_abort_and_rejection_free_the_request(rig: Rig) -> None:
     assert rig.num_requests == 0
 
 
-def test_the_default_limit_is_the_rest_of_the_context(rig: Rig) -> None:
+def test_the_default_limit_is_the_remaining_context(rig: Rig) -> None:
     for most, wanted in ((1000, MAX_SEQ_LEN - 1), (16, 16)):
         rig.submit(max_tokens_is_default=True, sampling=SamplingParams(max_tokens=most))
         assert rig.scheduler.pop().sampling.max_tokens == wanted
@@ -510,7 +508,7 @@ def test_invalid_values_are_rejected_by_field_name(rig: Rig, options: dict[str, 
 
 
 def test_a_tokenizer_may_have_ids_beyond_int32(tmp_path: Path) -> None:
-    """The scheduler rejects such a prompt, as it does any token that the model does not have."""
+    """The scheduler rejects such a prompt, as it rejects other unknown tokens."""
     from transformers import PreTrainedTokenizerFast
 
     model = {"type": "WordLevel", "vocab": {"a": 0, "b": 2**32 - 1}, "unk_token": "a"}
@@ -529,7 +527,7 @@ def test_logprobs_name_their_tokens(rig: Rig) -> None:
     [text] = rig.take()
     assert text.prompt_text == "Hello"
     assert text.prompt_token_ids == rig.tokenizer("Hello")["input_ids"]
-    assert (text.text, text.logprobs) == (" world", places), "one for each token, the end included"
+    assert (text.text, text.logprobs) == (" world", places), "one per token, including EOS"
     assert [text.token_bytes[token] for token in (world, sun, eos)] == [b" world", b" sun", b"<|im_end|>"]
     assert text.token_bytes[text.prompt_token_ids[0]] == b"Hello"
     rig.submit(text=None, messages=QUESTION, sampling=SamplingParams(max_tokens=8, logprobs=1))
@@ -558,8 +556,8 @@ TOOLS = ToolUse(tools=[{"type": "function", "function": {"name": "get"}}], is_re
 QUESTION = [{"role": "user", "content": "Hi"}]
 
 
-class NoParser:
-    """Raises where there is nothing to return."""
+class FailingParser:
+    """Raises on every call."""
 
     def __init__(self, content: str | None) -> None:
         self.content = content
@@ -576,7 +574,7 @@ def test_a_failing_parser_ends_its_request_only(
     engine_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, content: str | None
 ) -> None:
     rig = Rig(engine_tokenizer)
-    monkeypatch.setattr(ChatFormat, "parser", lambda *_: NoParser(content))
+    monkeypatch.setattr(ChatFormat, "parser", lambda *_: FailingParser(content))
     rig.submit("a", text=None, messages=QUESTION)
     rig.submit("b")
     ids = engine_tokenizer(" fine")["input_ids"]
@@ -611,7 +609,7 @@ def test_the_only_allowed_call_ends_the_output(engine_tokenizer: Any) -> None:
     assert rig.num_requests == 0
 
 
-def test_grammar_of_an_output(engine_tokenizer: Any) -> None:
+def test_grammars_of_formats_and_tools(engine_tokenizer: Any) -> None:
     form = SamplingParams(max_tokens=8, structured_outputs=StructuredOutputs(json={"type": "null"}))
     rig = Rig(engine_tokenizer, "hermes")
     rig.submit(sampling=form, grammar_name="guided_json")
@@ -634,14 +632,14 @@ def test_tools_need_a_known_format(rig: Rig) -> None:
 
 
 def test_structured_output_begins_after_reasoning(engine_tokenizer: Any) -> None:
-    """The token that ends them begins the grammar; where there is no such token, the form holds from the beginning."""
+    """The token that ends the reasoning starts the grammar. Without such a token, the grammar applies from the beginning."""
     form = SamplingParams(max_tokens=8, structured_outputs=StructuredOutputs(choice=("a",)))
     rig = Rig(engine_tokenizer, "none", "deepseek_r1")
     rig.submit(text=None, messages=QUESTION, sampling=form)
     assert rig.scheduler.pop().grammar.reasoning_end_token is None
     rig.output("a", finish_reason="stop")
     [answer] = rig.take()
-    assert (answer.text, answer.reasoning) == ("a", ""), "what the form holds for is the answer"
+    assert (answer.text, answer.reasoning) == ("a", ""), "the structured output is the content"
     thinking = copy.deepcopy(engine_tokenizer)
     thinking.add_tokens(["</think>"])
     rig = Rig(thinking, "none", "deepseek_r1")
@@ -656,11 +654,13 @@ def test_structured_output_begins_after_reasoning(engine_tokenizer: Any) -> None
     rig.submit(text=None, messages=QUESTION, sampling=form)
     grammar = rig.scheduler.pop().grammar
     tags = tuple(thinking.convert_tokens_to_ids(["</think>", "<think>"]))
-    assert (grammar.reasoning_end_token, grammar.reasoning_begin_token) == tags, "it may answer without a thought"
+    assert (grammar.reasoning_end_token, grammar.reasoning_begin_token) == tags, (
+        "the model may answer without reasoning"
+    )
 
 
 def test_requests_of_a_lost_engine_are_retried_or_fail(engine_tokenizer: Any) -> None:
-    """It depends on whether text was sent; output of the lost engine that arrives later is dropped."""
+    """They fail if text was sent. Later output of the lost engine is dropped."""
     rig = Rig(engine_tokenizer, num_replicas=2)
     rig.submit("sent")
     rig.submit("waits")
@@ -727,7 +727,7 @@ def test_another_engine_may_reject_a_retried_request(engine_tokenizer: Any) -> N
     assert rig.scheduler[-1] == Ended(["a"])
 
 
-def test_lost_engines_need_little_memory(engine_tokenizer: Any) -> None:
+def test_the_worker_keeps_few_ids_of_lost_engines(engine_tokenizer: Any) -> None:
     rig = Rig(engine_tokenizer, num_replicas=2)
     for engine in (*range(0, 40, 2), 1):
         rig.submit(str(engine))
@@ -742,7 +742,7 @@ def test_lost_engines_need_little_memory(engine_tokenizer: Any) -> None:
 
 
 def test_whole_chats_keep_reasoning_and_tool_calls(engine_tokenizer: Any) -> None:
-    """The parts of an output that is returned at once are those that a stream returns."""
+    """An output that is returned at once has the same parts as a stream."""
     text = 2 * 'Look. <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call> ' + "Yes STOP"
     tools = ToolUse(tools=[{"type": "function", "function": {"name": "f"}}])
     results = []
@@ -775,7 +775,7 @@ def test_whole_chats_keep_reasoning_and_tool_calls(engine_tokenizer: Any) -> Non
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_held_output_is_returned_in_parts(engine_tokenizer: Any, is_streamed: bool) -> None:
-    """Text that may become a tool call is held back, as is all output if there is a router and no stream."""
+    """Text that may become a tool call is withheld, and with a router all output of requests without streaming."""
     rig = Rig(engine_tokenizer, "hermes", num_replicas=2)
     sampling = SamplingParams(max_tokens=8, logprobs=0)
     rig.submit(
@@ -804,7 +804,7 @@ def test_held_output_is_returned_in_parts(engine_tokenizer: Any, is_streamed: bo
 
 
 def test_log_probabilities_of_a_long_prompt_are_sent_in_parts(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The API server decodes and encodes each part at once, and serves no other client meanwhile."""
+    """The API server processes each part at once, and serves no other client meanwhile."""
     monkeypatch.setattr(request_output, "MAX_TEXT_TOKENS", 16)
     prompt = "One two three four. " * 8
     token_ids = rig.tokenizer(prompt)["input_ids"]

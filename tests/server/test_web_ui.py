@@ -1,4 +1,4 @@
-"""The page at ``/`` as a user sees it, in headless Chromium."""
+"""The web UI in headless Chromium."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LIGHTHOUSE = (
 )
 ESSAY = "Write a long essay about the sea."
 ENDLESS = "Count from 1 to 1000, one number a line."
-"""What SmolLM2, which answers most questions in a line, goes on about for long."""
+"""Prompt with a long output; SmolLM2 answers most questions in a line."""
 TURN = re.compile(r"TTFT \d+ ms · [\d.]+ tok/s · prompt (\d+) \((\d+) cached\) · output (\d+)")
 
 
@@ -40,9 +40,9 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
-    """Opens pages; at the end none may have complained: no error in the console, no violation of the policy.
+    """Open pages. At the end, no page may have logged errors or violated the content security policy.
 
-    Chromium also notes answers that are no success: 401 is wanted in a test, and 503 comes where a machine stalls.
+    Chromium also logs unsuccessful responses: one test expects 401, and 503 comes from slow machines.
     """
     complaints: list[str] = []
     contexts: list[Any] = []
@@ -83,7 +83,7 @@ def wait_until_done(page: Any) -> None:
 
 
 def legend(page: Any) -> dict[str, int]:
-    """Pages by kind, as the legend has them."""
+    """Return the number of pages by kind, as the legend shows them."""
     entries = page.locator("#pages-legend li")
     return dict(entries.evaluate_all("nodes => nodes.map((node) => [node.className, Number(node.dataset.count)])"))
 
@@ -99,9 +99,9 @@ def test_reasoning_content_is_shown_and_timed(page: Any) -> None:
         chunks = [{"id": "chatcmpl-a", "choices": [each], "usage": usage} for each in choices]
         body = "".join(f"data: {json.dumps(each)}\n\n" for each in chunks) + "data: [DONE]\n\n"
         route.fulfill(body=body, headers={"Content-Type": "text/event-stream"})
-        asked.append(route.request.post_data_json["messages"])
+        requests.append(route.request.post_data_json["messages"])
 
-    asked: list[Any] = []
+    requests: list[Any] = []
     page.route("**/v1/chat/completions", answer)
     for number in range(2):
         page.fill("#message", "Why?")
@@ -109,7 +109,7 @@ def test_reasoning_content_is_shown_and_timed(page: Any) -> None:
         expect(page.locator(".reasoning")).to_have_text(["Let me think more"] * (number + 1))
         expect(page.locator(".turn").last).to_contain_text("limit reached")
         wait_until_done(page)
-    assert len(asked[1]) == len(asked[0]) + 2, "a turn without content stays in the conversation"
+    assert len(requests[1]) == len(requests[0]) + 2, "messages without content stay in the conversation"
 
 
 def test_a_message_is_streamed_and_not_parsed_as_html(page: Any, client: openai.OpenAI) -> None:
@@ -131,7 +131,7 @@ def test_a_message_is_streamed_and_not_parsed_as_html(page: Any, client: openai.
     assert found is not None
     assert same.usage is not None
     assert (int(found[1]), int(found[3])) == (same.usage.prompt_tokens, same.usage.completion_tokens)
-    # The next turn continues the conversation: all but the end of what was said is in the cache.
+    # The next turn continues the conversation: all but the end of the first output is cached.
     page.fill("#message", "Again.")
     page.click("#send")
     wait_until_done(page)
@@ -147,7 +147,7 @@ def test_a_prefix_of_two_chats_is_one_tree_node(page: Any) -> None:
     first_step = page.locator("#steps-detail").text_content()
     page.fill("#message", ESSAY)
     page.click("#send")
-    # While both run, they are listed, and they read through one node.
+    # While both run, they are listed and share one tree node.
     expect(page.locator("#requests li")).to_have_count(2, timeout=TIMEOUT_MS)
     shared = page.locator(".node.in-use", has=page.locator("circle:nth-child(2)")).filter(has_text="2 reading").first
     expect(shared).to_be_visible(timeout=TIMEOUT_MS)
@@ -155,13 +155,13 @@ def test_a_prefix_of_two_chats_is_one_tree_node(page: Any) -> None:
     assert page.locator("#steps-detail").text_content() != first_step
     wait_until_done(page)
     cached = sorted(int(TURN.search(each.text_content())[2]) for each in page.locator(".turn").all())  # type: ignore[index]
-    assert cached[1] >= 32, "the second found the first one's prompt"
+    assert cached[1] >= 32, "the second request found the prompt of the first"
     expect(page.locator("#tiles")).to_contain_text("0 waiting")
     expect(page.locator("#requests li")).to_have_count(0, timeout=TIMEOUT_MS)
     assert re.search(r"[1-9]\d* hit", shared.text_content() if shared.count() else page.locator("#tree").text_content())
 
 
-def test_the_pages_add_up_and_are_drawn(page: Any, http: httpx.Client) -> None:
+def test_the_page_map_is_complete_and_drawn(page: Any, http: httpx.Client) -> None:
     set_options(page, LIGHTHOUSE, 60)
     page.fill("#message", ESSAY)
     page.click("#send")
@@ -217,7 +217,7 @@ def test_stop_and_escape_end_an_answer_at_once(page: Any, http: httpx.Client) ->
     assert counts["running"] == counts["locked pages"] == 0
 
 
-def test_the_tree_is_walked_with_the_keyboard(page: Any) -> None:
+def test_the_tree_is_navigable_by_keyboard(page: Any) -> None:
     page.click("#demo")
     expect(page.locator("#tree .node").nth(2)).to_be_visible(timeout=TIMEOUT_MS)
     page.keyboard.press("Escape")
@@ -274,7 +274,7 @@ NAMELESS = """() => [...document.querySelectorAll("button, input, select, textar
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "dark"), pytest.param(390, "light", marks=pytest.mark.nightly)])
-def test_figures_are_whole_and_controls_have_names(
+def test_figures_are_complete_and_controls_have_names(
     open_page: Callable[..., Any], server: Any, width: int, scheme: str
 ) -> None:
     page = open_page(server.url, viewport={"width": width, "height": 844}, color_scheme=scheme)
@@ -282,7 +282,7 @@ def test_figures_are_whole_and_controls_have_names(
     set_options(page, LIGHTHOUSE, 60)
     page.click("#demo")
     expect(page.locator("#requests li").first).to_be_visible(timeout=TIMEOUT_MS)
-    for _ in range(2):  # while they run, and after
+    for _ in range(2):  # during the requests and after them
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         assert [text for text in page.evaluate(CLIPPED) if not text.startswith("Q#")] == [], "all but the newest text"
         assert page.evaluate(NAMELESS) == []
@@ -303,7 +303,7 @@ def test_figures_are_whole_and_controls_have_names(
     assert (max(int(part) for part in re.findall(r"\d+", background)[:3]) < 60) == (scheme == "dark")
 
 
-def test_a_key_is_asked_for_and_kept_for_the_tab(
+def test_the_page_asks_for_an_api_key_and_keeps_it_per_tab(
     launch: Callable[..., Any], tiny_checkpoint: Path, open_page: Callable[..., Any]
 ) -> None:
     flags = ("--model", str(tiny_checkpoint), "--num-pages", "1100", "--api-key", "open-sesame")

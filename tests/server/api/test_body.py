@@ -1,4 +1,4 @@
-"""Headers of bodies, and the memory of all bodies."""
+"""Headers of request bodies, and the memory of all bodies."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_json_content_types_are_accepted(given: str) -> None:
         "\xff",
     ],
 )
-def test_other_types_are_refused_with_the_remedy(given: str) -> None:
+def test_other_content_types_are_refused_with_a_remedy(given: str) -> None:
     error = refusal(TEXT, content_type=given)
     assert (error.status, error.code) == (415, "unsupported_media_type")
     assert "-H 'Content-Type: application/json'" in error.message
@@ -84,7 +84,7 @@ def test_compressed_bodies_are_refused(name: str) -> None:
     assert read(TEXT, content_encoding="identity") == TEXT
 
 
-def test_many_large_bodies_at_a_time_are_refused() -> None:
+def test_too_many_concurrent_large_bodies_are_refused() -> None:
     memory = BodyMemory()
     with ExitStack() as others:
         for _ in range(4):

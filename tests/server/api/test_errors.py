@@ -24,7 +24,7 @@ def message_of(model: Any, **body: Any) -> str:
     return invalid_fields(caught.value.errors()).message
 
 
-def test_reasons_are_given_for_values_that_are_not_supported_only() -> None:
+def test_only_unsupported_values_have_a_reason() -> None:
     chat = {"messages": [{"role": "user", "content": "Hi"}]}
     assert message_of(ChatRequest, **chat, store=True).endswith(" Only POST /v1/responses stores responses.")
     assert message_of(ResponsesRequest, input="Hi", store=[]) == "store: Input should be a valid boolean."
@@ -32,7 +32,7 @@ def test_reasons_are_given_for_values_that_are_not_supported_only() -> None:
     assert "Only POST" not in message_of(ResponsesRequest, input="Hi", store="maybe")
 
 
-def test_anthropics_errors_have_its_request_id_header() -> None:
+def test_anthropic_errors_have_the_request_id_header() -> None:
     token = REQUEST_ID.set("id-1")
     try:
         answer = ApiError(429, "Full.").response("/v1/messages/count_tokens")
@@ -43,7 +43,7 @@ def test_anthropics_errors_have_its_request_id_header() -> None:
     assert "request-id" not in ApiError(429, "Full.").response("/v1/chat/completions").headers
 
 
-def test_a_client_that_left_before_the_response_is_logged_as_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disconnected_clients_are_logged_with_status_499(monkeypatch: pytest.MonkeyPatch) -> None:
     app = FastAPI()
     add_error_handlers(app)
 

@@ -8,8 +8,8 @@ from minisgl_core.protocol.messages import Logprob, Text, TokenLogprobs
 from minisgl_server.api.generate import GeneratedOutput, GenerateEvents
 
 
-def test_outputs_that_arrive_together_give_one_event() -> None:
-    """Each event has the whole output, so an event per token for a client that reads slowly would take gigabytes."""
+def test_outputs_that_arrive_together_are_one_event() -> None:
+    """Each event has the whole text, so an event per token would take gigabytes for a slow client."""
     events = GenerateEvents([GeneratedOutput(name, started_s=0.0) for name in "ab"], is_single=False)
     arrived = [(0, "x"), (1, "1"), (0, "y"), (0, "z"), (1, "2")]
     lines = events.outputs([(index, Text(request_id="", text=text, token_ids=[3])) for index, text in arrived])
@@ -22,7 +22,7 @@ def test_outputs_that_arrive_together_give_one_event() -> None:
 
 @pytest.mark.parametrize("num_logprobs", [0, 20])
 def test_long_outputs_have_an_event_per_several_tokens(num_logprobs: int) -> None:
-    """An event per token would have 4000 times the bytes of the response, or 16 GB with log-probabilities."""
+    """One event per token would have 4000 times the bytes of the response, or 16 GB with log-probabilities."""
     events = GenerateEvents([GeneratedOutput("a", started_s=0.0)], is_single=True)
     logprobs = [TokenLogprobs(Logprob(3, -1.0, 1), [Logprob(4, -2.0, 2)] * num_logprobs)] if num_logprobs else None
     found, num_bytes = [], 0

@@ -1,4 +1,4 @@
-"""Sizes of requests: every field of every request has a limit, and what is refused is told in a few words."""
+"""Sizes of requests: every field of every request has a limit, and errors are short."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from starlette.requests import Request
 
 from minisgl_core.protocol.messages import EngineInfo, Logprob, Text, Tokenize, TokenizerReply, TokenLogprobs
 from minisgl_core.sampling_params import SamplingParams
-from minisgl_server.api import app  # imports every module with requests
+from minisgl_server.api import app  # imports all modules with request models
 from minisgl_server.api.errors import ApiError, invalid_fields
 from minisgl_server.api.http.request_body import JsonSizeCounter
 from minisgl_server.api.limits import MIB, Bound, RequestLimits
@@ -52,14 +52,14 @@ def requests(model: type[StrictModel] = StrictModel) -> Iterator[type[StrictMode
 
 
 def kinds(annotation: Any) -> Iterator[Any]:
-    """An annotation, and all that are in it."""
+    """Yield the types in an annotation, including nested ones."""
     yield typing.get_origin(annotation) or annotation
     for each in typing.get_args(annotation):
         yield from kinds(each)
 
 
 def oversized(annotation: Any) -> Iterator[Any]:
-    """Values that fit the annotation but for their size."""
+    """Yield values of the annotated type that are too large."""
     found = set(kinds(annotation))
     if str in found:
         yield "x" * 11
@@ -83,9 +83,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("model", "name", "value"), CASES)
-def test_every_text_list_and_object_of_every_request_is_bounded(
-    model: type[StrictModel], name: str, value: Any
-) -> None:
+def test_every_field_of_every_request_is_limited(model: type[StrictModel], name: str, value: Any) -> None:
     with pytest.raises(ValidationError) as caught:
         model.model_validate({name: value}, context=SMALL)
     [error] = caught.value.errors()
@@ -93,7 +91,7 @@ def test_every_text_list_and_object_of_every_request_is_bounded(
     assert error["loc"][0] == name
 
 
-def test_every_body_that_a_route_documents_has_limits() -> None:
+def test_all_documented_bodies_have_limits() -> None:
     models = {model.__name__ for model in requests()}
     document = app.create_app(typing.cast(Any, None), app.ServerOptions()).openapi()
     for path, operations in document["paths"].items():
@@ -118,14 +116,14 @@ def test_validation_stops_at_the_first_error(body: dict[str, Any]) -> None:
     assert caught.value.error_count() <= 8
 
 
-def test_a_list_error_is_that_of_the_type_that_fits_longest() -> None:
+def test_list_errors_name_the_best_matching_type() -> None:
     with pytest.raises(ValidationError) as caught:
         CompletionRequest.model_validate({"prompt": [5, 5, "x"]})
     assert invalid_fields(caught.value.errors()).param == "prompt[2]"
 
 
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
-def test_parts_that_are_not_text_are_refused_with_the_reason(kind: str) -> None:
+def test_content_parts_other_than_text_are_refused(kind: str) -> None:
     parts = [{"type": "text", "text": "What is this?"}, {"type": kind, kind: {}}]
     with pytest.raises(ValidationError) as caught:
         ChatRequest.model_validate({"messages": [{"role": "user", "content": parts}]})
@@ -134,7 +132,7 @@ def test_parts_that_are_not_text_are_refused_with_the_reason(kind: str) -> None:
     assert "text only" in error.message
 
 
-def test_errors_quote_no_more_than_a_few_words() -> None:
+def test_errors_truncate_long_values() -> None:
     error = ApiError(400, "x" * 10**6, "y" * 10**6)
     assert len(error.response().body) < 2000
 
@@ -143,20 +141,20 @@ def test_errors_quote_no_more_than_a_few_words() -> None:
     ("context", "outputs", "most"),
     [(8192, 4352, 32 * MIB), (256, 40, MIB + 256 * 32 * 40), (2**21, 1, MIB + 2**21 * 32)],
 )
-def test_the_largest_body_follows_from_the_engine(context: int, outputs: int, most: int) -> None:
+def test_the_body_limit_follows_from_the_engine(context: int, outputs: int, most: int) -> None:
     info = engine(max_seq_len=context, max_requests=outputs)
     assert RequestLimits.of(info).max_body_bytes == most
     assert RequestLimits.of(info, 12345).max_body_bytes == 12345
 
 
-def test_texts_that_the_context_may_hold_are_not_refused() -> None:
+def test_the_text_limit_follows_from_the_context() -> None:
     assert RequestLimits.of(engine(max_seq_len=2**17, max_token_bytes=128)).max_chars == 2**17 * 128
     assert RequestLimits.of(engine(max_seq_len=256, max_token_bytes=128)).max_chars == MIB
     unknown = RequestLimits.of(engine(max_token_bytes=0))
     assert unknown.max_chars == unknown.max_body_bytes
 
 
-def test_conversations_are_bounded_as_a_whole() -> None:
+def test_conversations_are_limited_in_total() -> None:
     limits = RequestLimits.of(engine())
     request = ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}]})
     messages = [{"role": "user", "content": [{"type": "text", "text": "x" * (limits.max_chars // 2)}]}]
@@ -167,8 +165,8 @@ def test_conversations_are_bounded_as_a_whole() -> None:
     assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
 
 
-def test_the_conversation_of_a_chat_is_bounded_by_the_largest_body() -> None:
-    """For token counts too, which have no `Choices`."""
+def test_conversations_are_limited_to_the_body_limit() -> None:
+    """This also holds for token counts, which have no `Choices`."""
     options = ServerOptions(max_body_size=4 * RequestLimits.of(engine(max_token_bytes=0)).max_body_bytes)
     client = types.SimpleNamespace(ready_info=lambda: engine(max_token_bytes=0))
     app = types.SimpleNamespace(state=types.SimpleNamespace(client=client, options=options))
@@ -182,7 +180,7 @@ def test_the_conversation_of_a_chat_is_bounded_by_the_largest_body() -> None:
         chat_prompt(request, chat)
 
 
-def test_many_copies_of_large_sampling_parameters_are_refused() -> None:
+def test_too_many_outputs_with_large_parameters_are_refused() -> None:
     biases = dict.fromkeys(range(10_000), 1.5)
     request = CompletionRequest.model_validate({"prompt": "x"})
     prompt = make_tokenize(request, RequestSampling(SamplingParams(logit_bias=biases), False, {}), text="x")
@@ -196,7 +194,7 @@ def test_many_copies_of_large_sampling_parameters_are_refused() -> None:
         Choices("x", "m", [long_user] * 1000, engine())
 
 
-def test_a_session_id_is_bounded() -> None:
+def test_session_ids_are_limited() -> None:
     request = CompletionRequest.model_validate({"prompt": "x"})
     choices = Choices(
         "x", "m", [make_tokenize(request, RequestSampling(SamplingParams(), False, {}), text="x")], engine()
@@ -207,11 +205,11 @@ def test_a_session_id_is_bounded() -> None:
 
 
 @pytest.mark.timeout(60)
-def test_the_usage_of_many_outputs_is_not_added_up_for_each_chunk() -> None:
+def test_usage_of_many_outputs_is_counted_incrementally() -> None:
     request = CompletionRequest.model_validate({"prompt": "x"})
     prompt = make_tokenize(request, RequestSampling(SamplingParams(n=2), False, {}), text="x")
     choices = Choices("x", "m", [prompt] * 2000, engine())
-    for cached in range(40):  # a request that was preempted may find more tokens in the cache
+    for cached in range(40):  # a preempted request may find more cached tokens
         fields = {"num_prompt_tokens": 7, "num_cached_tokens": cached, "num_reasoning_tokens": cached}
         for index in range(4000):
             choices.count_tokens([(index, Text(request_id="", text="", token_ids=[1, 2], **fields))])
@@ -222,7 +220,7 @@ def test_the_usage_of_many_outputs_is_not_added_up_for_each_chunk() -> None:
 
 
 @pytest.mark.parametrize(("fields", "most"), [({}, 6), ({"stream": True}, 1000)])
-def test_log_probabilities_that_a_response_holds_are_limited(fields: dict[str, Any], most: int) -> None:
+def test_held_log_probabilities_are_limited(fields: dict[str, Any], most: int) -> None:
     request = CompletionRequest.model_validate({"prompt": "x", "logprobs": 20, "echo": True, "n": 64, **fields})
     prompt = make_tokenize(request, request_sampling(request, engine()), text="x")
     choices, num_tokens = Choices("x", "m", [prompt], engine()), 8000
@@ -245,7 +243,7 @@ JSON = st.recursive(
 
 
 def num_values(value: Any) -> int:
-    """Commas, colons, and opening brackets outside texts."""
+    """Return the number of commas, colons and opening brackets outside strings."""
     if isinstance(value, dict):
         return max(2 * len(value), 1) + sum(map(num_values, value.values()))
     if isinstance(value, list):
@@ -254,7 +252,7 @@ def num_values(value: Any) -> int:
 
 
 @given(value=JSON, cuts=st.lists(st.integers(1, 9), min_size=1, max_size=5), is_ascii=st.booleans())
-def test_values_are_counted_wherever_a_body_is_cut(value: Any, cuts: list[int], is_ascii: bool) -> None:
+def test_values_are_counted_in_any_chunks_of_a_body(value: Any, cuts: list[int], is_ascii: bool) -> None:
     text = json.dumps(value, ensure_ascii=is_ascii).encode()
     size = JsonSizeCounter(RequestLimits({}, max_chars=10**9, max_values=10**9, max_body_bytes=10**9))
     place, turn = 0, 0
@@ -269,7 +267,7 @@ def test_values_are_counted_wherever_a_body_is_cut(value: Any, cuts: list[int], 
     ("text", "message"),
     [(b"[" + b"1," * 101, "more than 100 JSON values"), (b'{"a": "' + b"x" * 61, "more than 10 characters")],
 )
-def test_a_body_is_refused_before_it_is_whole(text: bytes, message: str) -> None:
+def test_bodies_are_refused_before_they_are_complete(text: bytes, message: str) -> None:
     size = JsonSizeCounter(SMALL)
     with pytest.raises(ApiError, match=message) as caught:
         list(map(size.add, (text[place : place + 1] for place in range(len(text)))))
@@ -286,10 +284,8 @@ def test_a_body_is_refused_before_it_is_whole(text: bytes, message: str) -> None
         ({"logprobs": 20, "prompt_logprobs": 0, "max_tokens": 8000}, False),
     ],
 )
-def test_tokenizer_workers_do_not_hold_more_log_probabilities_than_the_limit(
-    fields: dict[str, Any], is_sent_in_parts: bool
-) -> None:
-    """A worker of several replicas holds a whole output, so that it can be submitted again. The API server alone counts."""
+def test_tokenizer_workers_count_held_log_probabilities_once(fields: dict[str, Any], is_sent_in_parts: bool) -> None:
+    """A worker holds whole outputs for retries on other replicas. Only the API server counts them."""
     request = CompletionRequest.model_validate({"prompt": "x", **fields})
     prompt = make_tokenize(request, request_sampling(request, engine()), text="x")
     assert [each.is_streamed for each in Choices("x", "m", [prompt], engine())._requests] == [is_sent_in_parts]
@@ -308,7 +304,7 @@ def post(client: Any, path: str, **body: Any) -> Any:
 
 
 class StubResponse:
-    """Stands in for `ResponseObject`, with the parts that the route uses."""
+    """Fake `ResponseObject` with the attributes that the route uses."""
 
     def __init__(self, request: Any, model: str, is_stored: bool, choices: Any) -> None:
         self.segments, self.is_stored = Segments(), is_stored
@@ -317,8 +313,8 @@ class StubResponse:
         return {"id": "resp_1", "store": self.is_stored}
 
 
-def test_items_of_a_large_response_are_made_on_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the event loop, 16,384 items delayed all other requests by 0.2 s."""
+def test_items_of_large_responses_are_created_on_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the event loop, 16,384 items would delay all other requests by 0.2 s."""
     threads: list[threading.Thread] = []
     input_items = response_routes._input_items
 
@@ -344,7 +340,7 @@ def test_items_of_a_large_response_are_made_on_a_thread(monkeypatch: pytest.Monk
 
 
 def test_large_messages_to_tokenize_are_read_on_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the event loop, 16,384 messages delayed all other requests by 0.1 s."""
+    """On the event loop, 16,384 messages would delay all other requests by 0.1 s."""
     threads: list[threading.Thread] = []
     dump = ChatMessage.model_dump
 
@@ -370,7 +366,7 @@ def test_large_messages_to_tokenize_are_read_on_a_thread(monkeypatch: pytest.Mon
     assert threading.main_thread() not in threads
 
 
-def test_stored_conversations_count_as_bodies_while_they_are_decoded() -> None:
+def test_stored_conversations_count_as_bodies() -> None:
     async def query(message: Tokenize, _: Any) -> TokenizerReply:
         return TokenizerReply(request_id=message.request_id, token_ids=[1, 2], token_names=[])
 

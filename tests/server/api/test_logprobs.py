@@ -31,7 +31,7 @@ def echoed(prompt_text: str, first: int, *others: int) -> Text:
     ("prompt_text", "offsets"), [("Hi you", [0, 0, 2]), ("<s>Hi you", [0, 3, 5])], ids=["added", "written"]
 )
 def test_text_offsets_count_bos_if_the_text_has_it(skips_special: bool, prompt_text: str, offsets: list[int]) -> None:
-    """Whatever is skipped in the output."""
+    """Special tokens that the output skips do not matter."""
     logprobs, end = CompletionLogprobs(skips_special), len(prompt_text)
     prompt = echoed(prompt_text, BOS, HI, YOU)
     assert logprobs.push(prompt)["text_offset"] == offsets  # type: ignore[index]
@@ -48,8 +48,8 @@ def test_text_offsets_count_bos_if_the_text_has_it(skips_special: bool, prompt_t
 
 
 @pytest.mark.parametrize(("prompt_text", "offsets"), [("you you", [0, 0, 3]), (" you you", [0, 0, 4])])
-def test_a_space_that_the_tokenizer_prepends_is_not_in_the_text(prompt_text: str, offsets: list[int]) -> None:
-    """SentencePiece tokenizers do so; the text may also begin with a space of its own."""
+def test_prepended_spaces_are_not_part_of_the_text(prompt_text: str, offsets: list[int]) -> None:
+    """SentencePiece tokenizers prepend a space; a text may also begin with its own."""
     found = CompletionLogprobs(skips_special=True).push(echoed(prompt_text, BOS, YOU, YOU))
     assert found is not None
     assert found["text_offset"] == offsets

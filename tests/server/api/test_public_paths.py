@@ -18,7 +18,7 @@ from minisgl_server.api.public_paths import PublicPaths
     ("path", "status"),
     [("/", 200), ("/health/", 200), ("/mine", 200), ("/files/a", 200), ("/mine/a", 401), ("/files", 401), ("/a", 401)],
 )
-def test_paths_that_a_plugin_adds_need_no_key(path: str, status: int) -> None:
+def test_public_paths_of_plugins_need_no_key(path: str, status: int) -> None:
     public_paths = PublicPaths()
     for each in ("/", "/mine", "/files/"):
         public_paths.add(each)

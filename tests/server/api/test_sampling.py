@@ -33,8 +33,8 @@ SCHEMA: dict[str, Any] = {"name": "x", "schema": {"type": "object"}}
 QUESTION = [{"role": "user", "content": "Hi"}]
 
 
-def wanted(**body: Any) -> RequestSampling:
-    """A chat has messages, `/generate` a text, a completion a prompt."""
+def parse_sampling(**body: Any) -> RequestSampling:
+    """Return the parameters of a chat (`messages`), a `/generate` request (`text`) or a completion (`prompt`)."""
     if "text" in body:
         return generate_sampling(GenerateRequest.model_validate(body), INFO)
     kind: Any = ChatRequest if "messages" in body else CompletionRequest
@@ -50,10 +50,10 @@ def wanted(**body: Any) -> RequestSampling:
         ({"text": "x"}, "max_tokens", 128),
     ],
 )
-def test_only_a_requested_limit_is_enforced(body: dict[str, Any], limit_name: str, default: int) -> None:
-    sampling, is_default, *_ = wanted(**body)
+def test_default_limits_are_marked_as_defaults(body: dict[str, Any], limit_name: str, default: int) -> None:
+    sampling, is_default, *_ = parse_sampling(**body)
     assert (sampling.max_tokens, is_default, sampling.top_k) == (default, True, 20)
-    sampling, is_default, names, _ = wanted(**body, **{limit_name: default})
+    sampling, is_default, names, _ = parse_sampling(**body, **{limit_name: default})
     assert (sampling.max_tokens, is_default) == (default, False)
     assert names.get("max_tokens", "max_tokens") == limit_name
 
@@ -61,12 +61,15 @@ def test_only_a_requested_limit_is_enforced(body: dict[str, Any], limit_name: st
 def test_min_tokens_raises_only_the_default_limit() -> None:
     long = {"sampling_params": {"min_new_tokens": 500}}
     bodies: list[dict[str, Any]] = [{"messages": QUESTION}, {"prompt": "x"}]
-    for sampling, is_default, *_ in (wanted(text="x", **long), *(wanted(min_tokens=500, **body) for body in bodies)):
+    for sampling, is_default, *_ in (
+        parse_sampling(text="x", **long),
+        *(parse_sampling(min_tokens=500, **body) for body in bodies),
+    ):
         assert (sampling.max_tokens, sampling.min_tokens, is_default) == (500, 500, True)
     with pytest.raises(InvalidValueError, match="min_new_tokens=500"):
-        wanted(text="x", max_tokens=400, **long)
+        parse_sampling(text="x", max_tokens=400, **long)
     with pytest.raises(InvalidValueError, match="min_tokens=500"):
-        wanted(prompt="x", max_tokens=400, min_tokens=500)
+        parse_sampling(prompt="x", max_tokens=400, min_tokens=500)
 
 
 def test_a_schema_is_encoded_once_for_all_prompts(monkeypatch: pytest.MonkeyPatch) -> None:

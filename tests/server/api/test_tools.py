@@ -1,4 +1,4 @@
-"""Tools of a chat."""
+"""Tools of chat requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def chat(*parameters: Any) -> ChatRequest:
     return ChatRequest.model_validate({"messages": [{"role": "user", "content": "Hi"}], "tools": tools})
 
 
-def test_arguments_are_an_object() -> None:
+def test_arguments_must_be_an_object() -> None:
     fine = [None, {}, {"type": "object"}, {"properties": {"city": {"type": "string"}}}, {"anyOf": [{"type": "object"}]}]
     tools = tool_use(chat(*fine))
     assert tools is not None
@@ -30,7 +30,7 @@ def test_arguments_are_an_object() -> None:
 
 
 class ComparedName(str):
-    """A name that counts how often it is compared with another object."""
+    """Name that counts its comparisons."""
 
     __slots__ = ()
     comparisons = 0
@@ -42,8 +42,8 @@ class ComparedName(str):
     __hash__ = str.__hash__
 
 
-def test_many_allowed_tools_are_found_without_a_search_of_all() -> None:
-    """A request may have as many tools as an eighth of the context has tokens."""
+def test_many_allowed_tools_are_found_in_linear_time() -> None:
+    """The number of tools of a request may be an eighth of the context length."""
     names = [f"tool_number_{number}" for number in range(1000)]
     named = [{"type": "function", "function": {"name": name}} for name in names]
     choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": named}}

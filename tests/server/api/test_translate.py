@@ -1,4 +1,4 @@
-"""Translation of the requests of other APIs into chats."""
+"""Translation of requests of other APIs into chats."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ REASONING, TEXT, CALL = (
 )
 @pytest.mark.parametrize("role", ["user", "assistant"])
 @pytest.mark.parametrize("next_role", ["user", "assistant"])
-def test_a_stored_output_gives_the_prompt_of_its_items(segments: list[Segment], role: str, next_role: str) -> None:
+def test_stored_outputs_and_their_items_give_equal_prompts(segments: list[Segment], role: str, next_role: str) -> None:
     """A client may continue a response by its id, or send its items back."""
     question, more = {"role": role, "content": "One"}, {"role": next_role, "content": "Two"}
     first = ResponsesRequest.model_validate({"input": [question]})

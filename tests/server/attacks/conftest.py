@@ -1,4 +1,4 @@
-"""A live server under attack: one innocent stream beside it, and the memory of every process."""
+"""A live server under attack, a concurrent stream of another client, and the memory of every process."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import psutil
 import pytest
 
 MAX_GAP_S = 2.0
-"""Longest time between two chunks of the innocent stream; on a busy machine, four times the longest without an attack."""
+"""Longest time between two chunks of the concurrent stream; on a busy machine, four times the longest without an attack."""
 MAX_GROWTH_BYTES = 300 * 10**6
 """Growth of any process of the server, measured every 20 ms. Without bfloat16 on the processor, logits take twice the memory."""
 
 
-class InnocentStream(threading.Thread):
-    """Streams completions one after the other and records the longest time between two chunks."""
+class ConcurrentStream(threading.Thread):
+    """Streams completions one after another, and records the longest time between two chunks."""
 
     def __init__(self, url: str) -> None:
         super().__init__(daemon=True)
@@ -32,7 +32,7 @@ class InnocentStream(threading.Thread):
         self.error: BaseException | None = None
 
     def run(self) -> None:
-        # Greedy, since `iter_lines` also ends a line at U+2028 and the like, which samples may have.
+        # Greedy, since `iter_lines` also ends lines at U+2028 and the like, which samples may contain.
         body = {"prompt": "Once upon a time", "max_tokens": 8000, "ignore_eos": True, "stream": True, "temperature": 0}
         try:
             with httpx.Client(timeout=60) as client:
@@ -47,16 +47,16 @@ class InnocentStream(threading.Thread):
             self.goes_on.set()
 
     def wait_for_chunk(self) -> None:
-        """Wait for the end of a gap that has begun."""
+        """Wait for the end of the current gap."""
         self.goes_on.clear()
-        assert not self.is_alive() or self.goes_on.wait(60), "the innocent stream hangs"
+        assert not self.is_alive() or self.goes_on.wait(60), "the concurrent stream hangs"
         if self.error is not None:
             raise self.error
 
     def end(self) -> None:
         self._ends.set()
         self.join(60)
-        assert not self.is_alive(), "the innocent stream hangs"
+        assert not self.is_alive(), "the concurrent stream hangs"
 
     def _read(self, response: httpx.Response) -> None:
         last = None
@@ -71,7 +71,7 @@ class InnocentStream(threading.Thread):
             self.num_chunks += 1
             self.goes_on.set()
             if self.num_chunks == 10:
-                self.max_gap_s = 0.0  # until here the stream warms up
+                self.max_gap_s = 0.0  # the stream warms up before
             elif self.num_chunks == 40:
                 self.idle_gap_s = self.max_gap_s
                 self.begins.set()
@@ -80,7 +80,7 @@ class InnocentStream(threading.Thread):
 
 
 class MemoryWatch(threading.Thread):
-    """Samples the resident memory of every process of a server; page-cache pages of mapped files are not counted.
+    """Samples the resident memory of every process of a server, without page-cache pages of mapped files.
 
     Processes that start during the attack count with all of their memory.
     """
@@ -107,7 +107,7 @@ class MemoryWatch(threading.Thread):
         self.join()
 
     def _look_for_new(self) -> None:
-        with contextlib.suppress(psutil.Error, IndexError):  # one ended meanwhile
+        with contextlib.suppress(psutil.Error, IndexError):  # a process has ended
             self._processes |= self._children()
 
     @staticmethod
@@ -121,16 +121,16 @@ class MemoryWatch(threading.Thread):
 
 @pytest.fixture(scope="module")
 def withstands(launch_shared: Callable[..., Any]) -> Iterator[Callable[[Any], Any]]:
-    """`with withstands(server): ...` runs an attack beside an innocent stream, then checks gap, memory and the next request.
+    """Context manager: run an attack beside a concurrent stream, then check gap, memory and the next request.
 
     A module's attacks share the stream.
     """
-    streams: list[InnocentStream] = []
+    streams: list[ConcurrentStream] = []
 
     @contextmanager
     def during(server: Any) -> Iterator[None]:
         if not streams or not streams[-1].is_alive():
-            streams.append(InnocentStream(server.url))
+            streams.append(ConcurrentStream(server.url))
             streams[-1].start()
             assert streams[-1].begins.wait(60)
         stream = streams[-1]
@@ -139,7 +139,7 @@ def withstands(launch_shared: Callable[..., Any]) -> Iterator[Callable[[Any], An
         memory.start()
         try:
             yield
-            time.sleep(0.2)  # what the attack left behind has its effect now
+            time.sleep(0.2)  # delayed effects of the attack happen now
         finally:
             memory.end()
         stream.wait_for_chunk()
@@ -158,5 +158,5 @@ def withstands(launch_shared: Callable[..., Any]) -> Iterator[Callable[[Any], An
 
 @pytest.fixture(scope="module")
 def attacked(launch_shared: Callable[..., Any]) -> Any:
-    """A server of the embedded model with its defaults."""
+    """Server of the embedded model with default options."""
     return launch_shared("--max-running-requests", "32", OMP_NUM_THREADS="1").wait_started()

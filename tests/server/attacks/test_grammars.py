@@ -1,4 +1,4 @@
-"""Structured outputs that are expensive to compile or to follow."""
+"""Structured outputs that are expensive to compile or to apply."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NESTED = "((((a{100}){100}){100}){100}){100}"
 INTERSECTION = "start: A\nA: " + " & ".join(f"/(.|\\n)*[a-m].{{{k}}}[n-z](.|\\n)*/" for k in range(3, 30))
 """Takes minutes to compile."""
 AMBIGUOUS = "start: s s s s s\ns: s s | s s s | A\nA: /[a-z]/"
-"""The number of ways to read a text grows with its cube."""
+"""Ambiguous grammar: the number of parses grows with the cube of the text's length."""
 CHOICES = [f"v{number}" for number in range(100_000)]
 DEEP = '{"items":' * 20_000 + "{}" + "}" * 20_000
 
@@ -66,7 +66,7 @@ def complete(url: str, form: dict[str, Any], **fields: Any) -> httpx.Response:
 
 
 def test_variants_of_forced_text(attacked: Any, withstands: Callable[[Any], Any]) -> None:
-    """One after the other and in parallel; none is kept at more than its text's weight."""
+    """They run sequentially and in parallel; the cache counts each with at least its text's size."""
     patterns = [NESTED.replace("a", letter) + "x" * length for letter in "abc" for length in range(2)]
     with withstands(attacked), ThreadPoolExecutor(8) as pool:
         for answer in pool.map(lambda pattern: complete(attacked.url, {"regex": pattern}), patterns):
@@ -82,7 +82,7 @@ def test_grammars_that_are_expensive_to_apply(attacked: Any, withstands: Callabl
 
 
 def test_grammars_that_are_expensive_to_compile(attacked: Any, withstands: Callable[[Any], Any]) -> None:
-    """Variants of what takes minutes: each ends at its limit, and a harmless one beside them is served."""
+    """Variants that would take minutes: each ends at its limit, and a valid one beside them is served."""
     variants = [INTERSECTION.replace("{29}", f"{{{length}}}") for length in (29, 30)]
     with withstands(attacked), ThreadPoolExecutor(8) as pool:
         answers = [pool.submit(complete, attacked.url, {"grammar": variant}) for variant in variants]
@@ -95,7 +95,9 @@ def test_grammars_that_are_expensive_to_compile(attacked: Any, withstands: Calla
 
 
 @pytest.mark.parametrize("name", list(REFUSED))
-def test_refused_with_field_and_limit(name: str, attacked: Any, withstands: Callable[[Any], Any]) -> None:
+def test_too_large_grammars_are_refused_with_field_and_limit(
+    name: str, attacked: Any, withstands: Callable[[Any], Any]
+) -> None:
     form, message = REFUSED[name]
     with withstands(attacked):
         answer = complete(attacked.url, form)

@@ -1,4 +1,4 @@
-"""Requests whose headers never end, or are many, or come slowly; and connections that do nothing."""
+"""Endless, many or slow headers, and idle connections."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def connections(url: str, count: int) -> Iterator[list[socket.socket]]:
 
 
 def send(connection: socket.socket, data: bytes) -> bool:
-    """Return False once the server takes no more."""
+    """Return False once the server accepts no more."""
     try:
         connection.sendall(data)
     except OSError:
@@ -35,7 +35,7 @@ def send(connection: socket.socket, data: bytes) -> bool:
 
 
 def flood(url: str, start: bytes, part: bytes, num_bytes: int) -> int:
-    """Bytes that the server took of an endless request over one connection."""
+    """Return the number of bytes that the server accepts of an endless request."""
     with connections(url, 1) as [connection]:
         send(connection, start)
         sent = 0
@@ -58,10 +58,12 @@ def flood(url: str, start: bytes, part: bytes, num_bytes: int) -> int:
     ],
     ids=["line", "value", "name", "many", "blank-lines", "chunk-extension", "trailer", "trailers"],
 )
-def test_sixty_megabytes_of_headers(attacked: Any, withstands: Callable[[Any], Any], start: bytes, part: bytes) -> None:
+def test_endless_headers_are_refused(
+    attacked: Any, withstands: Callable[[Any], Any], start: bytes, part: bytes
+) -> None:
     with withstands(attacked):
         taken = flood(attacked.url, start, part, 60 * 10**6)
-    # What the kernels of both sides keep is several megabytes.
+    # The kernel buffers of both sides hold several megabytes.
     assert taken < 30 * 10**6
 
 
@@ -80,7 +82,7 @@ def test_a_thousand_slow_connections(attacked: Any, withstands: Callable[[Any], 
             time.sleep(0.5)
 
 
-def test_requests_pipelined_without_end(attacked: Any, withstands: Callable[[Any], Any]) -> None:
+def test_endless_pipelined_requests(attacked: Any, withstands: Callable[[Any], Any]) -> None:
     with withstands(attacked):
         taken = flood(attacked.url, b"", (HEAD + b"\r\n") * 1500, 20 * 10**6)
     assert taken < 15 * 10**6

@@ -52,7 +52,7 @@ def tools(count: int, *, are_equal: bool = False) -> str:
 
 
 class Attack(NamedTuple):
-    """A body, and the status and the field of the answer to it."""
+    """A body, and the expected status and field of the response."""
 
     make: Callable[[], str]
     status: int

@@ -8,11 +8,11 @@ from contextlib import suppress
 import pytest
 
 Answer = Callable[[socket.socket, bytes], None]
-"""Answers one request on a connection; gets the request's bytes."""
+"""Function that gets a request's bytes and writes the response to the connection."""
 
 
 class ScriptedServer:
-    """Speaks HTTP as it is told to, badly where a test wants that; keeps what it was asked."""
+    """HTTP server that records requests, and answers by a function, possibly with malformed HTTP."""
 
     def __init__(self, answer: Answer) -> None:
         self.requests: list[bytes] = []
@@ -50,7 +50,7 @@ class ScriptedServer:
 
 @pytest.fixture
 def scripted() -> Iterator[Callable[[Answer], ScriptedServer]]:
-    """Makes such servers."""
+    """Create scripted servers."""
     made: list[ScriptedServer] = []
 
     def make(answer: Answer) -> ScriptedServer:

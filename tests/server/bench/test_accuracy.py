@@ -40,7 +40,7 @@ def bench(folder: Path, *arguments: str) -> Result:
     return CliRunner().invoke(main, ["bench", "accuracy", *model, *arguments], catch_exceptions=False)
 
 
-def test_every_variant_has_a_row_and_loses_a_little(folder: Path, tmp_path: Path) -> None:
+def test_every_variant_has_a_row_with_a_small_loss(folder: Path, tmp_path: Path) -> None:
     text, out = tmp_path / "text.txt", tmp_path / "a.json"
     text.write_text(tiny_folder.words([3 + (7 * i * i + i) % 50 for i in range(300)]))
     done = bench(folder, "--text", str(text), "--window", "64", "--max-tokens", "200", "--json", str(out))
@@ -64,7 +64,7 @@ def test_every_variant_has_a_row_and_loses_a_little(folder: Path, tmp_path: Path
     assert len(done.output.splitlines()) == 9
 
 
-def test_the_command_of_the_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_documented_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (ROOT / "docs/fp8.md").read_text()
     [(mark, code)] = re.findall(r"^<!-- test: (.*) -->\n```console\n(.*?)^```$", text, re.M | re.S)
     minisgl, group, command, *arguments = shlex.split(code.removeprefix("$ "))

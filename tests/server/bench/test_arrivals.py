@@ -1,4 +1,4 @@
-"""Arrival times against what their distributions promise; no clock is involved."""
+"""Arrival times follow their distributions; no clock is involved."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_gaps_are_gamma(rate: float, burstiness: float) -> None:
 
 
 def test_a_poisson_process_has_exponential_gaps() -> None:
-    """Kolmogorov's distance to the distribution stays below its 0.1% quantile, and counts vary as much as their mean."""
+    """The Kolmogorov-Smirnov distance is below its 0.1% quantile, and the variance of counts equals their mean."""
     found = np.sort(gaps(5.0, 1.0, seed=11))
     expected = 1 - np.exp(-5.0 * found)
     places = np.arange(len(found) + 1) / len(found)

@@ -47,7 +47,7 @@ def test_every_provider_and_shape_has_a_row(tmp_path: Path) -> None:
     assert first.split()[:4] == ["torch", "1", "decode", "3x20"]
 
 
-def test_wrong_output_of_a_provider_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_outputs_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     right = TorchAttention.forward
     monkeypatch.setattr(TorchAttention, "forward", lambda *arguments: right(*arguments) + 1)
     done = bench("torch", "--decode", "2x9")
@@ -56,8 +56,8 @@ def test_wrong_output_of_a_provider_is_reported(monkeypatch: pytest.MonkeyPatch)
     assert "Wrong output: torch" in done.stderr
 
 
-def test_a_provider_whose_check_fails_is_listed_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A provider that is given by name ends the run."""
+def test_failed_checks_are_listed_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The failure of a provider that is given by name ends the run."""
     monkeypatch.setattr(TorchAttention, "unsupported", classmethod(lambda cls, spec: "no"))
     done = bench("--decode", "2x9", "--page-size", "1")
     assert done.exit_code == 0, done.output
@@ -108,7 +108,7 @@ def test_lengths_spread_around_their_mean(count: int, mean: int) -> None:
         (["fa", "--page-size", "0"], ["--page-size"]),
     ],
 )
-def test_impossible_options_are_refused(arguments: list[str], words: list[str]) -> None:
+def test_invalid_options_are_refused(arguments: list[str], words: list[str]) -> None:
     done = bench(*arguments)
     assert done.exit_code == 2
     assert all(word in done.stderr for word in words), done.stderr

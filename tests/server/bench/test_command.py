@@ -125,7 +125,7 @@ def test_transformers_runs_a_gguf_file_as_a_dense_model(smollm2_path: Path) -> N
         (["--num-seqs", "3"], ["--num-seqs=3", "--workload W"]),
     ],
 )
-def test_options_that_do_not_fit_are_named(arguments: list[str], words: list[str]) -> None:
+def test_incompatible_options_are_named(arguments: list[str], words: list[str]) -> None:
     done = run(*arguments)
     assert done.exit_code == 2
     assert all(word in done.stderr for word in words), done.stderr

@@ -1,4 +1,4 @@
-"""Prompts of conversations: lengths and shared prefixes; and the arithmetic of the report."""
+"""Prompts of benchmark conversations: lengths and shared prefixes, and the statistics of the report."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def made(count: int, variant: int = 1, **spec: Any) -> list[Conversation]:
     return list(itertools.islice(conversations, count))
 
 
-def test_prompts_share_their_group_s_prefix_alone() -> None:
+def test_prompts_share_only_the_prefix_of_their_group() -> None:
     found = made(20, shared_prefix_tokens=6, num_prefixes=2)
     firsts = [each.turns[0].content[0] for each in found]
     assert len(set(firsts)) == 20
@@ -40,7 +40,7 @@ def test_prompts_share_their_group_s_prefix_alone() -> None:
     assert all(0 <= number < 50 for each in found for number in each.turns[0].content)
 
 
-def test_variants_have_equal_lengths_and_other_content() -> None:
+def test_variants_have_equal_lengths_and_different_content() -> None:
     for one, two in zip(made(9, 1, num_turns=3), made(9, 2, num_turns=3), strict=True):
         for a, b in zip(one.turns, two.turns, strict=True):
             assert (len(a.content), a.output_len) == (len(b.content), b.output_len)
@@ -52,11 +52,11 @@ def test_limited_ends_within_a_conversation() -> None:
     assert [len(each.turns) for each in limited(made(2, num_turns=4), None)] == [4, 4]
 
 
-def shared(one: np.ndarray, two: np.ndarray) -> int:
+def num_shared_tokens(one: np.ndarray, two: np.ndarray) -> int:
     return next((at for at, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
 
 
-def test_content_is_shared_like_the_trace_blocks() -> None:
+def test_prompts_share_content_like_the_blocks_of_the_trace() -> None:
     random = np.random.default_rng(0)
     trace, paths = [], [[int(block) for block in random.integers(0, 400, 5)] for _ in range(10)]
     for at in range(40):
@@ -67,17 +67,19 @@ def test_content_is_shared_like_the_trace_blocks() -> None:
         found = [each.turns[0].content for each in trace_conversations(trace, 2.0, 1000, 0, seed, 1)]
         assert [len(numbers) for numbers in found] == [request.input_length for request in trace]
         for (a, one), (b, two) in itertools.combinations(zip(trace, found, strict=True), 2):
-            expected = min(16 * shared(np.array(a.hash_ids), np.array(b.hash_ids)), a.input_length, b.input_length)
-            assert shared(one, two) == expected
+            expected = min(
+                16 * num_shared_tokens(np.array(a.hash_ids), np.array(b.hash_ids)), a.input_length, b.input_length
+            )
+            assert num_shared_tokens(one, two) == expected
     others = [each.turns[0].content for each in trace_conversations(trace, 2.0, 1000, 0, 1, 2)]
-    assert all(shared(one, two) == 0 for one, two in zip(found, others, strict=True))
+    assert all(num_shared_tokens(one, two) == 0 for one, two in zip(found, others, strict=True))
 
 
 def test_block_content_looks_random() -> None:
     numbers = block_content_ids(np.arange(5000), 1000)
     counts = np.bincount(numbers.reshape(-1, 16)[:, 2:].ravel(), minlength=1000)
     assert counts.mean() == 70
-    assert counts.var() == pytest.approx(70, rel=0.2), "as of independent draws"
+    assert counts.var() == pytest.approx(70, rel=0.2), "the variance of independent draws"
 
 
 def test_id_histories() -> None:
@@ -109,7 +111,7 @@ def record(**values: Any) -> Record:
     return Record(0, 0, 10, 5, **values)
 
 
-def test_the_report_s_arithmetic() -> None:
+def test_statistics_of_the_report() -> None:
     good = {"num_prompt_tokens": 10, "num_output_tokens": 5, "has_usage": True}
     records = [
         record(sent_s=0.0, ttft_s=0.1, latency_s=0.5, gaps_s=[0.1] * 4, num_cached_tokens=4, **good),
@@ -121,7 +123,7 @@ def test_the_report_s_arithmetic() -> None:
     found = summarize(outcome, {"ttft": 200, "tpot": 100.1}, True, {"api": 0.002, "tokenizer 0": 0.001, "rank": 1.0})
     counts = ("num_sent", "num_completed", "num_failed", "num_interrupted", "num_prompt_tokens", "num_output_tokens")
     assert [found[name] for name in counts] == [4, 2, 1, 1, 20, 10]
-    assert found["hit_rate"] == pytest.approx(0.2), "a server that omits a zero says it for others"
+    assert found["hit_rate"] == pytest.approx(0.2), "a missing value counts as zero if others are reported"
     assert found["goodput_per_s"] == pytest.approx(0.5)
     assert found["output_tokens_per_s"] == pytest.approx(5)
     assert found["peak_concurrency"] == 2

@@ -21,7 +21,7 @@ WRITERS = [
 
 
 def refusal(command: tuple[str, ...], path: str) -> str:
-    """Return the error of `command` about a file, which comes before those about the missing model or server."""
+    """Return the error of `command` about a file, which precedes those about the missing model or server."""
     done = CliRunner().invoke(main, ["bench", *command, path])
     assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr.startswith(f"minisgl: {command[-1]}={path!r} is not valid: must be a file"), done.stderr
@@ -50,13 +50,13 @@ def test_an_output_file_that_cannot_be_written_is_refused_first(
         (("trace", "--out", "trace.jsonl"), "--output-median", "inf"),
     ],
 )
-def test_nan_and_unusable_infinities_are_refused(command: tuple[str, ...], flag: str, value: str) -> None:
+def test_nan_and_infinities_are_refused(command: tuple[str, ...], flag: str, value: str) -> None:
     done = CliRunner().invoke(main, ["bench", *command, flag, value])
     assert done.exit_code == 2
     assert f"Invalid value for '{flag}'" in done.stderr
 
 
-def test_compared_options_are_refused() -> None:
+def test_invalid_compared_options_are_refused() -> None:
     shown = CliRunner().invoke(main, ["bench", "accuracy", "--help"]).stdout
     options = [line.split()[0] for line in shown.splitlines() if line.startswith("  --")]
     assert "--dtype" in options

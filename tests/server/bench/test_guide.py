@@ -1,4 +1,4 @@
-"""The guide to measuring shows nothing that does not work: its commands run, at a smaller size."""
+"""The commands of the benchmarking guide run, at a smaller size."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SMALL = ["--num-requests", "4", "--input-len", "8", "--output-len", "2", "--num-
 
 
 def commands(mark: str) -> list[list[str]]:
-    """Those of the blocks so marked, without ``minisgl``."""
+    """Return the commands of the blocks with this mark, without ``minisgl``."""
     found = [match["code"] for match in BLOCK.finditer(GUIDE) if match["mark"] == f"test: {mark}"]
     words = [shlex.split(line.removeprefix("$ ")) for code in found for line in code.splitlines()]
     assert all(each[:2] == ["minisgl", "bench"] for each in words)

@@ -1,4 +1,4 @@
-"""The simulator of routers: against the radix cache, a naive prefix search, measured times, and its two models each other."""
+"""The simulator of routers, compared with the radix cache, a naive prefix search and measured times."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_later_turn_begins_with_the_sequence_before_it() -> None:
 
 
 def far_apart(trace: list[TraceRequest]) -> list[TraceRequest]:
-    """The same requests, each after the end of the one before it."""
+    """Return the same requests with arrivals after the end of the previous request."""
     return [TraceRequest(**{**as_dict(each), "timestamp": 100.0 * index}) for index, each in enumerate(trace)]
 
 
@@ -96,11 +96,11 @@ def as_dict(request: TraceRequest) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("num_pages", [150, 400, 20_000])
-def test_one_replica_hits_as_its_radix_cache_does(num_pages: int) -> None:
+def test_hits_of_one_replica_equal_those_of_its_radix_cache(num_pages: int) -> None:
     trace = far_apart(chats(100))
     cache, free, num_cached = RadixPrefixCache(16), list(range(1, num_pages + 1)), 0
     for request in simulated_requests(trace):
-        known = request.sequence[:-1]  # the KV of the last token is not computed
+        known = request.sequence[:-1]  # the KV of the last token is not cached
         num_usable = min(len(cache.match(request.prompt).pages), (request.num_prompt - 1) // 16)
         match = cache.match(known[: num_usable * 16])
         num_cached += num_usable * 16
@@ -120,7 +120,7 @@ def test_one_replica_hits_as_its_radix_cache_does(num_pages: int) -> None:
 
 
 def longest_earlier_prefixes(requests: list[SimulatedRequest]) -> list[int]:
-    """Tokens of whole pages that each prompt shares with an earlier sequence, by comparing all pairs."""
+    """Return the number of tokens in whole pages that each prompt shares with an earlier sequence, by comparing all pairs."""
     found = []
     for index, request in enumerate(requests):
         shared = [0]
@@ -132,7 +132,7 @@ def longest_earlier_prefixes(requests: list[SimulatedRequest]) -> list[int]:
     return found
 
 
-def test_prefix_beats_round_robin_and_nears_one_large_replica() -> None:
+def test_prefix_router_beats_round_robin() -> None:
     trace = chats(400)
     num_pages = round(num_distinct_blocks(trace) / (0.667 * 4))
     rates = {name: run(setup(name, num_pages=num_pages), trace).hit_rate for name in ("round-robin", "prefix")}
@@ -146,7 +146,7 @@ def test_prefix_beats_round_robin_and_nears_one_large_replica() -> None:
     [*((name, 3000, 40) for name in ROUTERS), ("prefix", 300, 40), ("prefix", 300, 400)],
 )
 def test_the_simple_model_equals_the_scheduler(name: str, num_pages: int, request_rate: float) -> None:
-    """If pages are few, requests wait for them; the simple model reserves more pages, and the scheduler preempts."""
+    """If pages are few, requests wait: the simple model reserves more pages, and the scheduler preempts."""
     trace = chats(300, request_rate)
     real, simple = (run(setup(name, 4, num_pages, cache=cache), trace) for cache in (RadixPrefixCache, None))
     assert simple.hit_rate == pytest.approx(real.hit_rate, abs=0.04)
@@ -157,8 +157,8 @@ def test_the_simple_model_equals_the_scheduler(name: str, num_pages: int, reques
             assert times[1] == pytest.approx(times[0], rel=0.25)
 
 
-def test_the_step_times_give_the_measured_times() -> None:
-    """Workload W, and arrivals at two rates, on one H200: docs/benchmarks.md. Its higher rates have fewer requests."""
+def test_simulated_times_equal_measured_times() -> None:
+    """Workload W on one H200, and arrivals at two rates (docs/benchmarks.md). Its higher rates have fewer requests."""
 
     def one(requests: list[SimulatedRequest]) -> Simulation:
         return Simulation(setup("round-robin", 1, 40_000, cache=None), len(requests)).run(requests)

@@ -43,7 +43,7 @@ def bench_json(path: Path, url: str, *arguments: object, **environ: str) -> dict
     return found
 
 
-def test_every_request_is_answered_with_what_was_asked(server: Any, tmp_path: Path) -> None:
+def test_responses_match_the_requested_lengths(server: Any, tmp_path: Path) -> None:
     shape = ("--num-requests", 6, "--input-len", "9:12", "--output-len", "3:5", "--seed", 7)
     sweep = ("--max-concurrency", 1, "--max-concurrency", 3, "--plot", tmp_path / "p.svg", "--goodput", "ttft:60000")
     found = bench_json(tmp_path / "b.json", f"{server.url}/v1", *shape, *sweep)
@@ -135,14 +135,14 @@ def test_replay_of_a_trace(server: Any, tmp_path: Path) -> None:
     assert all(each >= 0.02 * at for at, each in enumerate(slow))
 
 
-def test_duration_ends_a_run_without_a_request_limit(server: Any, tmp_path: Path) -> None:
+def test_duration_ends_a_run(server: Any, tmp_path: Path) -> None:
     flags = ("--duration", 0.3, "--max-concurrency", 2, "--input-len", 4, "--output-len", 2)
     [run] = bench_json(tmp_path / "b.json", server.url, *flags)["runs"]
     assert 2 <= run["num_sent"] == run["num_completed"]
     assert all(each["sent_s"] < 0.3 for each in run["requests"])
 
 
-def test_failures_are_counted_and_shown(server: Any, tmp_path: Path) -> None:
+def test_failed_requests_are_counted_and_shown(server: Any, tmp_path: Path) -> None:
     flags = ("--num-requests", 3, "--num-turns", 3, "--input-len", "3000", "--output-len", 6000, "--num-warmups", 0)
     done = bench(server.url, *flags, "--json", tmp_path / "b.json")
     assert done.exit_code == 1, "nothing was answered"
@@ -158,7 +158,7 @@ def test_failures_are_counted_and_shown(server: Any, tmp_path: Path) -> None:
 
 
 def test_a_server_without_usage_is_measured_by_events(scripted: Any, tmp_path: Path) -> None:
-    """No usage, no cached tokens, one stream that breaks off, one error in a stream, one that is not there."""
+    """The server sends no usage. One stream breaks off, one has an error, and one request gets 404."""
     answers = [
         HEAD + chunk(EVENT % b"null") + chunk(EVENT % b'"length"' + b"data: [DONE]\n\n") + b"0\r\n\r\n",
         HEAD + chunk(EVENT % b"null") + b"0\r\n\r\n",
@@ -237,7 +237,7 @@ def test_an_interrupted_run_is_reported(scripted: Any, tmp_path: Path) -> None:
         (["--request-rate", "nan"], ["--request-rate"]),
     ],
 )
-def test_impossible_options_are_refused(arguments: list[str], words: list[str]) -> None:
+def test_invalid_options_are_refused(arguments: list[str], words: list[str]) -> None:
     done = CliRunner().invoke(main, ["bench", "serve", *arguments])
     assert done.exit_code in (1, 2)
     assert all(word in done.stderr for word in words), done.stderr
@@ -279,7 +279,7 @@ def test_infinities_and_nan_are_strings_in_json() -> None:
         ("completions", "HTTP/1.1 500 Internal Server Error|{'error':{'message':'Broken.'}}", None),
     ],
 )
-def test_failures_are_grouped_and_the_other_endpoint_named(
+def test_failures_are_grouped_and_suggest_the_other_endpoint(
     scripted: Any, endpoint: str, error: str, advice: str | None
 ) -> None:
     head, body = error.replace("'", '"').split("|")

@@ -1,4 +1,4 @@
-"""The load generator's HTTP client, against servers that do as they are told."""
+"""The load generator's HTTP client, with scripted servers."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_server_without_models_is_refused(scripted: Any, status: bytes, body: 
     assert str(refused.value).endswith(f"{server.url}/v1/models: {cause} Otherwise, give --model.")
 
 
-async def test_a_body_that_ends_with_the_connection(scripted: Any) -> None:
+async def test_a_body_may_end_with_the_connection(scripted: Any) -> None:
     server = scripted(say(ENDLESS, close=True))
     client = HttpClient(server_url(server.url), {})
     assert [await fetch(client), await fetch(client)] == [(200, b"until it closes")] * 2
@@ -87,7 +87,7 @@ async def test_a_body_that_ends_with_the_connection(scripted: Any) -> None:
 async def test_an_idle_connection_that_the_server_closed_is_replaced(scripted: Any) -> None:
     server = scripted(say(SIZED, close=True))
     client = HttpClient(server_url(server.url), {})
-    for delay_s in (0.1, 0, 0):  # until it has noticed, or before
+    for delay_s in (0.1, 0, 0):  # before or after the client notices
         assert await fetch(client) == (404, b"sorry")
         await asyncio.sleep(delay_s)
     assert server.num_connections == 3
@@ -109,7 +109,7 @@ async def test_invalid_responses_fail_the_request(scripted: Any, sent: bytes, wo
     assert len(server.requests) == 1, "a request that may have been processed is not sent again"
 
 
-async def test_no_server_is_an_error() -> None:
+async def test_a_missing_server_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     with pytest.raises(HttpError, match="cannot connect"):
@@ -124,12 +124,12 @@ async def test_no_server_is_an_error() -> None:
         ("http://[::1]:8000/a/v1", "::1", 8000, "/a"),
     ],
 )
-def test_server_urls(text: str, host: str, port: int, path: str) -> None:
+def test_valid_server_urls(text: str, host: str, port: int, path: str) -> None:
     url = server_url(text)
     assert (url.host, port_of(url), url.path) == (host, port, path)
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://h", "http://", "http://h:x"])
-def test_no_server_urls(url: str) -> None:
+def test_invalid_server_urls(url: str) -> None:
     with pytest.raises(InvalidValueError, match="the URL of a server"):
         server_url(url)

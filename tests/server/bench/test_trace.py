@@ -1,4 +1,4 @@
-"""The trace format, and the synthetic trace against the published statistics."""
+"""The trace format, and the synthetic trace compared with published statistics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from minisgl_server.bench.trace.synthetic import synthetic_trace
 from minisgl_server.bench.trace.trace_statistics import PUBLISHED, statistics
 
 LRU_HIT_RATES = {256: 0.072, 1024: 0.129, 65_536: 0.318}
-"""Published of trace A, by capacity in blocks."""
+"""Published hit rates of trace A, by capacity in blocks."""
 
 
 @pytest.fixture(scope="module")
@@ -25,12 +25,12 @@ def full() -> list[TraceRequest]:
     return list(synthetic_trace(43_058, seed=0))
 
 
-def test_the_published_statistics(full: list[TraceRequest]) -> None:
+def test_the_synthetic_trace_has_the_published_statistics(full: list[TraceRequest]) -> None:
     found = statistics(full)
     for name, published in PUBLISHED.items():
         if name != "reuse within 10 minutes":
             assert found[name] == pytest.approx(published, rel=0.12), name
-    assert 0.8 <= found["reuse within 10 minutes"] <= 0.9, "sooner than published, and documented so"
+    assert 0.8 <= found["reuse within 10 minutes"] <= 0.9, "earlier than published, as documented"
 
 
 def test_lru_hit_rates(full: list[TraceRequest]) -> None:
@@ -92,7 +92,7 @@ def test_the_command_writes_a_readable_trace(tmp_path: Path) -> None:
 GOOD = {"chat_id": 1, "timestamp": 0.5, "input_length": 20, "output_length": 3, "hash_ids": [4, 5]}
 
 
-def test_reading_sorts_and_fills_in(tmp_path: Path) -> None:
+def test_read_traces_are_sorted_and_completed(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     lines = [GOOD, GOOD | {"chat_id": 2, "timestamp": 0.1, "hash_ids": [4], "unknown": {}}]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))

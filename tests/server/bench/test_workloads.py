@@ -16,7 +16,7 @@ def test_workload_w_equals_the_published_one() -> None:
     assert workload.longest <= 2048
 
 
-def test_variants_of_w_differ_in_tokens_alone() -> None:
+def test_variants_of_w_differ_only_in_tokens() -> None:
     first, second = mixed(8, 20_000), mixed(8, 20_000, variant=1)
     assert first.output_lens == second.output_lens
     for one, other in zip(first.prompts, second.prompts, strict=True):

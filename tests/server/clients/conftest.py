@@ -1,7 +1,7 @@
-"""Client packages against a live server. `nox -s clients` installs them in an environment of their own and runs this folder.
+"""Client packages with a live server. `nox -s clients` installs them in a separate environment and runs this folder.
 
-Each test belongs to a package and names a feature. With ``--client-table FILE``, the table between the two marks of a Markdown
-file is written anew from what passed; without it, `test_table.py` compares the table with the tests.
+Each test belongs to a package and names a feature. With ``--client-table FILE``, the table between the two marks of a
+Markdown file is rewritten from the passed tests. Without it, `test_table.py` compares the table with the tests.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 def rows(features: list[tuple[str, str]]) -> list[str]:
-    """The table, one line per package."""
+    """Return the table, one line per package."""
     by_package: dict[str, list[str]] = {}
     for package, name in features:
         by_package.setdefault(package, []).append(name)
@@ -70,7 +70,7 @@ def model(http: Any) -> str:
 
 @pytest.fixture(autouse=True)
 def _no_telemetry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The packages report to nobody; and keys that they ask for are made up."""
+    """Disable telemetry, and set fake keys that the packages require."""
     for name in ("OPENAI_AGENTS_DISABLE_TRACING", "DO_NOT_TRACK", "LITELLM_LOCAL_MODEL_COST_MAP", "HF_HUB_OFFLINE"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("OPENAI_API_KEY", "none")

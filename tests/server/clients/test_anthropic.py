@@ -10,7 +10,7 @@ import pytest
 anthropic = pytest.importorskip("anthropic")
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 GREEDY = {"temperature": 0}
-"""A field that newer versions of the package have no argument for."""
+"""Field without an argument in newer versions of the package."""
 WEATHER = {
     "name": "weather",
     "input_schema": {
@@ -28,7 +28,7 @@ def claude(server: Any) -> Iterator[Any]:
 
 
 @pytest.mark.feature("anthropic", "messages")
-def test_message_streams_what_it_answers_whole(claude: Any, model: str) -> None:
+def test_streamed_and_whole_messages_are_equal(claude: Any, model: str) -> None:
     wanted = {"model": model, "messages": QUESTION, "max_tokens": 12, "extra_body": GREEDY, "system": "Be brief."}
     whole = claude.messages.create(**wanted)
     with claude.messages.stream(**wanted) as stream:
@@ -40,7 +40,7 @@ def test_message_streams_what_it_answers_whole(claude: Any, model: str) -> None:
 
 
 @pytest.mark.feature("anthropic", "tools")
-def test_message_uses_the_tool_and_takes_its_result(claude: Any, model: str) -> None:
+def test_message_calls_the_tool_and_uses_its_result(claude: Any, model: str) -> None:
     wanted = {"model": model, "max_tokens": 60, "extra_body": GREEDY, "tools": [WEATHER]}
     first = claude.messages.create(**wanted, messages=QUESTION, tool_choice={"type": "tool", "name": "weather"})
     assert first.stop_reason == "tool_use"

@@ -29,7 +29,7 @@ def chat(base_url: str, model: str) -> Any:
 
 
 @pytest.mark.feature("langchain-openai", "invoke, stream")
-def test_chat_streams_what_it_answers_whole(chat: Any) -> None:
+def test_streamed_and_whole_chats_are_equal(chat: Any) -> None:
     whole = chat.invoke(QUESTION).content
     assert "Paris" in whole
     assert "".join(chunk.content for chunk in chat.stream(QUESTION)) == whole

@@ -22,7 +22,7 @@ def wanted(base_url: str, model: str) -> dict[str, Any]:
 
 
 @pytest.mark.feature("litellm", "completion")
-def test_completion_streams_what_it_answers_whole(wanted: dict[str, Any]) -> None:
+def test_streamed_and_whole_completions_are_equal(wanted: dict[str, Any]) -> None:
     whole = litellm.completion(messages=QUESTION, **wanted).choices[0].message.content
     chunks = litellm.completion(messages=QUESTION, stream=True, **wanted)
     assert "Paris" in whole
@@ -39,16 +39,16 @@ def test_messages_are_sent_back(wanted: dict[str, Any]) -> None:
 
 @pytest.mark.feature("litellm", "text_completion")
 def test_text_completion_answers(wanted: dict[str, Any]) -> None:
-    asked = wanted | {"model": wanted["model"].replace("hosted_vllm", "text-completion-openai")}
-    answer = litellm.text_completion(prompt="The capital of France is", **asked)
+    options = wanted | {"model": wanted["model"].replace("hosted_vllm", "text-completion-openai")}
+    answer = litellm.text_completion(prompt="The capital of France is", **options)
     assert "Paris" in answer.choices[0].text
 
 
 @pytest.mark.feature("litellm", "responses")
 def test_responses_answers(wanted: dict[str, Any]) -> None:
-    asked = {name: value for name, value in wanted.items() if name != "max_tokens"}
-    asked["model"] = asked["model"].replace("hosted_vllm", "openai")
-    answer = litellm.responses(input="What is the capital of France?", max_output_tokens=12, **asked)
+    options = {name: value for name, value in wanted.items() if name != "max_tokens"}
+    options["model"] = options["model"].replace("hosted_vllm", "openai")
+    answer = litellm.responses(input="What is the capital of France?", max_output_tokens=12, **options)
     assert "Paris" in answer.output[-1].content[0].text
 
 

@@ -1,4 +1,4 @@
-"""The `lm-eval` package: the log-likelihoods of the server equal those of its own `hf` model."""
+"""The `lm-eval` package: log-likelihoods of the server equal those of the package's `hf` model."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def test_lists_the_served_model(client: openai.OpenAI, model: str) -> None:
 
 
 @pytest.mark.feature("openai", "completions")
-def test_completion_streams_what_it_answers_whole(client: openai.OpenAI, model: str) -> None:
+def test_streamed_and_whole_completions_are_equal(client: openai.OpenAI, model: str) -> None:
     wanted = {"model": model, "prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}
     whole = client.completions.create(**wanted).choices[0].text
     streamed = "".join(chunk.choices[0].text for chunk in client.completions.create(**wanted, stream=True))
@@ -38,7 +38,7 @@ def test_completion_streams_what_it_answers_whole(client: openai.OpenAI, model: 
 
 
 @pytest.mark.feature("openai", "chat")
-def test_chat_streams_what_it_answers_whole(client: openai.OpenAI, model: str) -> None:
+def test_streamed_and_whole_chats_are_equal(client: openai.OpenAI, model: str) -> None:
     wanted = {"model": model, "messages": QUESTION, "max_completion_tokens": 12, "temperature": 0}
     whole = client.chat.completions.create(**wanted)
     chunks = list(client.chat.completions.create(**wanted, stream=True, stream_options={"include_usage": True}))
@@ -66,7 +66,7 @@ def test_chat_parses_into_a_pydantic_model(client: openai.OpenAI, model: str) ->
 
 
 @pytest.mark.feature("openai", "responses")
-def test_response_streams_what_it_answers_whole(client: openai.OpenAI, model: str) -> None:
+def test_streamed_and_whole_responses_are_equal(client: openai.OpenAI, model: str) -> None:
     wanted = {"model": model, "input": "What is the capital of France?", "max_output_tokens": 12, "temperature": 0}
     whole = client.responses.create(**wanted)
     events = list(client.responses.create(**wanted, stream=True))
@@ -77,7 +77,7 @@ def test_response_streams_what_it_answers_whole(client: openai.OpenAI, model: st
 
 
 @pytest.mark.feature("openai", "responses: previous_response_id")
-def test_response_goes_on_from_the_previous_one(client: openai.OpenAI, model: str) -> None:
+def test_response_continues_the_previous_one(client: openai.OpenAI, model: str) -> None:
     first = client.responses.create(model=model, input="My name is Ada.", max_output_tokens=16, temperature=0)
     second = client.responses.create(
         model=model, input="What is my name?", previous_response_id=first.id, max_output_tokens=16, temperature=0

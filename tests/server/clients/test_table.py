@@ -1,4 +1,4 @@
-"""The table of docs/clients.md names the features that tests here show."""
+"""The table of docs/clients.md names the features that these tests cover."""
 
 from __future__ import annotations
 

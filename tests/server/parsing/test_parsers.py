@@ -1,4 +1,4 @@
-"""Reasoning content and tool calls in text: however it is cut into pieces, the same comes out."""
+"""Reasoning content and tool calls in text do not depend on how the text is split."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from minisgl_server.parsing.reasoning_splitter import ReasoningSplitter, starts_
 from minisgl_server.parsing.tool_parser import TOOL_PARSERS, detect_tool_parser
 
 Result = tuple[str, str, list[tuple[str, str]]]
-"""Thoughts, content, and name and arguments of each call."""
+"""Reasoning content, content, and name and arguments of each call."""
 
 FUNCTIONS = ["get", "put"]
 
@@ -36,19 +36,19 @@ def parser(format: str | None = None, inside: bool | None = False, parallel: boo
     return ChatOutputParser(ReasoningSplitter(inside), tools)
 
 
-def parse(made: ChatOutputParser, pieces: list[str]) -> Result:
-    thoughts, content = "", ""
+def parse(made: ChatOutputParser, chunks: list[str]) -> Result:
+    reasoning_content, content = "", ""
     calls: list[list[str]] = []
-    for piece in [*pieces, None]:
+    for piece in [*chunks, None]:
         new = made.push(piece or "", finished=piece is None)
-        thoughts, content = thoughts + new.reasoning, content + new.content
+        reasoning_content, content = reasoning_content + new.reasoning, content + new.content
         for delta in new.tool_calls:
             if delta.id is not None:
                 assert delta.index == len(calls)
                 assert delta.name is not None
                 calls.append([delta.name, ""])
             calls[delta.index][1] += delta.arguments
-    return thoughts, content, [(name, arguments) for name, arguments in calls]
+    return reasoning_content, content, [(name, arguments) for name, arguments in calls]
 
 
 def hermes(text: str, **options: Any) -> Result:
@@ -117,7 +117,7 @@ MISTRAL = {
     "no second call": ('[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"x"', (', {"x"', [("f", "{}")])),
 }  # fmt: skip
 
-THOUGHTS: dict[str, tuple[bool | None, str, tuple[str, str]]] = {
+REASONING_CASES: dict[str, tuple[bool | None, str, tuple[str, str]]] = {
     "none": (None, "Hello <think>", ("", "Hello <think>")),
     "tagged": (None, "<think>\nHm.\n\nOh.\n</think>\n\nHello.\n", ("Hm.\n\nOh.", "Hello.\n")),
     "begun by the prompt": (True, "Hm.</think>Hello.", ("Hm.", "Hello.")),
@@ -155,10 +155,10 @@ def test_call_ids_of_mistral_have_nine_letters_and_digits() -> None:
     assert all(len(each) == 9 and each.isalnum() for each in ids)
 
 
-@pytest.mark.parametrize("name", THOUGHTS)
+@pytest.mark.parametrize("name", REASONING_CASES)
 def test_reasoning_content(name: str) -> None:
-    inside, text, (thoughts, answer) = THOUGHTS[name]
-    assert parse(parser(inside=inside), [text]) == (thoughts, answer, [])
+    inside, text, (reasoning_content, answer) = REASONING_CASES[name]
+    assert parse(parser(inside=inside), [text]) == (reasoning_content, answer, [])
 
 
 @pytest.mark.parametrize(
@@ -169,21 +169,21 @@ def test_reasoning_content(name: str) -> None:
         r'{"name": "f", "arguments": "{\"x\": \"\ud83d\"}"}',
     ],
 )
-def test_half_a_surrogate_pair_stays_text(call: str) -> None:
+def test_lone_surrogates_stay_text(call: str) -> None:
     assert hermes(f"<tool_call>{call}") == ("", f"<tool_call>{call}", [])
     [(name, arguments)] = hermes("<tool_call>" + call.replace(r"\ud83d", r"\ud83d\ude00"))[2]
-    assert "😀" in name + arguments, "a whole one is read"
+    assert "😀" in name + arguments, "complete pairs are decoded"
 
 
 @pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN"])
-def test_a_reordered_call_with_a_number_that_is_not_finite_stays_text(number: str) -> None:
+def test_reordered_calls_with_infinite_numbers_stay_text(number: str) -> None:
     """Python would write it as Infinity or NaN, which is not JSON."""
     call = f'<tool_call>{{"arguments": {{"x": {number}}}, "name": "f"}}'
     assert hermes(call) == ("", call, [])
 
 
-def test_arguments_may_contain_half_a_surrogate_pair() -> None:
-    """They are passed on as they are written, which is text."""
+def test_arguments_may_contain_lone_surrogates() -> None:
+    """Arguments are passed on as written, and escapes are text there."""
     arguments = r'{"x": "\ud83d"}'
     assert hermes(f'<tool_call>{{"name": "f", "arguments": {arguments}}}') == ("", "", [("f", arguments)])
 
@@ -192,16 +192,16 @@ def test_reasoning_content_may_contain_call_tags() -> None:
     assert hermes(f"<think>{CALL}</think>{CALL}", inside=None) == (CALL, "", [("get", ARGUMENTS)])
 
 
-def test_one_call_without_parallel_tool_calls() -> None:
+def test_without_parallel_tool_calls_there_is_one_call() -> None:
     made = parser("hermes", parallel=False)
     assert parse(made, [CALL + "x" + CALL]) == ("", "", [("get", ARGUMENTS)])
     assert made.is_done
 
 
-def test_arguments_come_as_they_are_written() -> None:
+def test_arguments_are_passed_unchanged() -> None:
     made = parser("hermes")
-    pieces = ['<tool_call>{"name": "get", "arguments": {"te', 'xt": "lo', "ng", '"}}</tool_call>']
-    deltas = [made.push(piece, finished=False).tool_calls for piece in pieces]
+    chunks = ['<tool_call>{"name": "get", "arguments": {"te', 'xt": "lo', "ng", '"}}</tool_call>']
+    deltas = [made.push(piece, finished=False).tool_calls for piece in chunks]
     assert [[(each.name, each.arguments) for each in new] for new in deltas] == [
         [("get", '{"te')],
         [(None, 'xt": "lo')],
@@ -210,8 +210,8 @@ def test_arguments_come_as_they_are_written() -> None:
     ]
 
 
-def test_repeated_characters_cost_no_more_than_others() -> None:
-    """Quadratic work on half a million characters would not end."""
+def test_repeated_characters_are_parsed_in_linear_time() -> None:
+    """Quadratic work on half a million characters would not finish."""
     separators, lines = 500_000 * ";", 500_000 * "\n"
     call = '{"name": "get", "parameters": {}}'
     assert parse(parser("llama3_json"), [call + separators]) == ("", separators, [("get", "{}")])
@@ -248,12 +248,14 @@ SETUPS: list[Callable[[], ChatOutputParser]] = [
 
 @settings(max_examples=400)
 @given(data=st.data(), parts=st.lists(PARTS, max_size=12), setup=st.sampled_from(SETUPS))
-def test_any_cut_gives_the_same(data: Any, parts: list[str], setup: Callable[[], ChatOutputParser]) -> None:
+def test_results_do_not_depend_on_how_text_is_split(
+    data: Any, parts: list[str], setup: Callable[[], ChatOutputParser]
+) -> None:
     text = "".join(parts)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
-    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    chunks = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     whole = parse(setup(), [text])
-    assert parse(setup(), pieces) == whole
+    assert parse(setup(), chunks) == whole
     assert parse(setup(), list(text)) == whole
 
 
@@ -261,7 +263,7 @@ def test_any_cut_gives_the_same(data: Any, parts: list[str], setup: Callable[[],
 @given(st.lists(PARTS, max_size=12), st.sampled_from(["hermes", "llama3_json", "mistral"]))
 @example(['{"name": "get", "arguments": {', "}", "{", "<think>"], "llama3_json")
 def test_no_text_is_lost(parts: list[str], format: str) -> None:
-    """Without a call, all text is content; otherwise the characters of the calls are where they were written."""
+    """Without a call, all text is content. Otherwise the arguments of the calls are parts of the text."""
     text = "".join(parts)
     _, content, calls = parse(parser(format), [text])
     if not calls:
@@ -270,7 +272,7 @@ def test_no_text_is_lost(parts: list[str], format: str) -> None:
         assert arguments in text or json.loads(arguments) == {}
 
 
-def test_the_prompt_tells_if_the_output_starts_with_reasoning() -> None:
+def test_the_prompt_determines_if_outputs_start_with_reasoning() -> None:
     assert starts_with_reasoning("qwen3", "...<think>\n") is True
     assert starts_with_reasoning("qwen3", "<think>\n\n</think>\n\n") is False
     assert starts_with_reasoning("deepseek_r1", "<think>\n\n</think>\n\n") is False
@@ -287,20 +289,20 @@ def test_the_tool_parser_is_detected_from_the_template() -> None:
     assert detect_tool_parser("{{ messages }}") is None
 
 
-def test_calls_without_parameters_take_none() -> None:
+def test_functions_without_parameters_accept_no_arguments() -> None:
     schema = call_schema({"name": "f"}, "arguments")
     assert schema["properties"]["arguments"]["additionalProperties"] is False
 
 
-def test_arguments_are_objects_even_if_the_parameters_have_no_type() -> None:
+def test_arguments_are_objects_if_the_parameters_have_no_type() -> None:
     schema = call_schema({"name": "f", "parameters": {"properties": {"x": {"type": "string"}}}}, "arguments")
     calls = jsonschema.Draft202012Validator(schema)
     assert calls.is_valid({"name": "f", "arguments": {"x": "a"}})
     assert not calls.is_valid({"name": "f", "arguments": "a"})
 
 
-def test_references_in_parameters_stay_within_them() -> None:
-    """The schema of a call contains the parameters, whose references begin at their own root."""
+def test_references_in_parameters_are_relative_to_them() -> None:
+    """The schema of a call contains the parameters, whose references start at their own root."""
     schemas = []
     for name, kind in (("f", "null"), ("g", "boolean")):
         properties = {"kind": {"$ref": "#/$defs/kind"}, "next": {"$ref": "#"}}
@@ -355,14 +357,16 @@ def render(tokenizer: Any, template: str, parser: str, messages: list[dict[str, 
     return ChatFormat(tokenizer, parser, None).render(chat)
 
 
-def test_past_calls_are_rendered_without_tools(engine_tokenizer: Any) -> None:
+def test_earlier_calls_are_rendered_without_tools(engine_tokenizer: Any) -> None:
     text = render(engine_tokenizer, PLAIN, "hermes", USED)
     written = '<tool_call>\n{"name": "get", "arguments": {"x": 1}}\n</tool_call>'
     assert text == f"user: Hi\nassistant: {written}\nuser: Result of the function: 7\n"
-    assert render(engine_tokenizer, CALLING, "none", USED).endswith("tool: 7\nget!"), "the template writes them itself"
+    assert render(engine_tokenizer, CALLING, "none", USED).endswith("tool: 7\nget!"), (
+        "the template renders the tools itself"
+    )
 
 
-def test_past_calls_are_refused_without_a_known_call_format(engine_tokenizer: Any) -> None:
+def test_earlier_calls_without_a_call_format_are_refused(engine_tokenizer: Any) -> None:
     assert render(engine_tokenizer, PLAIN, "auto", USED[:1]) == "user: Hi\n"
     for messages, name in ((USED, "messages[1]"), (USED[2:], "messages[0]")):
         with pytest.raises(InvalidValueError, match="--tool-call-parser") as raised:
@@ -424,8 +428,8 @@ def test_published_outputs_of_harmony(text: str, expected: tuple[str, str]) -> N
 
 
 def split_harmony(text: str, size: int) -> tuple[str, str]:
-    splitter, pieces = HarmonySplitter(), range(0, len(text), size)
-    parts = [splitter.push(text[i : i + size], i == pieces[-1]) for i in pieces]
+    splitter, starts = HarmonySplitter(), range(0, len(text), size)
+    parts = [splitter.push(text[i : i + size], i == starts[-1]) for i in starts]
     return "".join(reasoning for reasoning, _ in parts), "".join(content for _, content in parts)
 
 
@@ -444,7 +448,7 @@ HARMONY_TEXTS = st.lists(
 
 @pytest.fixture(scope="module")
 def openai_harmony() -> tuple[Any, Any]:
-    """openai-harmony and its encoding, which it downloads, or reads in the folder TIKTOKEN_ENCODINGS_BASE."""
+    """openai-harmony with its encoding, which it downloads, or reads from TIKTOKEN_ENCODINGS_BASE."""
     harmony = pytest.importorskip("openai_harmony")
     return harmony, harmony.load_harmony_encoding("HarmonyGptOss")
 

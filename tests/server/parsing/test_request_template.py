@@ -1,4 +1,4 @@
-"""The limits on what a request's own chat template may render."""
+"""Limits on the output of a request's own chat template."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from minisgl_server.parsing import request_template
 
 
-class Renders:
-    """A tokenizer whose template gives a text."""
+class FakeTokenizer:
+    """Tokenizer whose template renders a given text."""
 
     def __init__(self, render: Callable[[], str]) -> None:
         self.render = render
@@ -25,13 +25,13 @@ class Renders:
 def test_the_limit_counts_characters(char: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_template, "MAX_PROMPT_CHARS", 100)
     text = 100 * char
-    assert request_template.render_in_child_process(Renders(lambda: text), [], {}) == text
+    assert request_template.render_in_child_process(FakeTokenizer(lambda: text), [], {}) == text
     with pytest.raises(ValueError, match="more than 512 MiB of memory or 100 characters"):
-        request_template.render_in_child_process(Renders(lambda: text + char), [], {})
+        request_template.render_in_child_process(FakeTokenizer(lambda: text + char), [], {})
 
 
 def test_one_long_operation_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python cannot interrupt it in a thread: it compares 2**40 pairs, and holds the GIL."""
+    """Python cannot interrupt the operation in a thread: it compares 2**40 pairs while it holds the GIL."""
     monkeypatch.setattr(request_template, "RENDER_S", 0.2)
     template = (
         "{% set n = namespace(x=[1], y=[1]) %}{% for _ in range(40) %}{% set n.x = [n.x, n.x] %}{% set n.y = [n.y, n.y] %}"
@@ -39,4 +39,4 @@ def test_one_long_operation_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     render = ImmutableSandboxedEnvironment().from_string(template).render
     with pytest.raises(ValueError, match=r"it takes more than 0\.2 s to render"):
-        request_template.render_in_child_process(Renders(render), [], {})
+        request_template.render_in_child_process(FakeTokenizer(render), [], {})

@@ -1,4 +1,4 @@
-"""Calls of strict functions fit their schemas where a call is free to begin, whatever the model tries."""
+"""Calls of strict functions match their schemas at any point of the output, whatever the model generates."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def allowed(state: GrammarState) -> list[int]:
     return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
 
 
-def write(state: GrammarState, wish: str, draw: random.Random) -> tuple[str, bool]:
-    """Return the output of a model that would write `wish`: as much of it as may be, then anything; and whether it is whole."""
+def generate(state: GrammarState, wish: str, draw: random.Random) -> tuple[str, bool]:
+    """Generate `wish` as far as the grammar allows it, then random tokens. Return the output, and whether it is complete."""
     tokens = []
     for token in byte_tokenizer()(wish)["input_ids"]:
         if not state.accept(token):
@@ -113,20 +113,20 @@ def calls_in(text: str, format: str) -> list[tuple[str, str]]:
 def test_calls_fit_their_schema(format: str, wish: str) -> None:
     schemas: dict[str, Any] = {"unit": UNIT, "now": {"maxProperties": 0}, "free": {"type": "object"}}
     for seed in range(5):
-        text, is_whole = write(begin(format).copy(), wish, random.Random(seed))
+        text, is_whole = generate(begin(format).copy(), wish, random.Random(seed))
         assert is_whole
         for name, arguments in calls_in(text, format):
             jsonschema.validate(json.loads(arguments), schemas[name])
 
 
 @pytest.mark.parametrize("format", list(TRIES))
-def test_values_within_the_limits_are_accepted(format: str) -> None:
-    """Calls as models are taught to write them, and any other text."""
+def test_well_formed_calls_and_other_text_are_accepted(format: str) -> None:
+    """Calls have the format that models are trained on."""
     wish = TRIES[format][0]
-    assert write(begin(format).copy(), wish, random.Random(0)) == (wish, True)
+    assert generate(begin(format).copy(), wish, random.Random(0)) == (wish, True)
     assert {name for name, _ in calls_in(wish, format)} == {"unit"}
     for text in ('{"name": 5} is JSON, <tool_ is none, {"u": [5]}', '```\n{"parameters": {"name":"unit"}}\n```'):
-        assert write(begin(format).copy(), text, random.Random(0)) == (text, True)
+        assert generate(begin(format).copy(), text, random.Random(0)) == (text, True)
 
 
 @pytest.mark.parametrize("format", list(TRIES))
@@ -137,7 +137,7 @@ def test_required_calls_fit_their_schema(format: str) -> None:
     assert source is not None
     grammar = LlguidanceGrammar(byte_tokenizer(), VOCAB_SIZE, EOS).compile(source.kind, source.text, source.name)
     for seed in range(5):
-        text, is_whole = write(grammar.copy(), TRIES[format][0], random.Random(seed))
+        text, is_whole = generate(grammar.copy(), TRIES[format][0], random.Random(seed))
         assert is_whole
         calls = calls_in(text, format)
         assert calls

@@ -1,4 +1,4 @@
-"""1,000 concurrent streams while a replica is lost."""
+"""1,000 concurrent streams during the loss of a replica."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two replicas of two stages: processes that are killed before the launch is ready, while it serves, and while it drains."""
+"""Two replicas of two pipeline stages: processes are killed before readiness, while they serve, and during the drain."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ def wait_for(condition: Callable[[], Any], limit_s: float = 100) -> Any:
 
 
 def child(server: Any, name: str) -> psutil.Process | None:
-    with suppress(psutil.Error, IndexError):  # a child that ends, or has no title yet
+    with suppress(psutil.Error, IndexError):  # a child that has ended or has no title yet
         return server.children().get(name)  # type: ignore[no-any-return]
     return None
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy, as a test hides a file of it."""
+    """Copy of the checkpoint, as a test hides one of its files."""
     return Path(shutil.copytree(tiny_checkpoint, tmp_path_factory.mktemp("replicas") / "model"))
 
 
 @pytest.fixture(scope="module")
 def server(launch_shared: Launch, checkpoint: Path) -> Any:
-    """A rank is killed before the launch is ready; it is restarted, as it is later."""
+    """Server of which a rank is killed before readiness. The rank is restarted, as it is later."""
     server = launch_shared("--model", str(checkpoint), *FLAGS, *ROUTING, OMP_NUM_THREADS="1")
     wait_for(lambda: child(server, "replica 1 rank 1")).kill()
     return server.wait_started()
@@ -82,7 +82,7 @@ class Stream:
 
 
 def run_streams(server: Any, num: int, max_tokens: int, then: Callable[[], None]) -> list[list[Any]]:
-    """The events of streams; `then` is called once all have sent something."""
+    """Return the events of streams; `then` is called once all have sent events."""
     streams = [Stream(server, number, max_tokens) for number in range(num)]
     with ThreadPoolExecutor(num) as pool:
         ended = [pool.submit(each.run) for each in streams]
@@ -123,14 +123,14 @@ def complete(server: Any) -> httpx.Response:
 
 @pytest.mark.nightly
 def test_requests_are_refused_while_all_replicas_fail_repeatedly(server: Any, checkpoint: Path) -> None:
-    """A request that waits for a replica is refused, too. Once a replica is ready, all is as before."""
+    """A waiting request is refused, too. Once a replica is ready, requests are served again."""
     wait_all_ready(server)
     config = checkpoint / "config.json"
 
     def get(path: str) -> httpx.Response:
         return httpx.get(f"{server.url}{path}", timeout=60)
 
-    hidden = config.rename(checkpoint / "hidden.json")  # replicas cannot start again
+    hidden = config.rename(checkpoint / "hidden.json")  # replicas cannot restart
     for replica in range(2):
         wait_for(lambda replica=replica: child(server, f"replica {replica} rank 0")).kill()
     with ThreadPoolExecutor(1) as pool:
@@ -148,7 +148,7 @@ def test_requests_are_refused_while_all_replicas_fail_repeatedly(server: Any, ch
 
 @pytest.mark.nightly
 def test_a_drain_restarts_no_replica(server: Any) -> None:
-    """The replica that is killed loses its streams; the others finish."""
+    """The killed replica loses its streams; the others finish."""
     wait_all_ready(server)
     before = server.stderr().count("is restarted")
 
@@ -167,10 +167,10 @@ def test_a_drain_restarts_no_replica(server: Any) -> None:
 
 
 @pytest.mark.nightly
-def test_an_error_that_would_repeat_ends_the_launch(launch: Launch, tmp_path: Path) -> None:
+def test_a_permanent_error_ends_the_launch(launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["NoSuchModel"], "vocab_size": 10}')
     (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     server = launch("--model", str(tmp_path), "--replicas", "2")
-    assert server.wait_ended() == 2, "which the user can put right"
+    assert server.wait_ended() == 2, "the user can correct the error"
     assert "NoSuchModel" in server.stderr()
     assert "restarted" not in server.stderr()

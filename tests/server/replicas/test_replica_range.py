@@ -22,7 +22,7 @@ def replicas(value: Any) -> Any:
 
 
 @pytest.mark.parametrize(("value", "expected"), [("2:8", (2, 8)), ("3:3", (3, 3)), ("3", (3, 3)), (4, (4, 4))])
-def test_a_range_is_its_minimum_and_survives_a_copy(value: Any, expected: tuple[int, int]) -> None:
+def test_a_range_equals_its_minimum_and_survives_a_copy(value: Any, expected: tuple[int, int]) -> None:
     options = pickle.loads(pickle.dumps(ServerOptions(replicas=replicas(value))))
     assert options.replica_range == expected
     assert options.replicas == expected[0]

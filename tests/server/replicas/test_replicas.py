@@ -1,4 +1,4 @@
-"""Two replicas behind one API: tokens, affinity, and the death of one."""
+"""Two replicas behind one API: tokens, prefix affinity, and the loss of a replica."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROMPTS = [f"{word} " * 40 for word in ("apple", "river", "stone", "cloud", "mus
 
 @pytest.fixture(scope="module")
 def server(launch_shared: Launch, tiny_checkpoint: Path) -> Any:
-    """RestartableProcesses leave it as it was, so all tests share it."""
+    """Server shared by all tests, as restarts leave it unchanged."""
     flags = ["--model", str(tiny_checkpoint), "--dtype", "float32", "--num-pages", "1100", "--attn", "torch"]
     return launch_shared(*flags, "--replicas", "2", "--max-running-requests", "2", OMP_NUM_THREADS="1").wait_started()
 
@@ -49,7 +49,7 @@ def complete(client: openai.OpenAI, prompt: str, max_tokens: int = 12) -> str:
 
 
 def metric(server: Any, name: str) -> list[float]:
-    """Values of a metric by replica."""
+    """Return the values of a metric by replica."""
     text = httpx.get(f"{server.url}/metrics", timeout=60).text
     found = dict(re.findall(rf'^minisgl_{name}\{{.*replica="(\d)".*\}} (\S+)$', text, re.M))
     return [float(found[replica]) for replica in sorted(found)]
@@ -75,7 +75,7 @@ def test_tokens_equal_those_of_one_engine(server: Any, client: openai.OpenAI, ti
     assert all(num > 0 for num in metric(server, "generation_tokens_total")), "both replicas ran requests"
 
 
-def test_a_repeated_prompt_goes_where_its_prefix_is(server: Any, client: openai.OpenAI) -> None:
+def test_repeated_prompts_are_routed_to_their_prefix(server: Any, client: openai.OpenAI) -> None:
     for number in range(8):
         complete(client, f"number {number} " * 30, 2)  # new prefixes alternate between idle replicas
     before = metric(server, "prefix_cache_hits_total")
@@ -84,13 +84,13 @@ def test_a_repeated_prompt_goes_where_its_prefix_is(server: Any, client: openai.
         for number in range(8):
             complete(client, f"number {number} " * 30, 2)
     hits = [now - then for now, then in zip(metric(server, "prefix_cache_hits_total"), before, strict=True)]
-    asked = [now - then for now, then in zip(metric(server, "prefix_cache_queries_total"), queried, strict=True)]
-    assert min(asked) > 0, "both replicas hold some of the prompts"
-    assert sum(hits) > 0.8 * sum(asked)
+    queries = [now - then for now, then in zip(metric(server, "prefix_cache_queries_total"), queried, strict=True)]
+    assert min(queries) > 0, "both replicas hold some of the prompts"
+    assert sum(hits) > 0.8 * sum(queries)
 
 
 def stream(server: Any, prompt: str, max_tokens: int, started: Callable[[], None] = lambda: None) -> list[Any]:
-    """Events of a streamed completion; `started` is called after the first."""
+    """Return the events of a streamed completion; `started` is called after the first."""
     body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
     found: list[Any] = []
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=200) as answer:
@@ -106,17 +106,17 @@ def text_of(found: list[Any]) -> str:
     return "".join(each["choices"][0]["text"] for each in found[:-1])
 
 
-def test_a_killed_replica_costs_started_streams_only(server: Any, client: openai.OpenAI) -> None:
-    """Each replica runs two streams and queues two, when one replica is killed."""
+def test_a_killed_replica_ends_only_its_started_streams(server: Any, client: openai.OpenAI) -> None:
+    """When a replica is killed, each replica runs two streams and queues two."""
     prompts, max_tokens = [f"{number} bottles of" for number in range(8)], 500
     expected = {prompt: text_of(stream(server, prompt, max_tokens)) for prompt in (prompts[0], prompts[7])}
     num_starts = [each["num_starts"] for each in replicas(server)]
     started = Semaphore(0)
     with ThreadPoolExecutor(10) as pool:
         answers = [pool.submit(stream, server, prompt, max_tokens, started.release) for prompt in prompts]
-        for _ in range(3):  # each replica runs two, so one of these is on the replica to be killed
+        for _ in range(3):  # each replica runs two streams, so one of these is on the replica that is killed
             started.acquire()
-        # These two have generated tokens or wait, and their clients have nothing in either case.
+        # These two have generated tokens or wait, and their clients have received nothing.
         whole = [pool.submit(complete, client, prompt, max_tokens) for prompt in prompts[:2]]
         wait_for(lambda: sum(each["num_requests"] for each in replicas(server)) == 10)
         server.children()["replica 0 rank 0"].kill()

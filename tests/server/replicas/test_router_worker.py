@@ -1,4 +1,4 @@
-"""The router's process without sockets: loads, lost replicas, counts; and the events of a real cache."""
+"""The router's process without sockets: loads, lost replicas, counts, and events of a real cache."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def info(**options: Any) -> EngineInfo:
 
 
 class Rig:
-    """A router of two replicas and two tokenizer workers, which are lists."""
+    """Router of two replicas and two tokenizer workers, which are lists."""
 
     def __init__(self) -> None:
         self.engines: dict[int, list[Any]] = {}
@@ -91,7 +91,7 @@ def rig() -> Rig:
     return rig
 
 
-def test_loads_follow_submissions_and_ends(rig: Rig) -> None:
+def test_loads_follow_submitted_and_finished_requests(rig: Rig) -> None:
     rig.submit("a", [1] * 40)
     rig.submit("b", [2] * 30)
     rig.submit("c", [1] * 50)
@@ -116,8 +116,8 @@ CALLS = st.lists(
 
 @settings(max_examples=200, deadline=None)
 @given(CALLS)
-def test_loads_are_those_of_the_requests_at_each_replica(calls: list[tuple[str, int, int]]) -> None:
-    """Against a dictionary of where each request was sent, over submissions, ends and lost replicas in any order."""
+def test_loads_equal_those_of_a_naive_reference(calls: list[tuple[str, int, int]]) -> None:
+    """The reference keeps the replica of each request, over submissions, ends and lost replicas in any order."""
     rig, engines, lengths, num_seen = Rig(), [0, 1], dict[str, int](), 0
     at: dict[str, int] = {}
     ready = [False, False]
@@ -162,7 +162,7 @@ def test_loads_are_those_of_the_requests_at_each_replica(calls: list[tuple[str, 
         assert any(ready) or not at
 
 
-def test_a_lost_replica_names_its_requests_to_their_workers(rig: Rig) -> None:
+def test_tokenizer_workers_get_the_requests_of_lost_replicas(rig: Rig) -> None:
     rig.submit("a", [1] * 40)
     rig.submit("b", [1] * 40, worker=1)
     rig.submit("c", [2] * 40)
@@ -174,7 +174,7 @@ def test_a_lost_replica_names_its_requests_to_their_workers(rig: Rig) -> None:
     rig.send(Ended(["c", "a"]))
     rig.send(
         CacheEvents(0, block_keys(np.full(40, 9, np.int32), 16), np.empty(0, np.uint64))
-    )  # of the engine that ended
+    )  # of the engine that has ended
     rig.submit("d", [1] * 40)
     assert rig.names(1)[-1] == "d", "the new engine of replica 0 holds nothing"
     assert rig.engines[0][2:] == [], "nothing is sent to an engine that has ended"
@@ -208,7 +208,7 @@ def test_no_request_waits_while_all_replicas_fail() -> None:
     assert rig.names(0) == ["c"], "one failure more does not refuse it"
 
 
-def test_few_requests_wait_for_a_replica() -> None:
+def test_the_number_of_waiting_requests_is_limited() -> None:
     rig = Rig()
     for number in range(10):
         rig.submit(str(number), worker=1)
@@ -240,29 +240,29 @@ def test_a_count_is_summed_even_if_a_replica_dies(rig: Rig) -> None:
     rig.send(RequestCounts(worker=2, correlation_id=second.correlation_id, counts={"running": 3}))  # too late
 
 
-def test_another_replica_answers_for_one_that_is_not_ready(rig: Rig) -> None:
+def test_snapshots_come_from_a_ready_replica(rig: Rig) -> None:
     rig.send(SnapshotRequest(worker=0, replica=1))
     assert rig.engines[1][-1].replicas[1].is_ready
     rig.send(ReplicaDied(1, 1), SnapshotRequest(worker=0, replica=1))
     assert [each.is_ready for each in rig.engines[0][-1].replicas] == [True, False]
 
 
-def test_a_snapshot_is_answered_although_no_replica_is_ready(rig: Rig) -> None:
+def test_snapshots_fail_if_no_replica_is_ready(rig: Rig) -> None:
     rig.send(
         SnapshotRequest(worker=1, correlation_id=1, replica=1), SnapshotRequest(worker=1, correlation_id=2, replica=0)
     )
-    for engine in (1, 0):  # each dies before it answers
+    for engine in (1, 0):  # each replica dies before it answers
         rig.engines[1 - engine].clear()
         rig.send(ReplicaDied(engine, engine))
-        asked = [each.correlation_id for each in rig.engines[1 - engine] if isinstance(each, SnapshotRequest)]
-        assert asked == ([1] if engine else [])
+        correlation_ids = [each.correlation_id for each in rig.engines[1 - engine] if isinstance(each, SnapshotRequest)]
+        assert correlation_ids == ([1] if engine else [])
     answers = [each for each in rig.workers[1] if isinstance(each, NoSnapshot)]
     assert sorted(each.correlation_id for each in answers) == [1, 2]
     rig.send(SnapshotRequest(worker=0, correlation_id=3))
     assert rig.workers[0][-1] == NoSnapshot(3)
 
 
-def test_each_workers_snapshot_is_asked_again_if_its_replica_dies(rig: Rig) -> None:
+def test_snapshots_are_requested_again_if_the_replica_dies(rig: Rig) -> None:
     rig.send(
         SnapshotRequest(worker=0, correlation_id=1, replica=1), SnapshotRequest(worker=1, correlation_id=1, replica=1)
     )
@@ -271,7 +271,7 @@ def test_each_workers_snapshot_is_asked_again_if_its_replica_dies(rig: Rig) -> N
 
 
 def test_requests_avoid_a_full_replica_while_another_has_room(rig: Rig) -> None:
-    """Each replica accepts 4, and the cache of replica 0 attracts all requests."""
+    """Each replica accepts 4 requests, and the cache of replica 0 has the prefix of all."""
     for number in range(8):
         rig.submit(str(number))
     assert (rig.names(0), rig.names(1)) == (["0", "1", "2", "3"], ["4", "5", "6", "7"])
@@ -301,7 +301,7 @@ def test_requests_of_a_lost_replica_wait_for_room(rig: Rig) -> None:
     assert rig.names(2) == ["6", "7", "8", "9"]
 
 
-def test_a_waiting_request_keeps_its_place_when_a_full_replica_refuses_another(rig: Rig) -> None:
+def test_waiting_requests_keep_their_order_if_one_is_refused(rig: Rig) -> None:
     for number in range(9):
         rig.submit(str(number), [number] * 40)
     [full] = [each for each in (0, 1) if len(rig.names(each)) == 5]
@@ -318,7 +318,7 @@ def test_a_waiting_request_keeps_its_place_when_a_full_replica_refuses_another(r
 
 
 @pytest.mark.parametrize("chosen", [-1, 2, None])
-def test_a_router_that_chooses_none_of_the_replicas_is_named(rig: Rig, chosen: Any) -> None:
+def test_a_router_that_returns_an_unknown_replica_is_named(rig: Rig, chosen: Any) -> None:
     class Odd(PrefixRouter):
         def route(self, *_: Any) -> Any:
             return chosen
@@ -329,8 +329,8 @@ def test_a_router_that_chooses_none_of_the_replicas_is_named(rig: Rig, chosen: A
         rig.submit("a")
 
 
-def test_events_follow_a_real_cache() -> None:
-    """The blocks that the events leave are those whose pages the cache holds; two pages make a block."""
+def test_cache_events_describe_a_real_cache() -> None:
+    """Blocks known from the events are those in the cache; two pages make a block."""
     cache, rng = RadixPrefixCache(8), np.random.default_rng(0)
     with IpcAddresses.create() as endpoints, Receiver[CacheEvents](endpoints.router_events, CacheEvents) as inbox:
         hooks = CacheEventHooks(endpoints.router_events)

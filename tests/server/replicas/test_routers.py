@@ -1,4 +1,4 @@
-"""Routers: the kit, its broken providers, the policies, and ``prefix`` against a naive reference."""
+"""Routers: the kit, broken routers, the policies, and ``prefix`` compared with a naive reference."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ class AlwaysFirst(Router):
         return replicas[0].replica
 
 
-class Index(RoundRobinRouter):
-    """Returns an index into the replicas that are ready, not a number."""
+class ReturnsAnIndex(RoundRobinRouter):
+    """Returns an index into the ready replicas, not a replica number."""
 
     def route(self, prompt: RoutedPrompt, replicas: Sequence[ReplicaView]) -> int:
         return super().route(prompt, [Replica(index) for index in range(len(replicas))])
 
 
-class Random(Router):
+class IsRandom(Router):
     def route(self, prompt: RoutedPrompt, replicas: Sequence[ReplicaView]) -> int:
         return random.SystemRandom().choice(replicas).replica
 
 
-class Leaky(RoundRobinRouter):
-    """Keeps every key of an event."""
+class KeepsAllKeys(RoundRobinRouter):
+    """Keeps the keys of all events."""
 
     uses_events: ClassVar[bool] = False
 
@@ -71,8 +71,8 @@ class Leaky(RoundRobinRouter):
         self.keys.update(keys.tolist())
 
 
-class CountsItself(LeastLoadedRouter):
-    """Changes the load that it is shown."""
+class ChangesLoads(LeastLoadedRouter):
+    """Changes the load that it is given."""
 
     def route(self, prompt: RoutedPrompt, replicas: Sequence[Any]) -> int:
         chosen = super().route(prompt, replicas)
@@ -80,27 +80,27 @@ class CountsItself(LeastLoadedRouter):
         return chosen
 
 
-class Deaf(LeastLoadedRouter):
+class IgnoresEvents(LeastLoadedRouter):
     uses_events: ClassVar[bool] = True
 
 
-class NeverForgets(PrefixRouter):
+class IgnoresLostReplicas(PrefixRouter):
     def lost(self, replica: int) -> None:
         pass
 
 
-class NoEvictions(PrefixRouter):
+class IgnoresEvictions(PrefixRouter):
     def evicted(self, replica: int, keys: BlockKeys) -> None:
         pass
 
 
-class NoNamespaces(PrefixRouter):
+class IgnoresNamespaces(PrefixRouter):
     def route(self, prompt: RoutedPrompt, replicas: Sequence[ReplicaView]) -> int:
         return super().route(RoutedPrompt(prompt.token_ids, prompt.block_size), replicas)
 
 
-class Grudge(RoundRobinRouter):
-    """Never again uses a replica that was lost."""
+class AvoidsLostReplicas(RoundRobinRouter):
+    """Never uses a replica again that was lost."""
 
     def __init__(self, spec: RouterSpec) -> None:
         super().__init__(spec)
@@ -122,15 +122,15 @@ class NumpyResult(RoundRobinRouter):
     ("broken", "test"),
     [
         (AlwaysFirst, "test_every_replica_gets_some"),
-        (Index, "test_routes_to_a_replica_that_is_ready"),
-        (Random, "test_decisions_depend_on_the_calls_alone"),
-        (Leaky, "test_memory_is_bounded"),
-        (CountsItself, "test_changes_no_argument"),
-        (Deaf, "test_prefers_the_replica"),
-        (NeverForgets, "test_prefers_the_replica"),
-        (NoEvictions, "test_prefers_the_replica"),
-        (NoNamespaces, "test_prefixes_of_other_namespaces"),
-        (Grudge, "test_every_replica_gets_some"),
+        (ReturnsAnIndex, "test_routes_to_a_replica_that_is_ready"),
+        (IsRandom, "test_decisions_depend_on_the_calls_alone"),
+        (KeepsAllKeys, "test_memory_is_bounded"),
+        (ChangesLoads, "test_changes_no_argument"),
+        (IgnoresEvents, "test_prefers_the_replica"),
+        (IgnoresLostReplicas, "test_prefers_the_replica"),
+        (IgnoresEvictions, "test_prefers_the_replica"),
+        (IgnoresNamespaces, "test_prefixes_of_other_namespaces"),
+        (AvoidsLostReplicas, "test_every_replica_gets_some"),
         (NumpyResult, "test_routes_to_a_replica_that_is_ready"),
     ],
 )
@@ -155,11 +155,11 @@ def test_least_loaded_counts_requests_then_tokens() -> None:
     router = LeastLoadedRouter(spec())
     assert router.route(prompt(0), [Replica(0, 2, 5), Replica(1, 1, 900), Replica(2, 1, 800)]) == 2
     equal = [Replica(0, 3), Replica(1, 1), Replica(2, 1)]
-    assert [router.route(prompt(0), equal) for _ in range(3)] == [1, 2, 1], "equals take turns"
+    assert [router.route(prompt(0), equal) for _ in range(3)] == [1, 2, 1], "equally loaded replicas alternate"
 
 
 @pytest.mark.parametrize(("held", "other", "expected"), [(20, 4, 0), (21, 4, 1), (48, 32, 0), (49, 32, 1)])
-def test_an_overloaded_replica_loses_its_prefixes(held: int, other: int, expected: int) -> None:
+def test_prefixes_do_not_attract_requests_to_overloaded_replicas(held: int, other: int, expected: int) -> None:
     """Both thresholds must be passed: more than 16 requests above, and more than 1.5 times, the least loaded replica."""
     router = PrefixRouter(spec(2, overload_requests=16, overload_ratio=1.5))
     router.inserted(0, prompt(0).block_keys())
@@ -168,13 +168,13 @@ def test_an_overloaded_replica_loses_its_prefixes(held: int, other: int, expecte
 
 @pytest.mark.parametrize(("num_tokens", "expected"), [(NEW_TOKEN_COST * 192 - 1, 0), (NEW_TOKEN_COST * 192 + 1, 1)])
 def test_prompt_tokens_outweigh_a_cached_prefix(num_tokens: int, expected: int) -> None:
-    """The prompt has 12 whole blocks of 16 tokens; one long prompt loads a replica as many short ones do."""
+    """The prompt has 12 whole blocks of 16 tokens. One long prompt loads a replica as much as many short ones."""
     router = PrefixRouter(spec(2))
     router.inserted(0, prompt(0).block_keys())
     assert router.route(prompt(0), [Replica(0, 1, num_tokens), Replica(1, 1, 0)]) == expected
 
 
-def test_block_keys_name_a_prefix() -> None:
+def test_block_keys_depend_on_the_whole_prefix() -> None:
     tokens = np.arange(100, dtype=np.int32)
     keys = block_keys(tokens, 16)
     assert len(keys) == 6
@@ -193,7 +193,7 @@ def test_block_keys_name_a_prefix() -> None:
 
 
 class NaiveRouter(Router):
-    """Sets of prefixes, as tuples of tokens, per replica."""
+    """Router with a set of prefixes, as tuples of tokens, per replica."""
 
     def __init__(self, spec: RouterSpec) -> None:
         super().__init__(spec)
@@ -247,28 +247,28 @@ CALLS = st.lists(
 @pytest.mark.parametrize("stride", [1, 8])
 @settings(max_examples=100, deadline=None)
 @given(calls=CALLS)
-def test_prefix_decides_as_a_naive_reference(stride: int, calls: list[Any]) -> None:
-    """9 replicas need words of two bytes, and 65 need two words; the table has room for all blocks here."""
+def test_prefix_equals_a_naive_reference(stride: int, calls: list[Any]) -> None:
+    """9 replicas need bit masks of two bytes, and 65 need two words. The table has room for all blocks."""
     num_replicas = 8 * stride + 1
     router, naive = PrefixRouter(spec(num_replicas)), NaiveRouter(spec(num_replicas))
-    for call, asked, replica, loads, ready in calls:
+    for call, request, replica, loads, ready in calls:
         replica *= stride
         if call == "route":
             replicas = [Replica(number * stride, *loads[number]) for number in sorted(ready)]
-            found = router._table.find(asked.block_keys())
-            held = [naive.num_held(asked, number) for number in range(num_replicas)]
+            found = router._table.find(request.block_keys())
+            held = [naive.num_held(request, number) for number in range(num_replicas)]
             assert router._table.num_held(found).tolist() == held
-            assert router.route(asked, replicas) == naive.route(asked, replicas)
+            assert router.route(request, replicas) == naive.route(request, replicas)
         elif call == "lost":
             router.lost(replica)
             naive.held[replica].clear()
         elif call == "inserted":
-            router.inserted(replica, asked.block_keys())
-            naive.held[replica].update(naive.prefixes(asked))
-        else:  # a cache evicts from the end
-            num = len(asked.token_ids) // 8
-            router.evicted(replica, asked.block_keys()[num:])
-            naive.held[replica] -= set(naive.prefixes(asked)[num:])
+            router.inserted(replica, request.block_keys())
+            naive.held[replica].update(naive.prefixes(request))
+        else:  # a cache evicts from the end of a prefix
+            num = len(request.token_ids) // 8
+            router.evicted(replica, request.block_keys()[num:])
+            naive.held[replica] -= set(naive.prefixes(request)[num:])
 
 
 def test_a_full_table_replaces_the_least_recently_used() -> None:
@@ -289,8 +289,8 @@ def test_a_full_table_replaces_the_least_recently_used() -> None:
     assert len(table) == 0
 
 
-def test_the_table_outlives_its_clock() -> None:
-    """Times of use have 32 bits; an add beyond them keeps the order of those in use lately."""
+def test_the_clock_of_the_table_may_overflow() -> None:
+    """Times of use have 32 bits. An overflow keeps the order of recently used entries."""
     table = BlockTable(WAYS // 2, 1)  # one set
     table._now = 2**32 - WAYS
     keys = np.arange(1, WAYS + 1, dtype=np.uint64)

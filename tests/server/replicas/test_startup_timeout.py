@@ -1,4 +1,4 @@
-"""Ranks that hang or fail while they start."""
+"""Ranks that hang or fail during startup."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_an_engine_that_hangs_ends_the_launch(supervisor: Supervisor) -> None:
             wait_and_restart(supervisor, (replicas,), replicas.are_ready, None)
 
 
-def test_no_rank_is_started_after_one_has_failed(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_rank_starts_after_a_failure(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicas_module, "RUN_RANK", "children:no_such_function")
     with IpcAddresses.create(1, 1) as addresses, pytest.raises(WorkerDiedError, match="no_such_function"):
         start(supervisor, addresses, tp=500)
@@ -57,12 +57,12 @@ def test_replicas_that_hang_are_restarted(supervisor: Supervisor, caplog: pytest
     assert caplog.text.count("is restarted") >= MAX_FAILURES - 1
 
 
-def test_a_replica_of_ray_serve_does_not_wait_for_an_engine_that_hangs(supervisor: Supervisor) -> None:
+def test_replicas_of_ray_serve_do_not_wait_for_hung_engines(supervisor: Supervisor) -> None:
     pytest.importorskip("ray", reason="ray is not installed")
     from minisgl_server.ray.engine import Engine
 
     with IpcAddresses.create(1, 1) as addresses:
         engine: Any = SimpleNamespace(_supervisor=supervisor, _engine=start(supervisor, addresses))
-        engine._engine.start = lambda: None  # it has started
+        engine._engine.start = lambda: None  # the engine has started
         with pytest.raises(WorkerDiedError, match="was killed"):
             asyncio.run(asyncio.wait_for(asyncio.to_thread(Engine._start, engine), 60))
