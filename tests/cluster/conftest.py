@@ -10,14 +10,14 @@ import pytest
 from hosts import Hosts
 from ray_node import RayNode
 
-os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # Ray reads it when it is imported
+os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # Ray reads it at import
 os.environ["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])
 """Nodes import modules of this folder."""
 
 
 @pytest.fixture(scope="session")
 def hosts() -> Iterator[Hosts]:
-    """This host and a test host."""
+    """This host and one test host."""
     if reason := Hosts.unsupported():
         pytest.skip(reason)
     with Hosts(2) as made:
@@ -26,13 +26,13 @@ def hosts() -> Iterator[Hosts]:
 
 @pytest.fixture(scope="session")
 def start_node(hosts: Hosts) -> Iterator[Callable[..., RayNode]]:
-    """Start the node of a host; the one of this host is the head. All end after the tests."""
+    """Start the node of a host; the one of this host is the head. All nodes end after the tests."""
     head = f"{hosts.addresses[0]}:{20000 + os.getpid() % 10000}"
     nodes: list[RayNode] = []
     folders: list[str] = []
 
     def start(index: int, num_cpus: int = 3) -> RayNode:
-        folders.append(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # short, for the paths of Ray's sockets
+        folders.append(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # short, because of the paths of Ray's sockets
         nodes.append(RayNode(folders[-1], head, hosts.addresses[index], num_cpus, hosts.on(index)))
         return nodes[-1]
 
@@ -45,5 +45,5 @@ def start_node(hosts: Hosts) -> Iterator[Callable[..., RayNode]]:
 
 @pytest.fixture(scope="session")
 def nodes(start_node: Callable[..., RayNode]) -> list[RayNode]:
-    """A cluster over both hosts. A test that takes a node away starts it again."""
+    """Cluster over both hosts. A test that stops a node starts it again."""
     return [each.wait_started() for each in (start_node(0), start_node(1))]

@@ -1,6 +1,6 @@
 """Test hosts: network namespaces on a bridge of this host. They need root and iproute2.
 
-``python hosts.py`` prints why this machine cannot have them, if so.
+``python hosts.py`` prints the reason if this machine does not support them.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ def ip(*words: str) -> None:
 
 
 class Hosts:
-    """This host and test hosts, with the addresses 10.x.0.1, 10.x.0.2, ...; the names and x differ between test processes.
+    """This host and test hosts with the addresses 10.x.0.1, 10.x.0.2, ...
 
-    Files and processors are shared.
+    Names and x differ between test processes. Files and processors are shared.
 
     Args:
         num: number of hosts; the first one is this host.
@@ -31,7 +31,7 @@ class Hosts:
 
     @staticmethod
     def unsupported() -> str:
-        """The reason why this process cannot make hosts; empty if it can."""
+        """Return why this process cannot create hosts; empty if it can."""
         if shutil.which("ip") is None:
             return "test hosts need iproute2"
         try:
@@ -41,15 +41,15 @@ class Hosts:
             return f"this user cannot make test hosts: {error.stderr.strip()}"
 
     def on(self, index: int) -> tuple[str, ...]:
-        """Beginning of a command that runs on a host."""
+        """Return the prefix of a command that runs on a host."""
         return ("ip", "netns", "exec", self._name(index)) if index else ()
 
     def cut(self, index: int) -> None:
-        """Unplug a test host's cable."""
+        """Disconnect a test host from the network."""
         ip("link", "set", self._cable(index), "down")
 
     def join(self, index: int) -> None:
-        """Plug it in again."""
+        """Connect a test host again."""
         ip("link", "set", self._cable(index), "up")
 
     @staticmethod
@@ -85,7 +85,7 @@ class Hosts:
 
     def _remove(self) -> None:
         for index in range(1, len(self.addresses)):
-            # The cable first: connections that close slowly keep a namespace for a minute.
+            # The cable first: closing connections would keep a namespace for a minute.
             subprocess.run(["ip", "link", "del", self._cable(index)], capture_output=True)
             subprocess.run(["ip", "netns", "del", self._name(index)], capture_output=True)
         subprocess.run(["ip", "link", "del", self._bridge], capture_output=True)

@@ -1,4 +1,4 @@
-"""A ``minisgl launch`` on a host of a Ray cluster."""
+"""``minisgl launch`` on a host of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEADLINE_S = 90.0
 
 
 class Launched:
-    """Process of the launch on `node`. Its output up to "Serving at" is in `banner`."""
+    """Process of the launch on `node`; `banner` has its output up to "Serving at"."""
 
     def __init__(self, node: RayNode, *flags: str) -> None:
         self.node, self.banner = node, ""
@@ -40,7 +40,7 @@ class Launched:
         return self.errors.read()
 
     def processes(self, *nodes: RayNode) -> list[psutil.Process]:
-        """Processes of the launch, with its ranks and their actors on the nodes."""
+        """Return the processes of the launch, with its ranks and their actors on the nodes."""
         found = psutil.Process(self.process.pid).children(recursive=True)
         for node in nodes:
             found += [*node.processes("minisgl"), *node.processes("RankActor")]

@@ -1,4 +1,4 @@
-"""Many concurrent streams of completions while something is lost: each ends with its own whole text or with one error."""
+"""Many concurrent streams during a fault: each ends with its whole text or with one error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def payload(prompt: str, max_tokens: int, *, stream: bool) -> dict[str, Any]:
 
 
 async def raw_stream(url: str, prompt: str, max_tokens: int, started: Callable[[], None]) -> bytes:
-    """The whole answer. A client library would take longer than the engines."""
+    """Return the whole response. A client library would be slower than the engines."""
     address = urlparse(url)
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
     body = json.dumps(payload(prompt, max_tokens, stream=True)).encode()

@@ -1,4 +1,4 @@
-"""Rank that writes its environment to a file; actors import this module."""
+"""Rank that writes its environment variables to a file; actors import this module."""
 
 from __future__ import annotations
 
@@ -14,4 +14,4 @@ from minisgl_core.protocol.messages import Ready
 def write(path: str, report: Callable[[Ready], None]) -> None:
     Path(path).write_text(json.dumps(dict(os.environ)))
     report(Ready(process="rank"))
-    signal.pause()  # the supervisor reports an exited rank as an error
+    signal.pause()  # otherwise the supervisor reports an exited rank as an error

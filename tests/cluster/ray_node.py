@@ -1,4 +1,4 @@
-"""Ray clusters on this machine. A node may be on a test host, which is a network namespace with an address of its own."""
+"""Ray clusters on this machine. A node may be on a test host, which is a network namespace with its own address."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ START_S = 120.0
 
 
 class RayNode:
-    """A node of a Ray cluster that `ray start` runs; `prefix` is what runs a command on its host."""
+    """Node of a Ray cluster that `ray start` runs; `prefix` runs a command on its host."""
 
     def __init__(self, folder: str, head: str, address: str, num_cpus: int, prefix: tuple[str, ...]) -> None:
         self.address, self.prefix, self.head = address, prefix, head
@@ -22,7 +22,7 @@ class RayNode:
             "node-ip-address": address,
             "num-cpus": num_cpus,
             "object-store-memory": 80_000_000,
-            "temp-dir": folder,  # each has its own, as on hosts with disks of their own
+            "temp-dir": folder,  # each node has its own, as on separate hosts
         }
         if head.startswith(f"{address}:"):
             port = head.rpartition(":")[2]
@@ -30,7 +30,8 @@ class RayNode:
         else:
             options["address"] = head
         flags = [word for key, value in options.items() for word in (f"--{key}", value) if word is not None]
-        ray = [sys.executable, "-c", "from ray.scripts.scripts import main; main()"]  # its script may be elsewhere
+        # its script may be in another folder
+        ray = [sys.executable, "-c", "from ray.scripts.scripts import main; main()"]
         program = [*prefix, *ray, "start", "--block", "--disable-usage-stats"]
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with the node
         self.process = subprocess.Popen(
@@ -50,13 +51,13 @@ class RayNode:
         return self.log.read()
 
     def processes(self, title: str = "") -> list[psutil.Process]:
-        """Processes that the node has started, if their command line has `title`."""
+        """Return the processes of the node whose command line contains `title`."""
         with contextlib.suppress(psutil.NoSuchProcess):
-            return having(title, psutil.Process(self.process.pid).children(recursive=True))
+            return processes_with_title(title, psutil.Process(self.process.pid).children(recursive=True))
         return []
 
     def stop(self) -> None:
-        """Kill the node. May be called twice."""
+        """Kill the node; repeated calls do nothing."""
         for each in (*self.processes(), self.process):
             with contextlib.suppress(psutil.NoSuchProcess):
                 each.kill()
@@ -64,8 +65,8 @@ class RayNode:
         self.log.close()
 
 
-def having(title: str, processes: list[psutil.Process]) -> list[psutil.Process]:
-    """The processes whose command line has `title`."""
+def processes_with_title(title: str, processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Return the processes whose command line contains `title`."""
     found = []
     for each in processes:
         with contextlib.suppress(psutil.NoSuchProcess):

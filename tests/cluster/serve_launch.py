@@ -1,4 +1,4 @@
-"""Replicas on a Ray cluster by Ray Serve."""
+"""Replicas on a Ray cluster with Ray Serve."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ray_node import RayNode
 
 
 class Service:
-    """An API at `url`, which is `root` with /v1. The model is named m."""
+    """API at `url`, which is `root` with /v1. The model's name is m."""
 
     url: str
     root: str
@@ -27,7 +27,7 @@ class Service:
         self.client = openai.OpenAI(base_url=url, api_key="none", timeout=DEADLINE_S, max_retries=0)
 
     def stream(self, started: threading.Semaphore, num_tokens: int, prompt: str = "w5 w9") -> list[str]:
-        """Text of each event of one stream; the last item is its finish reason, or the code or type of its error."""
+        """Return the text of each event of a stream, and its finish reason, or the code or type of its error."""
         body = {"ignore_eos": True}
         pieces: list[str] = []
         try:
@@ -45,7 +45,7 @@ class Service:
         return pieces
 
     def texts(self, prompts: Sequence[str], num_tokens: int) -> list[str]:
-        """Texts of streams that run at once and do not fail."""
+        """Return the texts of concurrent streams, which must not fail."""
 
         def text(prompt: str) -> str:
             *pieces, finish_reason = self.stream(threading.Semaphore(0), num_tokens, prompt)
@@ -56,18 +56,18 @@ class Service:
             return list(pool.map(text, prompts))
 
     def generated_tokens(self) -> dict[str, float]:
-        """Number of generated tokens by replica."""
+        """Return the number of generated tokens by replica."""
         return self.metric("minisgl_generation_tokens_total")
 
     def metric(self, name: str) -> dict[str, float]:
-        """Value of a metric by replica."""
+        """Return the values of a metric by replica."""
         text = httpx.get(f"{self.root}/metrics", timeout=DEADLINE_S).raise_for_status().text
         found = re.findall(rf'{name}\{{model_name="m",replica="(\w+)"\}} ([\d.]+)', text)
         return {replica: float(value) for replica, value in found}
 
 
 class Launch(Launched, Service):
-    """A launch with replicas on the cluster of `node`."""
+    """Launch with replicas on the cluster of `node`."""
 
     def __init__(self, node: RayNode, *flags: str) -> None:
         fixed = "--host 0.0.0.0 --num-pages 8000 --drain-timeout 60 --served-model-name m"
@@ -81,12 +81,12 @@ class Launch(Launched, Service):
 
 
 def engines(node: RayNode) -> list[psutil.Process]:
-    """Schedulers of the engines on a node."""
+    """Return the schedulers of the engines on a node."""
     return node.processes("minisgl: engine rank 0")
 
 
 def wait_for_engines(nodes: list[RayNode], num: int, other_than: Sequence[psutil.Process] | None = None) -> None:
-    """Wait until the nodes run `num` engines, which are not all in `other_than`."""
+    """Wait until the nodes run `num` engines, of which some are not in `other_than`."""
     deadline = time.monotonic() + DEADLINE_S
     while len(found := [each for node in nodes for each in engines(node)]) != num or found == other_than:
         assert time.monotonic() < deadline, found
@@ -94,7 +94,7 @@ def wait_for_engines(nodes: list[RayNode], num: int, other_than: Sequence[psutil
 
 
 def wait_for_two_replicas(service: Service, nodes: list[RayNode]) -> None:
-    """Wait until two replicas answer, after the processes of both engines have started."""
+    """Wait until two replicas respond and the processes of both engines have started."""
     wait_for_engines(nodes, 2)
     deadline = time.monotonic() + DEADLINE_S
     while len(service.generated_tokens()) < 2:

@@ -1,4 +1,4 @@
-"""Event streams from the API to a proxy, without a cluster: an application stands in for Serve between the two."""
+"""Event streams from the API to a proxy, without a cluster: an application replaces Ray FakeServe between them."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ EVENTS = [b"data: %d\n\n" % number for number in range(100)]
 
 @pytest.fixture(autouse=True)
 def head(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A head that answers."""
+    """Cluster head that responds."""
     monkeypatch.setattr(proxy_middleware.ray, "nodes", list)
 
 
 @pytest.fixture
 async def proxies() -> AsyncIterator[Connections]:
-    """Connections of the API."""
+    """Connections of the API to proxies."""
     made = Connections()
     yield made
     for sender in made.senders():
@@ -40,7 +40,7 @@ async def proxies() -> AsyncIterator[Connections]:
 
 
 async def api(scope: Scope, receive: Receive, send: Send) -> None:
-    """Sends the events, each in a turn of its own."""
+    """Send the events, each in its own iteration of the event loop."""
     await send(START)
     for event in EVENTS:
         await send({"type": "http.response.body", "body": event, "more_body": True})
@@ -69,12 +69,12 @@ class Client:
         return {"type": "http.request", "body": b"", "more_body": False}
 
     def error_code(self) -> str:
-        """Code of the error that is the last event."""
+        """Return the code of the error in the last event."""
         return str(json.loads(self.body.splitlines()[-2].removeprefix(b"data: "))["error"]["code"])
 
 
-class Serve:
-    """Calls the API for the proxy. `passed` are the messages that came by the call."""
+class FakeServe:
+    """Calls the API for the proxy, and records in `passed` the messages of the call."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app, self.passed = app, list[Message]()
@@ -96,7 +96,7 @@ async def call(proxy: ProxyMiddleware, client: Client) -> None:
 
 
 async def test_events_do_not_pass_through_serve(proxies: Connections) -> None:
-    serve, clients = Serve(DirectStreams(api, proxies)), [Client() for _ in range(20)]
+    serve, clients = FakeServe(DirectStreams(api, proxies)), [Client() for _ in range(20)]
     proxy = ProxyMiddleware(serve)
     await asyncio.gather(*(call(proxy, client) for client in clients))
     assert {client.body for client in clients} == {b"".join(EVENTS) + b"data: [DONE]\n\n"}
@@ -106,8 +106,8 @@ async def test_events_do_not_pass_through_serve(proxies: Connections) -> None:
     assert len(proxies.senders()) == 1
 
 
-async def test_without_the_middleware_of_the_proxy_events_pass_through_serve(proxies: Connections) -> None:
-    serve, client = Serve(DirectStreams(api, proxies)), Client()
+async def test_events_pass_through_serve_without_the_proxy_middleware(proxies: Connections) -> None:
+    serve, client = FakeServe(DirectStreams(api, proxies)), Client()
     await serve({"type": "http", "headers": []}, client.receive, client.send)
     assert client.body == b"".join(EVENTS) + b"data: [DONE]\n\n"
     assert not proxies.senders()
@@ -125,12 +125,12 @@ async def test_other_responses_pass_through_serve(proxies: Connections) -> None:
     async def send(message: Message) -> None:
         sent.append(message)
 
-    proxy = ProxyMiddleware(Serve(DirectStreams(app, proxies)))
+    proxy = ProxyMiddleware(FakeServe(DirectStreams(app, proxies)))
     await proxy({"type": "http", "path": "/", "headers": []}, Client().receive, send)
     assert sent == messages
 
 
-async def test_the_end_of_the_call_waits_for_the_events(proxies: Connections, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_calls_end_after_their_events(proxies: Connections, monkeypatch: pytest.MonkeyPatch) -> None:
     flush = DirectStreams._flush
 
     def flush_late(streams: DirectStreams) -> None:
@@ -138,7 +138,7 @@ async def test_the_end_of_the_call_waits_for_the_events(proxies: Connections, mo
 
     monkeypatch.setattr(DirectStreams, "_flush", flush_late)
     client = Client()
-    await call(ProxyMiddleware(Serve(DirectStreams(api, proxies))), client)
+    await call(ProxyMiddleware(FakeServe(DirectStreams(api, proxies))), client)
     assert client.body == b"".join(EVENTS) + b"data: [DONE]\n\n"
 
 
@@ -154,7 +154,7 @@ async def test_a_lost_chunk_ends_the_stream_with_an_error(
 
     monkeypatch.setattr(direct_streams, "Chunks", without_lost)
     client = Client()
-    await call(ProxyMiddleware(Serve(DirectStreams(api, proxies))), client)
+    await call(ProxyMiddleware(FakeServe(DirectStreams(api, proxies))), client)
     assert client.error_code() == "replica_lost"
     assert client.is_complete
     before, _, _ = client.body.partition(b"data: {")
@@ -171,15 +171,13 @@ async def test_a_lost_api_ends_the_stream_with_an_error(proxies: Connections) ->
             await asyncio.sleep(0.01)
         has_events.set()
 
-    await call(ProxyMiddleware(Serve(DirectStreams(lost, proxies))), client)
+    await call(ProxyMiddleware(FakeServe(DirectStreams(lost, proxies))), client)
     assert has_events.is_set()
     assert client.body.startswith(EVENTS[0])
     assert client.error_code() == "replica_lost"
 
 
-async def test_events_after_the_loss_of_the_head_are_dropped(
-    proxies: Connections, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_events_after_a_lost_head_are_dropped(proxies: Connections, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proxy_middleware, "POLL_S", 0.01)
     monkeypatch.setattr(proxy_middleware, "HEAD_S", -1.0)
     client = Client()
@@ -190,12 +188,12 @@ async def test_events_after_the_loss_of_the_head_are_dropped(
             await asyncio.sleep(0.01)
         await api(scope, receive, send)
 
-    await call(ProxyMiddleware(Serve(DirectStreams(app, proxies))), client)
+    await call(ProxyMiddleware(FakeServe(DirectStreams(app, proxies))), client)
     assert client.error_code() == "engine_stopped"
     assert client.num_late == 0
 
 
-async def test_a_client_that_does_not_read_ends_its_request(proxies: Connections) -> None:
+async def test_requests_of_clients_that_do_not_read_end(proxies: Connections) -> None:
     client, was_cancelled = Client(), False
     chunk = {"type": "http.response.body", "body": bytes(2**20), "more_body": True}
 
@@ -212,14 +210,14 @@ async def test_a_client_that_does_not_read_ends_its_request(proxies: Connections
             client.reads.set()
             raise
 
-    await call(ProxyMiddleware(Serve(DirectStreams(endless, proxies))), client)
+    await call(ProxyMiddleware(FakeServe(DirectStreams(endless, proxies))), client)
     assert was_cancelled
     assert client.error_code() == "slow_client"
 
 
-async def test_connections_close_when_idle(proxies: Connections, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_idle_connections_are_closed(proxies: Connections, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("minisgl_server.ray.connections.IDLE_S", 0.0)
-    proxy = ProxyMiddleware(Serve(DirectStreams(api, proxies)))
+    proxy = ProxyMiddleware(FakeServe(DirectStreams(api, proxies)))
     for _ in range(2):
         client = Client()
         await call(proxy, client)

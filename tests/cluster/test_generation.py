@@ -49,7 +49,7 @@ def tokens_of_one_rank(model: str) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def connected(nodes: list[RayNode]) -> Iterator[list[RayNode]]:
-    """A cluster to which this process is connected."""
+    """Cluster to which this process is connected."""
     ray.init(nodes[0].head, logging_level="WARNING")
     yield nodes
     ray.shutdown()
@@ -76,7 +76,7 @@ def nightly(*values: Any) -> Any:
         nightly(tiny_folder.qwen3_moe, {"tp": 2, "pp": 2}, "ranks 0-1 on {}, ranks 2-3 on {}"),
     ],
 )
-def test_ranks_on_two_hosts_generate_what_one_does(
+def test_ranks_on_two_hosts_generate_the_tokens_of_one(
     model: Callable[[], str], options: dict[str, Any], places: str, connected: list[RayNode]
 ) -> None:
     with load(model(), executor="ray", **options) as llm:
@@ -87,7 +87,7 @@ def test_ranks_on_two_hosts_generate_what_one_does(
 
 
 def zeromq_mechanisms(node: RayNode) -> set[bytes]:
-    """Security mechanisms of the ZeroMQ sockets on which the node's ranks listen, as their greetings of ZMTP 3.0 say."""
+    """Return the security mechanisms of the ranks' ZeroMQ sockets on the node, from their ZMTP 3.0 greetings."""
     ranks = [f"pid={each.pid}," for each in node.processes("minisgl: engine rank")]
     listed = subprocess.run([*node.prefix, "ss", "-Htlnp"], capture_output=True, text=True, check=True).stdout
     greeting = struct.pack(">B8xBBx20s32x", 0xFF, 0x7F, 3, b"CURVE")
@@ -97,8 +97,8 @@ def zeromq_mechanisms(node: RayNode) -> set[bytes]:
         if host == node.address and any(rank in line for rank in ranks):
             with socket.create_connection((host, int(port)), timeout=5) as peer, suppress(OSError):
                 peer.sendall(greeting)
-                answer = peer.makefile("rb").read(len(greeting))  # which arrives in parts
-                if len(answer) == len(greeting) and answer[:1] == greeting[:1]:  # a peer that hangs up says less
+                answer = peer.makefile("rb").read(len(greeting))  # the greeting arrives in parts
+                if len(answer) == len(greeting) and answer[:1] == greeting[:1]:  # a peer that disconnects sends less
                     found.add(answer[12:32].rstrip(b"\0"))
     return found
 
@@ -111,13 +111,13 @@ def zeromq_mechanisms(node: RayNode) -> set[bytes]:
     ],
 )
 @pytest.mark.usefixtures("connected")
-def test_too_few_or_small_nodes_are_an_error(options: dict[str, Any], message: str) -> None:
+def test_too_few_or_too_small_nodes_are_an_error(options: dict[str, Any], message: str) -> None:
     with pytest.raises(MinisglError, match=message):
         load(tiny_folder.llama(), executor="ray", **options)
     assert {each["state"] for each in ray.util.placement_group_table().values()} == {"REMOVED"}
 
 
-def test_spread_splits_a_stage_and_ranks_have_the_environment_of_the_launch(
+def test_spread_splits_a_stage_and_ranks_get_the_environment(
     connected: list[RayNode], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copied = {"MINISGL_TEST": "1", "HF_TEST": "2", "NCCL_TEST": "3", "OMP_NUM_THREADS": "2"}
@@ -143,8 +143,9 @@ def test_spread_splits_a_stage_and_ranks_have_the_environment_of_the_launch(
 
 
 @pytest.mark.nightly
-def test_without_an_address_a_cluster_starts_and_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:  # short, for the paths of Ray's sockets
+def test_without_an_address_the_launch_starts_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    # short, because of the paths of Ray's sockets
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
         monkeypatch.setenv("RAY_TMPDIR", folder)
         monkeypatch.delenv("RAY_ADDRESS", raising=False)
         ray.shutdown()

@@ -19,7 +19,7 @@ from minisgl_server.ray.engine import MAX_MISSED_CHECKS, Engine
 
 @pytest.fixture
 def scheduler() -> Iterator[subprocess.Popen[bytes]]:
-    """A process in place of the scheduler."""
+    """Process in place of the scheduler."""
     process = subprocess.Popen(["sleep", "100"])
     yield process
     process.kill()

@@ -1,4 +1,4 @@
-"""Hit rate of four replicas over two hosts, compared with one replica that has all their pages."""
+"""Cache hit rate of four replicas on two hosts, compared with one replica that has all their pages."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ LOAD = (
 )
 NUM_TOKENS = 16 * 512 + 80 * 5 * (64 + 24)
 NUM_PAGES = NUM_TOKENS // 16 * 3 // 2
-"""The load needs two thirds of them."""
+"""Number of pages, of which the load needs two thirds."""
 
 
 def hit_rate(nodes: list[RayNode], results: Path, router: str, num_replicas: int) -> float:
-    """The part of the prompt tokens that the replicas found in their caches."""
+    """Return the fraction of prompt tokens that the replicas found in their caches."""
     flags = ["--model", tiny_folder.llama(), "--page-size", "16", "--num-pages", f"{NUM_PAGES // num_replicas}"]
     launch = Launch(nodes[0], *flags, "--router", router, "--replicas", f"{num_replicas}")
     try:
@@ -42,7 +42,7 @@ def hit_rate(nodes: list[RayNode], results: Path, router: str, num_replicas: int
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
-def test_the_router_prefix_reaches_most_of_the_hit_rate_of_one_cache(nodes: list[RayNode], tmp_path: Path) -> None:
+def test_the_prefix_router_nears_the_hit_rate_of_one_cache(nodes: list[RayNode], tmp_path: Path) -> None:
     one, prefix, round_robin = (
         hit_rate(nodes, tmp_path / "results.json", router, num_replicas)
         for router, num_replicas in (("prefix", 1), ("prefix", 4), ("round-robin", 4))

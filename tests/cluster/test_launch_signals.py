@@ -32,7 +32,7 @@ def test_a_signal_during_a_call_to_the_cluster_stops_the_launch(number: int, mon
             signal.signal(each, handler)
 
 
-def test_a_head_that_does_not_answer_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unresponsive_head_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     answered = threading.Event()
 
     def applications() -> list[str]:

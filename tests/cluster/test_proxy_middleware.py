@@ -1,4 +1,4 @@
-"""The middleware of Serve's proxies, without a cluster: an application stands in for the proxy."""
+"""The middleware of Ray Serve's proxies, without a cluster: an application replaces the proxy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LAST = {"type": "http.response.body", "body": b"data: [DONE]\n\n"}
 
 @pytest.fixture(autouse=True)
 def head(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A head that answers."""
+    """Cluster head that responds."""
     monkeypatch.setattr(proxy_middleware.ray, "nodes", list)
     monkeypatch.setattr(proxy_middleware, "POLL_S", 0.01)
 
@@ -36,11 +36,11 @@ def start(content_type: str = "text/event-stream; charset=utf-8", status: int = 
 
 
 def proxy(messages: Sequence[Message], application: str = "minisgl", *, waits: bool = False) -> ASGIApp:
-    """A proxy that sends the messages for a request to `application`, and then returns or waits."""
+    """Return a proxy that sends the messages for a request to `application`, and then returns or waits."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         context._serve_request_context.set(context._RequestContext(app_name=application))
-        await asyncio.create_task(receive())  # as Serve does, before the replica answers
+        await asyncio.create_task(receive())  # as Serve does, before the replica responds
         for message in messages:
             await send(message)
         while waits:
@@ -50,7 +50,7 @@ def proxy(messages: Sequence[Message], application: str = "minisgl", *, waits: b
 
 
 async def response_to(app: ASGIApp, path: str = "/v1/completions", root_path: str = "") -> list[Message]:
-    """Messages that the client gets until the response is complete or cut off."""
+    """Return the messages that the client gets until the response is complete or interrupted."""
     sent: list[Message] = []
     is_complete = asyncio.Event()
 
@@ -71,16 +71,16 @@ async def response_to(app: ASGIApp, path: str = "/v1/completions", root_path: st
     return sent
 
 
-def data_of(message: Message) -> Any:
+def parse_event(message: Message) -> Any:
     assert not message.get("more_body")
     [line] = [line for line in message["body"].decode().splitlines() if line.startswith("data: ")]
     return json.loads(line.removeprefix("data: "))
 
 
-async def test_a_stream_that_is_cut_off_ends_with_an_error() -> None:
+async def test_interrupted_streams_end_with_an_error() -> None:
     *before, last = await response_to(proxy([start(), CHUNK]))
     assert before == [start(), CHUNK]
-    assert data_of(last)["error"]["code"] == "replica_lost"
+    assert parse_event(last)["error"]["code"] == "replica_lost"
 
 
 @pytest.mark.parametrize("root_path", ["", "/llm"])
@@ -88,15 +88,15 @@ async def test_the_error_has_the_format_of_the_path(root_path: str) -> None:
     cut = proxy([start(), CHUNK])
     error = (await response_to(cut, "/v1/messages", root_path))[-1]
     assert error["body"].startswith(b"event: error\n")
-    assert data_of(error)["error"]["type"] == "overloaded_error"
+    assert parse_event(error)["error"]["type"] == "overloaded_error"
     several = CHUNK | {"body": b"event: a\ndata: 2\n\nevent: a\ndata: 3\n\n"}
     error = (await response_to(proxy([start(), CHUNK, several]), "/v1/responses", root_path))[-1]
     assert error["body"].startswith(b"event: error\n")
-    assert (data_of(error)["code"], data_of(error)["sequence_number"]) == ("replica_lost", 3)
+    assert (parse_event(error)["code"], parse_event(error)["sequence_number"]) == ("replica_lost", 3)
 
 
 @pytest.mark.parametrize("messages", [[], [start("text/plain", 503), {**LAST, "body": b"Deployment is unavailable."}]])
-async def test_a_request_that_nobody_answered_gets_status_503(messages: list[Message]) -> None:
+async def test_requests_without_a_response_get_status_503(messages: list[Message]) -> None:
     first, body = await response_to(proxy(messages))
     assert first["status"] == 503
     assert (b"retry-after", b"1") in first["headers"]
@@ -106,19 +106,19 @@ async def test_a_request_that_nobody_answered_gets_status_503(messages: list[Mes
 @pytest.mark.parametrize(
     "messages", [[start(), CHUNK, LAST], [start("application/json", 500), LAST], [start("text/plain"), LAST]]
 )
-async def test_complete_responses_pass(messages: list[Message]) -> None:
+async def test_complete_responses_are_unchanged(messages: list[Message]) -> None:
     assert await response_to(proxy(messages)) == messages
 
 
-async def test_the_request_id_of_the_api_is_the_only_one() -> None:
-    """Serve's proxy appends the id that the client sent, which the API may have refused."""
+async def test_only_the_request_id_of_the_api_is_returned() -> None:
+    """Serve's proxy appends the client's id, which the API may have refused."""
     both = {**start(), "headers": [*start()["headers"], (b"x-request-id", b"new"), (b"x-request-id", b"sent")]}
     first, *_ = await response_to(proxy([both, CHUNK, LAST]))
     assert first["headers"] == [*start()["headers"], (b"x-request-id", b"new")]
 
 
 @pytest.mark.parametrize("messages", [[], [start(), CHUNK], [start("text/plain", 503), LAST]])
-async def test_responses_of_other_applications_pass(messages: list[Message]) -> None:
+async def test_responses_of_other_applications_are_unchanged(messages: list[Message]) -> None:
     assert await response_to(proxy(messages, "another")) == messages
 
 
@@ -127,12 +127,12 @@ async def test_responses_end_when_the_head_is_lost(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(proxy_middleware, "HEAD_S", 0.1)
     *before, last = await response_to(proxy([start(), CHUNK], waits=True))
     assert before == [start(), CHUNK]
-    assert data_of(last)["error"]["code"] == "engine_stopped"
+    assert parse_event(last)["error"]["code"] == "engine_stopped"
     first, _ = await response_to(proxy([], waits=True))
     assert first["status"] == 500
 
 
-async def test_a_head_that_answers_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_responsive_head_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proxy_middleware, "HEAD_S", 0.1)
 
     async def slow(scope: Scope, receive: Receive, send: Send) -> None:
@@ -143,7 +143,7 @@ async def test_a_head_that_answers_is_not_lost(monkeypatch: pytest.MonkeyPatch) 
     assert await response_to(slow) == [start(), CHUNK, LAST]
 
 
-async def test_a_lost_head_fails_every_response_although_one_client_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_lost_head_fails_all_responses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proxy_middleware, "HEAD_S", -1.0)
     middleware = ProxyMiddleware(proxy([]))
     failed: list[str] = []
@@ -154,7 +154,7 @@ async def test_a_lost_head_fails_every_response_although_one_client_is_gone(monk
 
     middleware._responses = {number: SimpleNamespace(fail=fail) for number in range(2)}  # type: ignore[misc]
     watch = asyncio.create_task(middleware._watch_head())
-    while len(failed) < 4:  # it goes on watching
+    while len(failed) < 4:  # the watch continues
         assert not watch.done()
         await asyncio.sleep(0.01)
     watch.cancel()

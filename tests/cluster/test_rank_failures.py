@@ -1,4 +1,4 @@
-"""A rank, a node or a connection is lost: every request gets its final event, the launch ends, and nothing is left."""
+"""A rank, a node or a connection is lost: every request gets its final event, and the launch ends completely."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUM_REQUESTS = 4
 
 
 class Launch(Launched):
-    """A launch on the first host, with a pipeline stage on each."""
+    """Launch on the first host, with one pipeline stage per host."""
 
     def __init__(self, node: RayNode) -> None:
         flags = "--pp 2 --placement strict-spread --num-pages 20000"
@@ -34,7 +34,7 @@ class Launch(Launched):
         self.url = re.search(r"Serving at (\S+)", self.banner)[1]  # type: ignore[index]
 
     def stream(self, started: threading.Semaphore) -> list[str]:
-        """Events of one long request."""
+        """Return the events of one long request."""
         body = {"prompt": "w5 w9", "max_tokens": 8_000, "temperature": 0, "ignore_eos": True, "stream": True}
         events: list[str] = []
         with httpx.stream("POST", f"{self.url}/completions", json=body, timeout=DEADLINE_S) as response:
@@ -75,7 +75,7 @@ def cut_cable(hosts: Hosts, nodes: list[RayNode]) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_launch_that_ends_leaves_nothing(number: int, launch: Launch, nodes: list[RayNode]) -> None:
+def test_an_ended_launch_leaves_nothing(number: int, launch: Launch, nodes: list[RayNode]) -> None:
     assert f"rank 0 on {nodes[0].address}, rank 1 on {nodes[1].address}" in launch.banner
     running = launch.processes(*nodes)
     launch.process.send_signal(number)
@@ -88,7 +88,7 @@ def nightly(fault: Callable[[Hosts, list[RayNode]], None]) -> Any:
 
 
 @pytest.mark.parametrize("fault", [kill_rank, *map(nightly, (kill_actor, cut_cable, kill_raylet, kill_head))])
-def test_requests_end_and_no_process_stays(
+def test_requests_end_and_no_process_is_left(
     fault: Callable[[Hosts, list[RayNode]], None],
     launch: Launch,
     hosts: Hosts,

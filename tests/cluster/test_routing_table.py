@@ -1,4 +1,4 @@
-"""Table that the request router of Ray Serve shares with the API, without a cluster."""
+"""The routing table that the request router of Ray Serve shares with the API, without a cluster."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def route(table: RoutingTable, request: Submit, replicas: str) -> str:
 def test_the_policy_sees_prompts_loads_and_events() -> None:
     table = make()
     first = route(table, submit("1"), "a b")
-    assert route(table, submit("2", range(100, 164)), "a b") != first  # the other one has no load
+    assert route(table, submit("2", range(100, 164)), "a b") != first  # the other replica has no load
     assert route(table, submit("3"), "a b") == first  # it has the prefix
     for name in "123":
         table.end(name)
@@ -61,7 +61,7 @@ def test_the_policy_sees_prompts_loads_and_events() -> None:
     assert route(table, submit("4"), "a b") == other
 
 
-def test_a_session_stays_with_its_replica_and_few_move() -> None:
+def test_sessions_keep_their_replica() -> None:
     table = make(9)
     eight = " ".join("abcdefgh")
     sessions = [f"s{number}" for number in range(200)]
@@ -80,7 +80,7 @@ def test_a_session_stays_with_its_replica_and_few_move() -> None:
     assert all(old == new for old, new in zip(before, after, strict=True) if old != "h")
 
 
-def test_a_lost_engine_gets_a_larger_number_and_its_requests_are_returned_once() -> None:
+def test_lost_engines_get_a_new_id_and_return_requests_once() -> None:
     table = make()
     for name in "123":
         assert route(table, submit(name), "a") == "a"
@@ -120,7 +120,7 @@ def test_an_engine_without_requests_needs_no_heartbeats() -> None:
     assert route(table, submit("2"), "a") == "a"
 
 
-def test_an_entry_is_free_after_the_last_request_of_a_replica_that_has_ended() -> None:
+def test_entries_of_ended_replicas_are_freed_after_all_requests() -> None:
     table = make(1)
     assert route(table, submit("1"), "a") == "a"
     table.begin(submit("2"))

@@ -1,4 +1,4 @@
-"""Replicas on a Ray cluster by Ray Serve: ``minisgl launch --executor ray --replicas``."""
+"""Replicas on a Ray cluster with Ray Serve: ``minisgl launch --executor ray --replicas``."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def launch(nodes: list[RayNode]) -> Iterator[Launch]:
 @pytest.mark.parametrize(
     "options", [{"api_workers": 2, "response_store_size": 1000}, {"cors_origin": ["no-origin"]}], ids=str
 )
-def test_a_serve_config_file_has_the_checks_of_launch(options: dict[str, Any]) -> None:
+def test_serve_config_files_are_checked_like_launch_options(options: dict[str, Any]) -> None:
     from minisgl_server.ray import build_app
 
     with pytest.raises(InvalidValueError, match=list(options)[-1].replace("_", "-")):
@@ -60,7 +60,7 @@ def test_a_serve_config_file_has_the_checks_of_launch(options: dict[str, Any]) -
     ],
     ids=str,
 )
-def test_fields_of_autoscaling_are_checked(scaling: Any, found: str) -> None:
+def test_invalid_autoscaling_fields_are_refused(scaling: Any, found: str) -> None:
     from minisgl_server.ray import build_app
 
     with pytest.raises(InvalidValueError, match=found):
@@ -68,8 +68,8 @@ def test_fields_of_autoscaling_are_checked(scaling: Any, found: str) -> None:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_replica_refuses_none_of_the_requests_that_serve_sends(overlap: bool) -> None:
-    """An aborted request keeps its row until the running step ends, while Serve sends the next one at once."""
+def test_replicas_accept_all_requests_that_serve_sends(overlap: bool) -> None:
+    """An aborted request keeps its slot until the running step ends, while Serve sends the next one immediately."""
     from minisgl_server.ray.api import requests_per_replica
     from minisgl_server.ray.app import with_queue_of_serve
 
@@ -91,7 +91,7 @@ def test_a_replica_refuses_none_of_the_requests_that_serve_sends(overlap: bool) 
     tiny.submit(loop, "next", (5,), sampling)
 
 
-def test_streams_of_two_replicas_are_the_text_of_one_engine(launch: Launch, nodes: list[RayNode]) -> None:
+def test_streams_of_two_replicas_equal_those_of_one_engine(launch: Launch, nodes: list[RayNode]) -> None:
     with LLM(tiny_folder.llama(), platform="cpu", dtype="float32", num_pages=200) as llm:
         outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
     expected = [output.text for output in outputs]
@@ -100,7 +100,7 @@ def test_streams_of_two_replicas_are_the_text_of_one_engine(launch: Launch, node
     assert launch.texts(2 * PROMPTS, 24) == 2 * expected
 
 
-def test_metrics_have_the_replicas_of_the_cluster(launch: Launch) -> None:
+def test_metrics_cover_all_replicas_of_the_cluster(launch: Launch) -> None:
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(lambda _: launch.stream(threading.Semaphore(), 16), range(6)))
     counts = launch.generated_tokens()
@@ -116,7 +116,7 @@ def wait_for_requests(launch: Launch, num: int) -> None:
         time.sleep(0.1)
 
 
-async def test_a_request_is_refused_once_the_queue_is_full(launch: Launch) -> None:
+async def test_requests_are_refused_once_the_queue_is_full(launch: Launch) -> None:
     num_accepted = 2 * 2 * NUM_RUNNING + NUM_QUEUED
     body = {"model": "m", "prompt": "w5 w9", "max_tokens": 4000, "ignore_eos": True}
     async with httpx.AsyncClient(timeout=DEADLINE_S) as client:
@@ -190,7 +190,7 @@ def test_a_client_that_disconnects_frees_its_request(launch: Launch, is_stream: 
 @pytest.mark.nightly
 def test_requests_of_a_session_run_on_one_replica(launch: Launch) -> None:
     def ask(session: str, number: int) -> None:
-        prompt = " ".join(f"w{(7 * number + 3 * step) % 50 + 5}" for step in range(40))  # no prefix of another one
+        prompt = " ".join(f"w{(7 * number + 3 * step) % 50 + 5}" for step in range(40))  # a unique prefix
         headers = {"X-Session-Id": session}
         launch.client.completions.create(model="m", prompt=prompt, max_tokens=8, extra_headers=headers)
 
@@ -207,7 +207,7 @@ def test_requests_of_a_session_run_on_one_replica(launch: Launch) -> None:
 
 
 @pytest.mark.nightly
-def test_a_lost_replica_costs_only_the_streams_that_have_begun_on_it(launch: Launch, nodes: list[RayNode]) -> None:
+def test_a_lost_replica_ends_only_its_started_streams(launch: Launch, nodes: list[RayNode]) -> None:
     started = threading.Semaphore(0)
     with ThreadPoolExecutor(8) as pool:
         streams = [pool.submit(launch.stream, started, 300) for _ in range(4)]
@@ -227,14 +227,14 @@ def test_a_lost_replica_costs_only_the_streams_that_have_begun_on_it(launch: Lau
 
 
 @pytest.mark.nightly
-def test_replicas_whose_schedulers_hang_are_replaced(launch: Launch, nodes: list[RayNode]) -> None:
+def test_replicas_with_hung_schedulers_are_replaced(launch: Launch, nodes: list[RayNode]) -> None:
     started = threading.Semaphore(0)
     with ThreadPoolExecutor(NUM_RUNNING) as pool:
         streams = [pool.submit(launch.stream, started, 4000) for _ in range(NUM_RUNNING)]
         for _ in streams:
             assert started.acquire(timeout=DEADLINE_S)
         before = [each for node in nodes for each in engines(node)]
-        for each in before:  # the router selects where the streams run
+        for each in before:  # the router decides where the streams run
             each.suspend()
         assert {each.result(DEADLINE_S)[-1] for each in streams} == {"replica_lost"}
         assert not psutil.wait_procs(before, DEADLINE_S)[1]
@@ -280,7 +280,7 @@ def test_an_update_to_another_model_loses_no_request(launch: Launch, nodes: list
 
 
 @pytest.mark.nightly
-def test_the_cluster_serves_without_a_killed_api_or_launch(nodes: list[RayNode]) -> None:
+def test_the_cluster_serves_after_the_api_or_launch_is_killed(nodes: list[RayNode]) -> None:
     started = threading.Semaphore(0)
     flags = ("--replicas", "2", "--model", tiny_folder.llama())
     first = Launch(nodes[0], *flags).wait_started()
@@ -316,7 +316,7 @@ def test_the_cluster_serves_without_a_killed_api_or_launch(nodes: list[RayNode])
 
 
 @pytest.mark.nightly
-def test_an_api_worker_that_is_killed_costs_only_its_streams(nodes: list[RayNode]) -> None:
+def test_a_killed_api_worker_ends_only_its_streams(nodes: list[RayNode]) -> None:
     """Serve's proxies prefer the API worker of their node."""
 
     def workers() -> list[list[psutil.Process]]:
@@ -327,7 +327,7 @@ def test_an_api_worker_that_is_killed_costs_only_its_streams(nodes: list[RayNode
     launch = Launch(nodes[0], *flags, "--model", tiny_folder.llama()).wait_started()
     try:
         assert [len(each) for each in workers()] == [1, 1]
-        other = Service()  # by the proxy of the second node
+        other = Service()  # through the proxy of the second node
         other.connect(launch.url.replace(nodes[0].address, nodes[1].address))
         with ThreadPoolExecutor(8) as pool:
             streams = [pool.submit(each.stream, started, 1000) for each in 4 * (launch, other)]

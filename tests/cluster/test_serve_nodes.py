@@ -1,4 +1,4 @@
-"""Losses under two replicas, one per node: only requests that have begun there end, with an error; what was lost returns."""
+"""Faults under two replicas, one per node: only requests that have started there end, with an error, and replicas return."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
 NUM_STREAMS = 1000
 PROMPTS = [f"w{number} w9 w{number + 7}" for number in range(5, 45)]
 NUM_TOKENS = 4_000
-"""Of a long stream, which runs when the fault comes."""
+"""Output tokens of long streams, which run during the fault."""
 CUT_S = 20.0
 
 
 @pytest.fixture(scope="module")
 def narrow(nodes: list[RayNode], start_node: Callable[..., RayNode]) -> Iterator[list[RayNode]]:
-    """The cluster, whose second node has room for one replica, and not for the API."""
+    """Cluster whose second node has room for one replica, but not for the API."""
     nodes[1].stop()
     nodes[1] = start_node(1, num_cpus=1).wait_started()
     yield nodes
@@ -45,14 +45,14 @@ def launch(narrow: list[RayNode]) -> Iterator[Launch]:
         made = Launch(narrow[0], *flags.split(), "--model", tiny_folder.llama()).wait_started()
         if [len(engines(node)) for node in narrow] == [1, 1]:
             break
-        made.close()  # Ray spreads actors if possible, but does not promise it
+        made.close()  # Ray spreads actors if possible, but does not guarantee it
     yield made
     made.close()
 
 
 @dataclass
 class Report:
-    """Prints the seconds from the fault, which are in no assertion, as machines differ."""
+    """Prints the seconds since the fault. No assertion uses them, as machines differ."""
 
     capsys: pytest.CaptureFixture[str]
     begin: float = field(default_factory=time.monotonic)
@@ -62,7 +62,7 @@ class Report:
             print(f"\n{event} after {time.monotonic() - self.begin:.1f} s")
 
 
-def test_1000_streams_end_with_their_own_text_or_one_error(
+def test_all_streams_end_with_their_own_text_or_one_error(
     launch: Launch, nodes: list[RayNode], start_node: Callable[..., RayNode], capsys: pytest.CaptureFixture[str]
 ) -> None:
     kill = nodes[1].processes("/raylet/raylet")[0].kill
@@ -76,7 +76,7 @@ def test_1000_streams_end_with_their_own_text_or_one_error(
     report(f"{num_errors} of {NUM_STREAMS} streams ended with an error; two replicas")
 
 
-def test_a_node_without_network_costs_the_streams_that_run_on_it(
+def test_a_disconnected_node_ends_the_streams_that_run_on_it(
     launch: Launch, nodes: list[RayNode], hosts: Hosts, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started = threading.Semaphore(0)
@@ -106,7 +106,7 @@ def test_the_loss_of_the_head_ends_streams_and_the_launch(
 ) -> None:
     started = threading.Semaphore(0)
     running = [*launch.processes(*nodes), *(each for node in nodes for each in node.processes("ServeReplica"))]
-    other = Service()  # by the proxy of the second node
+    other = Service()  # through the proxy of the second node
     other.connect(launch.url.replace(nodes[0].address, nodes[1].address))
     with ThreadPoolExecutor(8) as pool:
         streams = [pool.submit(launch.stream, started, NUM_TOKENS) for _ in range(4)]
@@ -115,7 +115,7 @@ def test_the_loss_of_the_head_ends_streams_and_the_launch(
             assert started.acquire(timeout=DEADLINE_S)
         report = Report(capsys)
         nodes[0].processes("/gcs_server")[0].kill()
-        # The proxy of the head's node closes the connections when Ray ends it, before or after the replica of the API.
+        # Ray ends the proxy of the head's node, which closes the connections, before or after the replica of the API.
         assert {each.result(DEADLINE_S)[-1] for each in streams} <= {"APIConnectionError", "replica_lost"}
         report("the last stream through the head ended")
         ends = {each.result(DEADLINE_S)[-1] for each in others}
@@ -131,7 +131,7 @@ def test_the_loss_of_the_head_ends_streams_and_the_launch(
     nodes[:] = [each.wait_started() for each in (start_node(0), start_node(1, num_cpus=1))]
 
 
-def test_streams_of_other_nodes_end_before_ray_ends_their_processes(
+def test_streams_of_other_nodes_end_before_their_processes(
     narrow: list[RayNode], start_node: Callable[..., RayNode], capsys: pytest.CaptureFixture[str]
 ) -> None:
     for node in narrow:
@@ -147,7 +147,7 @@ def test_streams_of_other_nodes_end_before_ray_ends_their_processes(
             for _ in streams:
                 assert started.acquire(timeout=DEADLINE_S)
             for each in engines(nodes[1]):
-                each.suspend()  # or the streams would end
+                each.suspend()  # otherwise the streams would end
             report = Report(capsys)
             nodes[0].processes("/gcs_server")[0].kill()
             assert {each.result(DEADLINE_S)[-1] for each in streams} == {"engine_stopped"}

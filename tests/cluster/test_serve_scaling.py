@@ -1,4 +1,4 @@
-"""Numbers of replicas that follow the load, and replicas with pipeline stages, on a Ray cluster by Ray Serve."""
+"""Autoscaling of replicas, and replicas with pipeline stages, on a Ray cluster with Ray Serve."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def stream(service: Service, number: int) -> None:
 
 @pytest.fixture
 def scaled(nodes: list[RayNode]) -> Iterator[Service]:
-    """An application as a Serve config file describes it, which scales faster than by default."""
+    """Application of a Serve config file that scales faster than by default."""
     from ray import serve
 
     from minisgl_server.ray import build_app
@@ -46,7 +46,7 @@ def scaled(nodes: list[RayNode]) -> Iterator[Service]:
     ray.init(nodes[0].head, logging_level="WARNING")
     with socket.create_server(("0.0.0.0", 0)) as probe:
         port = probe.getsockname()[1]
-    serve.shutdown()  # if it runs after a launch, it would keep its own port
+    serve.shutdown()  # after a launch, it would keep its own port
     serve.start(proxy_location="EveryNode", http_options={"host": "0.0.0.0", "port": port})
     args = {
         "model": tiny_folder.llama(),
@@ -84,7 +84,7 @@ def test_replicas_follow_the_load_and_no_request_is_lost(scaled: Service, nodes:
             wait_for_engines(nodes, 2)
             while len(scaled.generated_tokens()) < 2:
                 assert not any(each.done() for each in asking)
-            is_low.set()  # one of them goes on
+            is_low.set()  # one of them is still running
             wait_for_engines(nodes, 1)
         finally:
             is_over.set()
@@ -103,7 +103,7 @@ def test_replicas_follow_the_load_and_no_request_is_lost(scaled: Service, nodes:
         ("ray://127.0.0.1:1", "m", "minisgl: the executor provider 'ray' cannot be used here: RAY_ADDRESS=ray://"),
     ],
 )
-def test_errors_of_the_start_are_one_line(
+def test_startup_errors_are_one_line(
     nodes: list[RayNode], monkeypatch: pytest.MonkeyPatch, address: str | None, model: str, message: str
 ) -> None:
     if address:
@@ -116,7 +116,7 @@ def test_errors_of_the_start_are_one_line(
         launch.close()
 
 
-def test_stages_of_replicas_on_two_hosts(nodes: list[RayNode]) -> None:
+def test_replicas_with_stages_on_two_hosts(nodes: list[RayNode]) -> None:
     flags = "--replicas 2 --pp 2 --placement strict-spread --max-running-requests 16"
     launch = Launch(nodes[0], *flags.split(), "--model", tiny_folder.llama()).wait_started()
     try:

@@ -1,4 +1,4 @@
-"""Ranks and replicas on two GPUs of one host, by Ray and Ray Serve."""
+"""Ranks and replicas on two GPUs of one host, with Ray and Ray Serve."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = [
 PROMPTS = ["w5 w9", "w5 w9 w7", "w40 w41 w42 w43", "w5 w9 w8 w7 w6 w5"]
 NUM_TOKENS = 24
 ENGINE_MIB = 250
-"""An engine uses more memory of its GPU: its CUDA context alone needs it."""
+"""Lower bound of the GPU memory of an engine: its CUDA context needs as much."""
 
 
 @lru_cache
@@ -75,14 +75,14 @@ def texts_of_one_gpu(model_type: str) -> list[str]:
 
 
 def used_mib() -> list[int]:
-    """Memory in use of each GPU."""
+    """Return the used memory of each GPU."""
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     return [int(line) for line in subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()]
 
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[RayNode]:
-    """A cluster of this host."""
+    """Cluster of this host."""
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         made = RayNode(folder, f"127.0.0.1:{20000 + os.getpid() % 10000}", "127.0.0.1", 8, ())
         try:
@@ -93,7 +93,7 @@ def node() -> Iterator[RayNode]:
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
 @pytest.mark.parametrize("ranks", [{"tp": 2}, {"pp": 2}], ids=["tp", "pp"])
-def test_two_ranks_generate_what_one_does(
+def test_two_ranks_generate_the_tokens_of_one(
     ranks: dict[str, Any], model_type: str, node: RayNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = texts_of_one_gpu(model_type)
@@ -101,7 +101,7 @@ def test_two_ranks_generate_what_one_does(
     assert texts(model_type, executor="ray", **ranks) == expected
 
 
-def test_replicas_have_a_gpu_each_and_return_after_a_failure(node: RayNode) -> None:
+def test_replicas_use_separate_gpus_and_return_after_a_failure(node: RayNode) -> None:
     expected, before = texts_of_one_gpu("llama"), used_mib()
     flags = ["--replicas", "2", "--platform", "cuda", "--attn", "triton"]
     launch = Launch(node, "--model", checkpoint("llama"), *flags).wait_started()

@@ -11,9 +11,10 @@ from serve_once import served
 
 @pytest.fixture(scope="session")
 def url() -> Iterator[str]:
-    """A server of the embedded model, which the pages' clients share.
+    """Server of the embedded model that the pages' examples share.
 
-    In float32, with dequantized weights: the best two first words of an answer are nearly tied, and rounding may turn them.
+    Its weights are dequantized to float32: the best two first tokens of an answer are nearly tied, so rounding may swap
+    them.
     """
     with served(
         "--dtype", "float32", "--quantization", "none", "--num-pages", "600", "--tool-call-parser", "hermes"
@@ -23,7 +24,7 @@ def url() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def run_python() -> Callable[[str], str]:
-    """Runs a program and returns its standard output: in this process, which has imported torch and the clients already."""
+    """Run a program in this process, which has already imported torch and the clients, and return its standard output."""
 
     def run(code: str) -> str:
         with redirect_stdout(StringIO()) as output:

@@ -1,4 +1,4 @@
-"""The examples of the page on the HTTP API run; tests/server/test_native_api.py sends its bodies in JSON."""
+"""The examples of the page on the HTTP API run. tests/server/test_native_api.py sends its JSON bodies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every command and piece of code in README and docs is run by a test, or says why not."""
+"""Every command and code block in README and docs is run by a test, or has a mark with the reason."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BLOCK = re.compile(
     r"(?:^<!-- (?P<mark>[^\n]*) -->\n)?^ *(?P<fence>```+) *(?P<language>[\w-]*)[^\n]*\n.*?^ *(?P=fence)$", re.M | re.S
 )
 SHOWN = {"text"}
-"""Languages of what is only shown, such as messages."""
+"""Languages of blocks that are only shown, such as messages."""
 RUN_BY = {
     "README.md": "tests/docs/test_readme.py",
     "packages/minisgl-core/README.md": "tests/docs/test_site.py",
@@ -39,7 +39,7 @@ RUN_BY = {
 
 
 def unmarked(text: str) -> list[str]:
-    """Blocks that no mark accounts for, and commands that stand in no block."""
+    """Return blocks without a mark, and commands outside of blocks."""
     faults = [
         match[0]
         for match in BLOCK.finditer(text)
@@ -50,7 +50,7 @@ def unmarked(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_block_is_run_or_says_why_not(page: Path) -> None:
+def test_every_block_is_run_or_has_a_reason(page: Path) -> None:
     text = page.read_text()
     assert unmarked(text) == []
     if any((match["mark"] or "").startswith("test: ") for match in BLOCK.finditer(text)):

@@ -1,4 +1,4 @@
-"""The figures of the docs are those that the script draws, of numbers that the docs have."""
+"""Figures of the docs equal the output of their script, with the numbers of the docs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BENCHMARKS = (ROOT / "docs/benchmarks.md").read_text()
 
 @pytest.mark.parametrize("name", sorted(docs_figures.figures()))
 def test_committed_figures_are_current(name: str) -> None:
-    """If not: ``python scripts/docs_figures.py``."""
+    """`python scripts/docs_figures.py` updates the figures."""
     assert (docs_figures.IMAGES / name).read_text() == docs_figures.figures()[name]
 
 

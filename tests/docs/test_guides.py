@@ -1,4 +1,4 @@
-"""Each guide's example passes its kit as the guide shows it, and its entry point is one of minisgl's."""
+"""Examples of the guides pass their kits as shown, and use entry points of minisgl."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ NOT_FOR_THE_GUIDE: dict[str, str | tuple[str, ...]] = {
 }
 """By guide: the reasons for which tests may be skipped, where it leaves out what is optional."""
 SHIPPED = {"model": ROOT / "packages/minisgl-models/src/minisgl_models/granite.py"}
-"""By guide: the shipped file whose code it explains, where its example is one. The others' examples are plugins."""
+"""Shipped file that a guide explains, by guide. The examples of other guides are plugins."""
 METADATA = "Metadata-Version: 2.1\nName: minisgl-guide-{}\nVersion: 0.1.0\n"
 
 
 def marked(text: str) -> dict[str, str]:
-    """Code by mark; a file may be shown in several blocks."""
+    """Return the code by mark; a file may be shown in several blocks."""
     blocks: dict[str, str] = {}
     for match in BLOCK.finditer(text):
         blocks[str(match["mark"])] = blocks.get(str(match["mark"]), "") + match["code"]
@@ -68,7 +68,7 @@ def marked(text: str) -> dict[str, str]:
 
 
 def code_of(text: str) -> str:
-    """The syntax tree without docstrings."""
+    """Return the syntax tree without docstrings."""
     tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
@@ -77,13 +77,13 @@ def code_of(text: str) -> str:
 
 
 def entry_points(code: str) -> Iterable[tuple[str, dict[str, str]]]:
-    """Groups of a pyproject.toml with their entry points."""
+    """Return the groups of a pyproject.toml with their entry points."""
     return tomllib.loads(code)["project"]["entry-points"].items()  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder per guide, with the files that it shows, installed as pip would."""
+    """Write a folder per guide with the files that it shows, installed as by pip."""
     path = tmp_path_factory.mktemp("guides")
     for guide in NUM_TESTS:
         (path / guide).mkdir()
@@ -104,7 +104,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> dict[str, list[ElementTree.Element]]:
-    """Results of the guides' tests by guide, in JUnit's form. One process runs them all, as each would import torch."""
+    """Return the results of the guides' tests by guide, in JUnit's format.
+
+    One process runs them all, as each process would import torch.
+    """
     files = [str(file.relative_to(folder)) for file in sorted(folder.glob("*/test_*.py"))]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junit-xml=results.xml", *files]
     path = os.pathsep.join([*(str(folder / guide) for guide in NUM_TESTS), os.environ.get("PYTHONPATH", "")])
@@ -151,7 +154,7 @@ def test_guide(
 
 
 def test_the_models_guide_type_checks(tmp_path: Path) -> None:
-    """It passes mypy as strictly as the core, also with an MLP of a foreign layer."""
+    """The guide passes mypy as strictly as minisgl-core, also with an MLP of another package."""
     text = (DOCS / "plugins/model.md").read_text()
     blocks = marked(text)
     files = {mark.removeprefix("file "): code for mark, code in blocks.items() if mark.startswith("file ")}
@@ -181,7 +184,7 @@ class WideGranite(GraniteForCausalLM):
 """
     for name, code in files.items():
         (tmp_path / name).write_text(code)
-    # The project's settings and cache: mypy would need half a minute to read torch again for others.
+    # The project's settings and cache: otherwise mypy would read torch again, for half a minute.
     config = (ROOT / "pyproject.toml").read_text()
     names = [name.removesuffix(".py") for name in files]
     config += f"\n[[tool.mypy.overrides]]\nmodule = {names}\nstrict = true\nignore_missing_imports = true\n"
@@ -195,7 +198,7 @@ class WideGranite(GraniteForCausalLM):
 
 @pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.name)
 def test_names_and_links_exist(page: Path) -> None:
-    """Modules and classes of ours that a page names, and files that it links to."""
+    """Check modules and classes of minisgl that a page names, and files that it links to."""
     text = page.read_text()
     for name in set(re.findall(r"`(minisgl_(?:core|backends|models|server)(?:\.\w+)+)`", text)):
         resolve_name(name)

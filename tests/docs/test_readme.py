@@ -1,4 +1,4 @@
-"""README shows nothing that does not work: what each comment before a block promises is done here."""
+"""Everything that README shows works; each comment before a block describes its check here."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from serve_once import ask, program, served
 
 ROOT = Path(__file__).parents[2]
 EXACT = ("--dtype", "float32", "--quantization", "none", "--num-pages", "600")
-"""The model's first word is a near-tie, which rounding may turn; and a test needs no more than a little memory."""
+"""The best two first tokens are nearly tied in lower precision, and tests need little memory."""
 README = (ROOT / "README.md").read_text()
 BLOCK = re.compile(r"(?:^<!-- (?P<mark>[^\n]*) -->\n)?^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.M | re.S)
 
 
 def blocks(mark: str) -> list[str]:
-    """The code of the blocks so marked; there must be one at least."""
+    """Return the code of the blocks with this mark; at least one must exist."""
     found = [match["code"] for match in BLOCK.finditer(README) if match["mark"] == f"test: {mark}"]
     assert found, f"README has no block marked {mark!r}"
     return found
 
 
-def test_every_block_is_tested_or_says_why_not() -> None:
+def test_every_block_is_tested_or_has_a_reason() -> None:
     known = {"commands", "server", "run", "plugin minisgl_newest.py", "plugin pyproject.toml", "plugin commands"}
     for match in BLOCK.finditer(README):
         mark = match["mark"] or ""
         assert mark.removeprefix("test: ") in known or mark.startswith("not tested: "), match[0]
 
 
-def test_the_two_commands() -> None:
-    """Continuous integration runs the second; the first differs in the session that nox runs."""
+def test_the_commands_for_development_run() -> None:
+    """Continuous integration runs the second one; the first differs in the nox session."""
     serve, check = (block.removeprefix("$ ").strip() for block in blocks("commands"))
     assert check in (ROOT / ".ci/run").read_text().splitlines()
     assert serve == f"{check} -s serve"
@@ -47,7 +47,7 @@ def test_the_two_commands() -> None:
 
 
 def test_the_paths_of_the_quick_session_exist() -> None:
-    """pytest refuses a path that is missing, and says nothing of an ignored one that is."""
+    """pytest refuses missing paths, except missing paths of --ignore."""
     quick = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["minisgl"]["quick"]
     for argument in quick:
         option, _, pattern = argument.rpartition("=")
@@ -58,7 +58,7 @@ def test_the_paths_of_the_quick_session_exist() -> None:
     assert "\ndef quick(" in (ROOT / "noxfile.py").read_text()
 
 
-def test_in_process(run_python: Callable[[str], str]) -> None:
+def test_the_example_in_a_program(run_python: Callable[[str], str]) -> None:
     [code] = blocks("run")
     assert "Paris" in run_python(code)
 
@@ -72,7 +72,7 @@ def test_openai_client(url: str, run_python: Callable[[str], str]) -> None:
 
 @pytest.fixture(scope="module")
 def plugin_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder into which the plugin of README was installed."""
+    """Folder in which the plugin of README is installed."""
     folder, site = tmp_path_factory.mktemp("minisgl-newest"), tmp_path_factory.mktemp("site")
     for name in ("minisgl_newest.py", "pyproject.toml"):
         (folder / name).write_text(blocks(f"plugin {name}")[0])
@@ -95,7 +95,7 @@ def test_plugin(plugin_site: Path) -> None:
 
 
 def test_table_of_extension_points() -> None:
-    """Groups, contracts, flags and names are those of the installed packages."""
+    """Groups, contracts, flags and names equal those of the installed packages."""
     rows = README.partition("<!-- test: extension points -->\n")[2].partition("\n\n")[0].splitlines()[2:]
     shown = {}
     for row in rows:

@@ -1,4 +1,4 @@
-"""The docs site builds, and what it says of commands, fields, extension points and messages is what the code has."""
+"""The docs site builds, and its statements on commands, fields, extension points and messages match the code."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ SOURCES = sorted(ROOT.glob("packages/*/src/**/*.py"))
 
 
 def block(page: str, mark: str) -> str:
-    """The code of the block so marked."""
+    """Return the code of the block with this mark."""
     [code] = re.findall(
         rf"^<!-- test: {re.escape(mark)} -->\n```\w+\n(.*?)^```$", (DOCS / page).read_text(), re.M | re.S
     )
@@ -72,12 +72,12 @@ def commands(page: str, mark: str) -> list[list[str]]:
 
 
 def marked(page: str, mark: str) -> str:
-    """The paragraph or table so marked."""
+    """Return the paragraph or table with this mark."""
     return (DOCS / page).read_text().partition(f"<!-- test: {mark} -->\n")[2].partition("\n\n")[0]
 
 
 def rows(page: str, mark: str) -> list[list[str]]:
-    """Cells of a table without its head."""
+    """Return the cells of a table without its header."""
     lines = marked(page, mark).splitlines()[2:]
     assert lines, f"{page} has no table marked {mark!r}"
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
@@ -90,8 +90,8 @@ def names(text: str) -> list[str]:
 # The site.
 
 
-def test_the_site_builds_strictly_and_loads_no_foreign_files(tmp_path: Path) -> None:
-    """Strictly: every page is listed, every link and anchor leads somewhere. Nothing is loaded from elsewhere."""
+def test_the_site_builds_strictly_and_loads_no_external_files(tmp_path: Path) -> None:
+    """Every page is listed, and all links and anchors have targets."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -109,8 +109,8 @@ def test_the_site_builds_strictly_and_loads_no_foreign_files(tmp_path: Path) -> 
         assert not re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=.?(?:https?:)?//[^>]*>", page.read_text()), page
 
 
-def test_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every option that `--help` shows where there are no plugins, below its command."""
+def test_command_line_options_are_documented(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page has every option that `--help` shows without plugins, under its command."""
     monkeypatch.setenv(ALLOW_VARIABLE, "minisgl-core")
     reference = cli_reference.cli_reference()
     sections = dict(re.findall(r"^## (.*)\n((?:(?!## ).*\n?)*)", reference, re.M))
@@ -126,8 +126,7 @@ def test_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
 # The pages with commands.
 
 
-def test_every_block_is_tested() -> None:
-    """Or says why not."""
+def test_every_block_is_tested_or_has_a_reason() -> None:
     for page, known in (
         ("index.md", ["run", "launch", "request", "inspect"]),
         ("plugins/index.md", ["new"]),
@@ -136,12 +135,12 @@ def test_every_block_is_tested() -> None:
         assert re.findall(r"^<!-- test: (.*) -->\n```", (DOCS / page).read_text(), re.M) == known
 
 
-def test_the_start_in_a_program(run_python: Callable[[str], str]) -> None:
+def test_the_quick_start_in_a_program(run_python: Callable[[str], str]) -> None:
     assert "Paris" in run_python(block("index.md", "run"))
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
-def test_the_start_as_a_server(url: str) -> None:
+def test_the_quick_start_of_a_server(url: str) -> None:
     [launch], [curl] = commands("index.md", "launch"), commands("index.md", "request")
     assert launch[:3] == ["minisgl", "launch", "--port"]
     assert curl[1].startswith(f"http://127.0.0.1:{launch[3]}/")
@@ -151,7 +150,7 @@ def test_the_start_as_a_server(url: str) -> None:
 
 
 @pytest.mark.parametrize("command", commands("index.md", "inspect") + commands(CORE, "list"), ids=" ".join)
-def test_documented_commands_that_list_and_print_run(command: list[str]) -> None:
+def test_documented_commands_run(command: list[str]) -> None:
     assert command[0] == "minisgl"
     done = CliRunner().invoke(main, command[1:], catch_exceptions=False)
     assert done.exit_code == 0, done.output
@@ -195,8 +194,8 @@ OPENAI_RESPONSE = {*response_create_params.ResponseCreateParamsBase.__annotation
 ANTHROPIC_MESSAGE = {*message_create_params.MessageCreateParamsBase.__annotations__, "stream"}
 
 
-def test_fields() -> None:
-    """The table has each field of both requests, and those that OpenAI's client has."""
+def test_request_fields_are_documented() -> None:
+    """The table has all fields of both requests, and those of OpenAI's client."""
     table = rows("api.md", "fields")
     found = [names(row[0])[0] for row in table]
     assert len(set(found)) == len(found)
@@ -242,7 +241,7 @@ def test_other_fields(mark: str, model: type[BaseModel]) -> None:
     assert sorted(shown) == sorted(model.model_fields)
 
 
-def test_the_first_fields_are_those_that_are_counted() -> None:
+def test_the_first_fields_are_those_of_token_counting() -> None:
     for page, counted, last in (
         ("responses", InputTokensRequest, "chat_template_kwargs"),
         ("messages", CountTokensRequest, "speed"),
@@ -251,8 +250,8 @@ def test_the_first_fields_are_those_that_are_counted() -> None:
         assert shown[: shown.index(last) + 1] == list(counted.model_fields)
 
 
-def test_endpoints() -> None:
-    """The table has every route of the server, with its default options."""
+def test_endpoints_are_documented() -> None:
+    """The table has every route of the server with default options."""
     with IpcAddresses.create() as endpoints:
         client = EngineClient(endpoints)
         app = create_app(client, ServerOptions())
@@ -260,13 +259,13 @@ def test_endpoints() -> None:
     paths = app.openapi()["paths"].items()
     real = {f"{method.upper()} {path.replace(':path', '')}" for path, methods in paths for method in methods}
     real |= {f"GET {route.path}" for route in app.routes if isinstance(route, Route) and not route.include_in_schema}
-    real.remove("GET /docs/oauth2-redirect")  # a part of /docs
+    real.remove("GET /docs/oauth2-redirect")  # belongs to /docs
     shown = [names(row[0])[0] for row in rows("api.md", "endpoints")]
     assert sorted(shown) == sorted(real)
 
 
-def test_errors() -> None:
-    """Status and code of every answer other than success that the source makes."""
+def test_errors_are_documented() -> None:
+    """The table has status and code of every error response in the source."""
     real = {(status, code) for status, code in _REJECTIONS.values() if code}
     for path in ROOT.glob("packages/minisgl-server/src/minisgl_server/**/*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -281,7 +280,7 @@ def test_errors() -> None:
 # Extension points.
 
 
-def test_extension_points() -> None:
+def test_extension_points_are_documented() -> None:
     registry = Registry.from_environment({})
     ours = re.compile(r"minisgl-(core|backends|models|server)")
     table = rows("extension_points.md", "extension points")
@@ -318,7 +317,7 @@ def test_auto_tries_the_listed_providers() -> None:
 
 
 def test_attention_backends() -> None:
-    """Head dimensions, page sizes and capabilities of the shipped backends."""
+    """The page has head dimensions, page sizes and capabilities of the shipped backends."""
     heads = {
         "fa": flash_backend._HEAD_DIMS,
         "fi": flashinfer_backend._HEAD_DIMS,
@@ -362,7 +361,7 @@ def test_files_exist(page: str) -> None:
 
 
 def test_architecture_lists_the_layers_of_core_in_order() -> None:
-    """`CORE_LAYERS` of tests/test_architecture.py."""
+    """The layers are `CORE_LAYERS` of tests/test_architecture.py."""
     tree = ast.parse((ROOT / "tests/test_architecture.py").read_text())
     [value] = [
         node.value
@@ -392,7 +391,7 @@ def test_the_reference_has_every_contract() -> None:
 
 
 def templates(path: Path) -> Iterator[str]:
-    """Texts in a file, with … where a value goes."""
+    """Return the texts in a file, with … in place of values."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.JoinedStr):
             yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
@@ -401,13 +400,13 @@ def templates(path: Path) -> Iterator[str]:
 
 
 def unknown(quoted: list[str]) -> list[str]:
-    """The messages that are part of no text in the source."""
+    """Return the messages that no text in the source contains."""
     known = [template for path in SOURCES for template in templates(path)]
     return [line for line in quoted if not any(line in template for template in known)]
 
 
-def test_messages_exist() -> None:
-    """Each message that the page on troubles quotes is one that the program writes."""
+def test_quoted_messages_exist() -> None:
+    """Every message that the troubleshooting page quotes is in the source."""
     text = (DOCS / "troubleshooting.md").read_text()
     quoted = [line for code in re.findall(r"^```text\n(.*?)^```$", text, re.M | re.S) for line in code.splitlines()]
     assert len(quoted) > 15

@@ -1,4 +1,4 @@
-"""The page on structured output shows nothing that does not work."""
+"""Everything that the page on structured output shows works."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_every_block_is_tested() -> None:
     assert PAGE.count("```python") == 3
 
 
-def test_in_a_program(run_python: Callable[[str], str]) -> None:
+def test_the_examples_in_a_program(run_python: Callable[[str], str]) -> None:
     *first, pattern, choice, grammar = run_python(BLOCKS["run"]).splitlines()
     described = json.loads("\n".join(first))
     assert list(described) == ["city", "is_capital"]
@@ -25,7 +25,7 @@ def test_in_a_program(run_python: Callable[[str], str]) -> None:
     assert grammar in ("Paris!", "Paris?")
 
 
-def test_by_the_api(url: str, run_python: Callable[[str], str]) -> None:
+def test_the_examples_with_the_api(url: str, run_python: Callable[[str], str]) -> None:
     code = BLOCKS["server"].replace("http://127.0.0.1:1919", url) + BLOCKS["tools"]
     weather, *call = run_python(code).splitlines()
     assert re.fullmatch(r"sky='(clear|cloudy)' is_windy=(True|False)", weather)

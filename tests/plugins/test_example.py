@@ -1,4 +1,4 @@
-"""The example package, installed like a stranger's: listed, checked, chosen by flags, serving."""
+"""The example package, installed like a third-party one, is listed, checked and selected by flags, and serves."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ def complete(url: str, **body: Any) -> dict[str, Any]:
     return answer
 
 
-def test_listed() -> None:
+def test_plugins_list_shows_the_package() -> None:
     entries = json.loads(minisgl("plugins", "list", "--json"))
     ours = {(entry["kind"], entry["name"]) for entry in entries if entry["distribution"] == "minisgl-example"}
     assert ours == PROVIDERS
 
 
 @pytest.mark.parametrize("name", sorted(name for _, name in PROVIDERS))
-def test_checked(name: str) -> None:
+def test_plugins_check_passes(name: str) -> None:
     assert "minisgl-example" in minisgl("plugins", "check", name)
 
 
-def test_chosen_by_flags(tmp_path: Path) -> None:
-    """The trained model answers through this package's attention and cache, and the hook sees every request end."""
+def test_flags_select_the_providers(tmp_path: Path) -> None:
+    """The trained model runs with this package's attention and cache, and the hook gets every finished request."""
     log = tmp_path / "requests"
     flags = ("--attn", "example-attn", "--cache", "example-cache", "--page-size", "4", "--dtype", "float32")
     with served(*flags, MINISGL_EXAMPLE_LOG=str(log)) as url:
@@ -72,7 +72,7 @@ def test_chosen_by_flags(tmp_path: Path) -> None:
 
 
 def test_model_serves(tmp_path: Path, engine_tokenizer: Any) -> None:
-    """A folder whose config names the package's architecture; the weights are random."""
+    """A folder with random weights whose config names the package's architecture."""
     engine_tokenizer.save_pretrained(tmp_path)
     config = {
         "architectures": ["ExampleForCausalLM"],

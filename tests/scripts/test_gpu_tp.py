@@ -1,4 +1,4 @@
-"""Results of `scripts/gpu_tp` after each way in which its workers end; needs no GPU."""
+"""Results of `scripts/gpu_tp` for all ends of its workers; needs no GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RunWorker = Callable[[str, int], list[dict[str, Any]]]
 
 @pytest.fixture
 def run_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunWorker:
-    """Runs a shell script in a worker's place, under a limit in seconds, and returns the results."""
+    """Run a shell script as the worker, with a limit in seconds, and return the results."""
     monkeypatch.syspath_prepend(FOLDER)
     module = importlib.import_module("gpu_tp.__main__")
     worker = tmp_path / "worker"
@@ -36,7 +36,7 @@ def run_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunWorker:
     return run
 
 
-def test_a_worker_that_ends_well_adds_nothing(run_worker: RunWorker) -> None:
+def test_a_successful_worker_adds_no_result(run_worker: RunWorker) -> None:
     assert run_worker(REPORT, 600) == [RESULT]
 
 

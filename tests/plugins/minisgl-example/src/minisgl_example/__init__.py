@@ -1,1 +1,1 @@
-"""An attention backend, a prefix cache, a model and a hook module for minisgl, as small as each can be."""
+"""A minimal attention backend, prefix cache, model and hook module for minisgl."""
