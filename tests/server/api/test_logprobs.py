@@ -54,3 +54,18 @@ def test_prepended_spaces_are_not_part_of_the_text(prompt_text: str, offsets: li
     assert found is not None
     assert found["text_offset"] == offsets
     assert [prompt_text[at:] for at in offsets[1:]] == [prompt_text, " you"]
+
+
+def test_of_tokens_with_the_same_text_the_most_likely_one_is_returned() -> None:
+    """SentencePiece vocabularies have a text twice: as a token, and as a byte."""
+    top = [Logprob(HI, -1.0, 1), Logprob(YOU, -2.0, 2)]
+    output = Text(
+        request_id="a",
+        text="",
+        token_ids=[HI],
+        logprobs=[TokenLogprobs(top[0], top)],
+        token_bytes={HI: b"A", YOU: b"A"},
+    )
+    found = CompletionLogprobs(skips_special=True).push(output)
+    assert found is not None
+    assert found["top_logprobs"] == [{"A": -1.0}]

@@ -113,7 +113,9 @@ class CompletionLogprobs:
         self, result: dict[str, Any], text: Text, token_id: int, logprobs: TokenLogprobs | None, is_shown: bool
     ) -> None:
         entries = () if logprobs is None else (logprobs.token, *logprobs.top)
-        top = {self._name(each.token_id, text): max(each.logprob, MIN_LOGPROB) for each in entries}
+        top: dict[str, float] = {}
+        for each in entries:  # tokens of the same text share a key: the sampled or most likely one has it
+            top.setdefault(self._name(each.token_id, text), max(each.logprob, MIN_LOGPROB))
         result["tokens"].append(self._name(token_id, text))
         result["text_offset"].append(self._offset)
         result["token_logprobs"].append(None if logprobs is None else max(logprobs.token.logprob, MIN_LOGPROB))
@@ -122,7 +124,7 @@ class CompletionLogprobs:
             self._offset += len(self._decode(text.token_bytes[token_id]))
 
     def _name(self, token_id: int, text: Text) -> str:
-        """Return a token as text. Bytes that are not UTF-8 are escaped as OpenAI does: distinct tokens have distinct keys."""
+        """Return a token as text. Bytes that are not UTF-8 are escaped as OpenAI does; different bytes have different keys."""
         data = text.token_bytes[token_id]
         try:
             return f"token_id:{token_id}" if self._tokens_as_ids else data.decode()
