@@ -23,7 +23,7 @@ from minisgl_server.parsing.chat_format import (
 )
 from minisgl_server.parsing.harmony import HarmonySplitter
 from minisgl_server.parsing.reasoning_splitter import ReasoningSplitter, starts_with_reasoning
-from minisgl_server.parsing.tool_parser import TOOL_PARSERS, detect_tool_parser
+from minisgl_server.parsing.tool_parser import TOOL_PARSERS, HarmonyToolParser, detect_tool_parser
 
 Result = tuple[str, str, list[tuple[str, str]]]
 """Reasoning content, content, and name and arguments of each call."""
@@ -218,8 +218,14 @@ def test_repeated_characters_are_parsed_in_linear_time() -> None:
     assert parse(parser(inside=None), [lines + "text"]) == ("", lines + "text", [])
 
 
+def harmony_with_tools(parallel: bool = True) -> ChatOutputParser:
+    tools = HarmonyToolParser(FUNCTIONS, parallel)
+    return ChatOutputParser(HarmonySplitter(tools), tools)
+
+
 PARTS = st.sampled_from(
     [
+        *("<|start|>assistant", "<|channel|>", "<|message|>", "<|call|>", "<|end|>", "commentary to=functions.get "),
         *(
             "<think>",
             "</think>",
@@ -242,6 +248,8 @@ SETUPS: list[Callable[[], ChatOutputParser]] = [
     lambda: parser("llama3_json", inside=True),
     lambda: parser("mistral"),
     lambda: parser("mistral", parallel=False),
+    harmony_with_tools,
+    lambda: harmony_with_tools(parallel=False),
     lambda: parser(inside=None),
 ]
 
@@ -286,6 +294,7 @@ def test_the_tool_parser_is_detected_from_the_template() -> None:
     assert detect_tool_parser("{{- '\"parameters\": ' }} <|python_tag|>") == "llama3_json"
     assert detect_tool_parser("{{- '[TOOL_CALLS] [' }}") == "mistral"
     assert detect_tool_parser("{{- '[TOOL_CALLS]' + name + '[ARGS]' }}") is None
+    assert detect_tool_parser("{{- ' to=functions.' + name + '<|channel|>commentary json<|message|>' }}") == "gpt_oss"
     assert detect_tool_parser("{{ messages }}") is None
 
 
@@ -427,6 +436,40 @@ def test_published_outputs_of_harmony(text: str, expected: tuple[str, str]) -> N
         assert split_harmony(text, size) == expected
 
 
+HARMONY_CALLS = [
+    ("<|channel|>commentary to=functions.get <|constrain|>json<|message|>", '{"a": "<b>"}', "<|call|>"),
+    ("<|channel|>commentary to=functions.get<|constrain|>json<|message|>", "{}", ""),
+    (" to=functions.get<|channel|>commentary json<|message|>", "{}", "<|call|>"),
+    (" to=functions.get<|message|>", "{}", "<|end|>"),
+    ("<|channel|>analysis to=functions.get code<|message|>", "{", ""),
+]
+"""Headers, arguments and ends of calls in the harmony format. The model stops at ``<|call|>``, which is no text then."""
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+@pytest.mark.parametrize(("header", "arguments", "end"), HARMONY_CALLS)
+def test_calls_of_harmony(header: str, arguments: str, end: str, size: int) -> None:
+    before = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+    text = f"{before}<|start|>assistant{header}{arguments}{end}"
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    assert parse(harmony_with_tools(), pieces) == ("Hm.", "I look.", [("get", arguments)])
+    assert parse(harmony_with_tools(), [text.rpartition("<|start|>assistant")[2]]) == ("", "", [("get", arguments)])
+
+
+def test_harmony_calls_follow_each_other_if_parallel() -> None:
+    call = "<|start|>assistant<|channel|>commentary to=functions.put<|message|>{}<|call|>"
+    text = f"{call.removeprefix('<|start|>assistant')}{call}<|start|>assistant<|channel|>final<|message|>Done."
+    assert parse(harmony_with_tools(), [text]) == ("", "Done.", [("put", "{}")] * 2)
+    made = harmony_with_tools(parallel=False)
+    assert parse(made, [text]) == ("", "", [("put", "{}")])
+    assert made.is_done
+
+
+def test_other_recipients_of_harmony_are_content() -> None:
+    text = "<|channel|>commentary to=browser.search<|message|>{}<|call|>"
+    assert parse(harmony_with_tools(), [text]) == ("", "{}", [])
+
+
 def split_harmony(text: str, size: int) -> tuple[str, str]:
     splitter, starts = HarmonySplitter(), range(0, len(text), size)
     parts = [splitter.push(text[i : i + size], i == starts[-1]) for i in starts]
@@ -501,6 +544,8 @@ LONG_OUTPUTS = {
     "whitespace": (parser("hermes"), "a" + "\n" * 1_000_000 + "b"),
     "reasoning": (parser(inside=True), "a" + "\n" * 1_000_000 + "b</think>c"),
     "channel": (ChatOutputParser(HarmonySplitter(), None), "<|channel|>" + "x" * 1_000_000 + "<|message|>a"),
+    "headers": (harmony_with_tools(), "<|channel|> to=functions." * 40_000 + "<|message|>a"),
+    "arguments of harmony": (harmony_with_tools(), " to=functions.f<|message|>" + "x" * 1_000_000),
 }
 
 

@@ -14,6 +14,8 @@ import pytest
 
 from minisgl_backends.grammar.llguidance_grammar import LlguidanceGrammar
 from minisgl_core.contracts.grammar import GrammarState, mask_width
+from minisgl_core.contracts.structured_outputs import StructuredOutputs
+from minisgl_core.errors import InvalidValueError
 from minisgl_core.protocol.messages import Tokenize, ToolUse
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_core.testing.grammar_kit import EOS, VOCAB_SIZE, byte_tokenizer
@@ -143,6 +145,19 @@ def test_required_calls_fit_their_schema(format: str) -> None:
         assert calls
         for name, arguments in calls:
             jsonschema.validate(json.loads(arguments), UNIT if name == "unit" else {"type": "object"})
+
+
+def test_calls_of_gpt_oss_are_parsed_but_not_constrained() -> None:
+    assert chats("gpt_oss").grammar(CHAT, "") is None
+    text = '<|channel|>commentary to=functions.unit <|constrain|>json<|message|>{"u": 5}'
+    assert calls_in(text, "gpt_oss") == [("unit", '{"u": 5}')]
+    required = ToolUse(tools=TOOLS, is_required=True)
+    schema = SamplingParams(structured_outputs=StructuredOutputs(json=UNIT))
+    for name, sampling, tools in (("tool_choice", SamplingParams(), required), ("response_format", schema, CHAT.tools)):
+        chat = Tokenize(request_id="1", sampling=sampling, messages=CHAT.messages, tools=tools, grammar_name=name)
+        with pytest.raises(InvalidValueError, match="gpt-oss") as raised:
+            chats("gpt_oss").grammar(chat, "")
+        assert raised.value.name == name
 
 
 def test_without_strict_functions_nothing_is_restricted() -> None:

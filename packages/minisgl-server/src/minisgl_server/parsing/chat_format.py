@@ -14,7 +14,7 @@ from minisgl_core.text.chat import plain_messages, render_chat
 from minisgl_server.parsing.harmony import HARMONY, HARMONY_TAGS, HarmonySplitter
 from minisgl_server.parsing.reasoning_splitter import THINK_END, THINK_START, ReasoningSplitter, starts_with_reasoning
 from minisgl_server.parsing.request_template import render_in_child_process
-from minisgl_server.parsing.tool_parser import TOOL_PARSERS, ToolParser, detect_tool_parser
+from minisgl_server.parsing.tool_parser import TOOL_PARSERS, HarmonyToolParser, ToolParser, detect_tool_parser
 
 AUTO, NONE = "auto", "none"
 """Values of ``--tool-call-parser`` that are not keys of `TOOL_PARSERS`."""
@@ -158,7 +158,12 @@ class ChatFormat:
         """Return the parser of the output, or None if all of it is content. `grammar` is the grammar of the output."""
         splitter: ReasoningSplitter | HarmonySplitter | None = None
         tools = None
-        if self._reasoning_parser == HARMONY and chat.separate_reasoning:
+        if chat.tools is not None:
+            strict = chat.tools.strict_names if _needs_structural_tag(chat) else ()
+            tools = self._parser_for_tools()(chat.tools.names, chat.tools.parallel, strict)
+        if isinstance(tools, HarmonyToolParser):
+            splitter = HarmonySplitter(tools)
+        elif self._reasoning_parser == HARMONY and chat.separate_reasoning:
             splitter = HarmonySplitter()
         elif self._reasoning_parser is not None and chat.separate_reasoning:
             # An output that a grammar constrains from its first token on has no reasoning content.
@@ -166,9 +171,6 @@ class ChatFormat:
                 grammar is not None and grammar.reasoning_end_token is None and grammar.kind != "structural_tag"
             )
             splitter = ReasoningSplitter(False if is_constrained else self._begins_with_reasoning(chat, prompt))
-        if chat.tools is not None:
-            strict = chat.tools.strict_names if _needs_structural_tag(chat) else ()
-            tools = self._parser_for_tools()(chat.tools.names, chat.tools.parallel, strict)
         return None if splitter is None and tools is None else ChatOutputParser(splitter, tools, chat.include_reasoning)
 
     def _begins_with_reasoning(self, chat: Tokenize, prompt: str) -> bool | None:
@@ -189,7 +191,7 @@ class ChatFormat:
         tags = set() if self._reasoning_parser is None else {THINK_START, THINK_END, *HARMONY_TAGS}
         if chat.tools is not None:
             parser = self._parser_for_tools()
-            tags |= {parser.begin, parser.end}
+            tags |= set(HARMONY_TAGS) if parser is HarmonyToolParser else {parser.begin, parser.end}
         return bool(tags & self._special_tokens)
 
     def grammar(self, chat: Tokenize, prompt: str) -> GrammarSource | None:
@@ -199,9 +201,11 @@ class ChatFormat:
         """
         structured = chat.sampling.structured_outputs
         source = structured.source(chat.grammar_name) if structured is not None else None
-        if chat.tools is not None and _needs_structural_tag(chat):
+        if chat.tools is not None and self._tool_parser is HarmonyToolParser:
+            _refuse_constraints(chat.tools, source)
+        elif chat.tools is not None and _needs_structural_tag(chat):
             return self._strict_grammar(chat.tools)  # it leaves reasoning content free by itself
-        if chat.tools is not None and (chat.tools.is_required or source is not None):
+        elif chat.tools is not None and (chat.tools.is_required or source is not None):
             # As with OpenAI and in vLLM, structured output has no effect on an output that must be calls.
             source = self._tool_grammar(chat.tools, None if chat.tools.is_required else source)
         if source is None or self._reasoning_parser in (None, HARMONY):
@@ -277,6 +281,19 @@ def _needs_structural_tag(chat: Tokenize) -> bool:
     """Return True if the output is free text in which a structural tag constrains the calls of strict functions."""
     tools, structured = chat.tools, chat.sampling.structured_outputs
     return tools is not None and bool(tools.strict_names) and not tools.is_required and structured is None
+
+
+def _refuse_constraints(tools: ToolUse, structured: GrammarSource | None) -> None:
+    """Refuse a grammar of an output with calls in the harmony format, whose names are not in JSON."""
+    if tools.is_required:
+        choice = tools.named or "required"
+        raise InvalidValueError(
+            "tool_choice", choice, "auto or none, as calls in the format of gpt-oss cannot be required"
+        )
+    if structured is not None:
+        raise InvalidValueError(
+            structured.name, structured.text, "left out if a model in the format of gpt-oss has tools"
+        )
 
 
 def arguments_schema(function: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import re
 from typing import Literal
 
 from minisgl_core.text.stop import StopFinder
+from minisgl_server.parsing.tool_parser import HarmonyToolParser
 
 HARMONY = "gpt_oss"
 """Value of ``--reasoning-parser``."""
@@ -18,22 +19,31 @@ _RECIPIENT = re.compile(r" ?(|t|to|to=\S{0,256}( \w{0,16})?)")
 """Matches ``to=NAME`` at the start of an output, and every prefix of it, so that a stream can be held back. The prompt ends with
 ``<|start|>assistant``."""
 
-Kind = Literal["reasoning", "content"]
+_FUNCTION = re.compile(r"\bto=functions\.(\S+)")
+"""Recipient of a message that is a tool call."""
+
+Kind = Literal["reasoning", "content", "call"]
 
 
 class HarmonySplitter:
     """Splits a stream of text. Messages in the channel ``analysis`` are reasoning content, and others are content.
 
+    If the chat has tools, messages to ``functions.NAME`` are calls. Their texts are the arguments, as JSON.
+
     Tags, roles, channels and recipients are left out, and a newline separates messages of the same kind. Other text before the
     first tag is content, such as that of an output which a grammar constrains.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tools: HarmonyToolParser | None = None) -> None:
+        """Start an output; `tools` receives the calls."""
+        self._tools = tools
         self._finder = StopFinder(HARMONY_TAGS)
         self._part: Literal["start", "header", "channel", "message"] = "start"
         """Current part of the output: before the first tag, a role, the name of a channel, or the text of a message."""
         self._start = ""
         """Start of the output, as long as it may be a recipient."""
+        self._header: list[str] = []
+        """Text since the tag ``<|start|>``, with a space in place of each tag."""
         self._channel: list[str] = []
         """Text since the tag ``<|channel|>``."""
         self._kind: Kind = "content"
@@ -48,12 +58,14 @@ class HarmonySplitter:
     @property
     def may_be_reasoning(self) -> bool:
         """True if the next text may be reasoning content or belong to the tags around it, and there was no content before."""
-        return not (self._part == "message" and self._kind == "content") and "content" not in self._shown
+        return not (self._part == "message" and self._kind != "reasoning") and self._shown <= {"reasoning"}
 
     def push(self, text: str, finished: bool) -> tuple[str, str]:
         """Add text; return new reasoning content and new content. With `finished`, nothing is held back."""
         new: dict[Kind, list[str]] = {"reasoning": [], "content": []}
         for char in text:
+            if self._tools is not None and self._tools.is_done:
+                break
             shown, tag = self._finder.push(char)
             self._add(shown, new)
             if tag is not None:
@@ -65,6 +77,8 @@ class HarmonySplitter:
         return "".join(new["reasoning"]), "".join(new["content"])
 
     def _add(self, text: str, new: dict[Kind, list[str]]) -> None:
+        if self._part in ("header", "channel"):
+            self._header.append(text)
         if self._part == "channel":
             self._channel.append(text)
         elif self._part == "message":
@@ -76,12 +90,19 @@ class HarmonySplitter:
                 self._start = ""
 
     def _show(self, text: str, new: dict[Kind, list[str]]) -> None:
-        if text:
+        if text and self._kind == "call" and self._tools is not None:
+            self._tools.add_arguments(text)
+        elif text:
             new[self._kind] += (self._separator, text)
             self._separator = ""
             self._shown.add(self._kind)
 
     def _read(self, tag: str, new: dict[Kind, list[str]]) -> None:
+        if self._part == "message" and self._kind == "call" and self._tools is not None:
+            self._tools.end_call()
+        if tag == "<|start|>":
+            self._header = []
+        self._header += (self._start, " ")
         if tag == "<|message|>":
             self._begin_message("".join(self._channel))
         elif tag == "<|constrain|>":
@@ -98,6 +119,12 @@ class HarmonySplitter:
 
     def _begin_message(self, channel: str) -> None:
         self._part, self._kind = "message", "reasoning" if channel.split()[:1] == ["analysis"] else "content"
+        function = _FUNCTION.search("".join(self._header)) if self._tools is not None else None
+        self._header = []
+        if function is not None and self._tools is not None:
+            self._kind = "call"
+            self._shown.add("call")
+            self._tools.begin_call(function[1])
         self.has_begun |= self._kind == "reasoning"
         self._separator = "\n" if self._kind in self._shown else ""
 

@@ -1,4 +1,4 @@
-"""Parses tool calls in the text of a model, in the formats of Hermes and Qwen, of Llama 3, and of Mistral."""
+"""Parses tool calls in the text of a model, in the formats of Hermes and Qwen, of Llama 3, of Mistral, and of gpt-oss."""
 
 import uuid
 from collections.abc import Collection, Generator
@@ -244,7 +244,36 @@ class MistralParser(ToolParser):
     structural_tags = (("[TOOL_CALLS]", '[TOOL_CALLS] [{"name": "NAME", "arguments": ', "}]"),)
 
 
+class HarmonyToolParser(ToolParser):
+    """Calls in the harmony format of gpt-oss, which `HarmonySplitter` finds by their recipients. All text is content."""
+
+    begin = "<|call|>"
+    arguments_key = "arguments"
+    call_delimiters = ("", "", "\n")
+    structural_tags = ()
+
+    def begin_call(self, name: str) -> None:
+        """Begin a call of a function."""
+        self._flush_arguments()
+        self._add_call(name)
+
+    def add_arguments(self, text: str) -> None:
+        """Add text to the arguments of the latest call."""
+        self._arguments.append(text)
+
+    def end_call(self) -> None:
+        """End the latest call."""
+        self.is_done = not self._parallel
+
+    def push(self, text: str, finished: bool) -> tuple[str, list[ToolCallDelta]]:
+        """Return the text, and the parts of calls since the last push."""
+        self._flush_arguments()
+        calls, self._calls = self._calls, []
+        return text, calls
+
+
 TOOL_PARSERS: dict[str, type[ToolParser]] = {
+    "gpt_oss": HarmonyToolParser,
     "hermes": HermesParser,
     "llama3_json": Llama3JsonParser,
     "mistral": MistralParser,
@@ -260,4 +289,6 @@ def detect_tool_parser(template: str) -> str | None:
         return "llama3_json"
     if "[TOOL_CALLS]" in template and "[ARGS]" not in template:
         return "mistral"
+    if "<|channel|>" in template and "functions." in template:
+        return "gpt_oss"
     return None
