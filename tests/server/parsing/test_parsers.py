@@ -545,6 +545,7 @@ LONG_OUTPUTS = {
     "reasoning": (parser(inside=True), "a" + "\n" * 1_000_000 + "b</think>c"),
     "channel": (ChatOutputParser(HarmonySplitter(), None), "<|channel|>" + "x" * 1_000_000 + "<|message|>a"),
     "headers": (harmony_with_tools(), "<|channel|> to=functions." * 40_000 + "<|message|>a"),
+    "space in a list": (parser("mistral"), "[TOOL_CALLS]" + " " * 1_000_000 + "[" + " " * 1_000_000),
     "arguments of harmony": (harmony_with_tools(), " to=functions.f<|message|>" + "x" * 1_000_000),
 }
 

@@ -106,8 +106,11 @@ class ToolParser:
             known: see `ToolCallReader`; only for the first call.
         """
         if self.in_list:
+            space = []
             while char.isspace():
-                tag, char = tag + char, (yield)
+                space.append(char)
+                char = yield
+            tag += "".join(space)
             if char == "[":
                 char = yield
                 if char != "{" and not char.isspace():  # perhaps another tag, which has the bracket
