@@ -18,6 +18,21 @@ main(sys.argv[1:], prog_name="minisgl")
 """
 
 
+@pytest.fixture
+def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Folder of the cgroup of a container that can allocate 28,000 bytes."""
+    folder = tmp_path / "cgroup"
+    folder.mkdir()
+    for name, text in {
+        "memory.max": "50000\n",
+        "memory.current": "30000\n",
+        "memory.stat": "anon 22000\nactive_file 5000\ninactive_file 3000\n",
+    }.items():
+        (folder / name).write_text(text)
+    monkeypatch.setattr("minisgl_core.utils.host_memory.CGROUP", folder)
+    return folder
+
+
 class Site:
     """Folder on ``sys.path`` with distributions that are installed as pip installs them."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,15 +115,9 @@ def test_tables_in_half_precision_are_rounded_once() -> None:
     assert torch.equal(half, exact.bfloat16())
 
 
-def test_tables_that_exceed_the_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("cgroup")
+def test_tables_that_exceed_the_memory_are_refused() -> None:
     rope = model_config(rope_config(rope_type="default").to_dict()).rope
-    monkeypatch.setattr("minisgl_core.utils.host_memory.CGROUP", tmp_path)  # of a container
-    for name, text in {
-        "memory.max": "4096",
-        "memory.current": "0",
-        "memory.stat": "active_file 0\ninactive_file 0",
-    }.items():
-        (tmp_path / name).write_text(text)
     with pytest.raises(OutOfMemoryError, match="1024 positions"):
         RotaryEmbedding(rope, 1024, build())
     with pytest.raises(OutOfMemoryError, match=r"1099511627776 positions .* --max-seq-len-override"):

@@ -22,19 +22,12 @@ class TestCpu(PlatformTests):
     provider = CpuPlatform
 
 
-def test_free_memory_of_a_cpu_respects_the_container_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_memory_of_a_cpu_respects_the_container_limit(cgroup: Path) -> None:
     platform = CpuPlatform()
-    monkeypatch.setattr("minisgl_core.utils.host_memory.CGROUP", tmp_path)
-    for name, text in {
-        "memory.max": "50000\n",
-        "memory.current": "30000\n",
-        "memory.stat": "anon 22000\nactive_file 5000\ninactive_file 3000\n",
-    }.items():
-        (tmp_path / name).write_text(text)
     assert platform.free_memory() == 28000
-    (tmp_path / "memory.max").write_text("max\n")
+    (cgroup / "memory.max").write_text("max\n")
     assert platform.free_memory() > 28000
-    (tmp_path / "memory.max").write_text("20000\n")
+    (cgroup / "memory.max").write_text("20000\n")
     assert platform.free_memory() == 1
 
 

@@ -36,6 +36,17 @@ class GemmTiling:
         """Return the number that the rows of a compiled kernel must be a multiple of."""
         return self.row_parts * (16 if self.outputs == 64 else 8)
 
+    def num_stream_k_blocks(self, max_blocks: int, num_steps: int) -> int:
+        """Return the thread blocks of the grid with Stream-K, whole clusters of them.
+
+        Args:
+            max_blocks: thread blocks that the device holds.
+            num_steps: steps of all tiles, at least one per cluster.
+        """
+        per_cluster = self.cluster * self.row_parts
+        wanted = min(self.num_blocks or max_blocks, max_blocks)
+        return min(wanted // per_cluster, num_steps) * per_cluster
+
 
 def worthwhile_rows(matrix_rows: int, num_inputs: int, *, gated: bool) -> int:
     """Return the largest number of rows for which small_m_gemm.cu is faster than cuBLAS, in a decode step on an H200.

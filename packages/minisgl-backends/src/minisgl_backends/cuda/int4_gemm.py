@@ -136,13 +136,13 @@ class HopperInt4Gemm:
         self._num_outputs = weight.num_outputs // (1 + weight.gated)
         self._num_output_blocks, self._num_chunks, _, size = stages.shape
         num_sms = torch.cuda.get_device_properties(stages.device).multi_processor_count
-        self._variants: dict[int, tuple[Variant, int | None]] = {}
+        self._variants: dict[int, tuple[Variant, GemmTiling]] = {}
         for rows in ROW_SIZES:
             tiling = choose(rows, self._num_output_blocks, num_sms)
             scales = (size - CODE_BYTES) // SCALE_BYTES
             shape = tiling.cluster, tiling.row_parts, scales
             variant = Variant(rows, *shape, weight.gated, bias is not None)
-            self._variants[rows] = variant, tiling.num_blocks
+            self._variants[rows] = variant, tiling
             compiled(variant)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -154,10 +154,10 @@ class HopperInt4Gemm:
         return out
 
     def _multiply(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        variant, num_blocks = self._variants[next(rows for rows in ROW_SIZES if len(x) <= rows)]
+        variant, tiling = self._variants[next(rows for rows in ROW_SIZES if len(x) <= rows)]
         kernel, max_blocks = load_kernel(variant, "int4_gemm", x.device)
-        tiles, group = -(-self._num_output_blocks // variant.cluster), variant.cluster_blocks
-        num_blocks = min((num_blocks or max_blocks) // group, max_blocks // group, tiles * self._num_chunks) * group
+        steps = -(-self._num_output_blocks // variant.cluster) * self._num_chunks
+        num_blocks = tiling.num_stream_k_blocks(max_blocks, steps)
         x_map = TensorMap(x, (variant.box_rows, 64))
         bias = out if self._bias is None else self._bias  # `out` is a placeholder, which is not read
         workspace = self._workspace.partials, self._workspace.arrived

@@ -181,12 +181,12 @@ class HopperSmallMGemm:
         variant, tiling, weight_map = self._variants[rows]
         kernel, max_blocks = load_kernel(variant, "small_m_gemm", x.device)
         columns = tiling.outputs // (1 + self._gated) * tiling.cluster
-        tiles, group = -(-self._num_outputs // columns), variant.cluster_blocks
+        tiles = -(-self._num_outputs // columns)
         if tiling.splits > 1:
-            num_blocks = tiles * group
+            num_blocks = tiles * variant.cluster_blocks
         else:
             steps = tiles * (self._num_inputs // self._block_k)
-            num_blocks = min((tiling.num_blocks or max_blocks) // group, max_blocks // group, steps) * group
+            num_blocks = tiling.num_stream_k_blocks(max_blocks, steps)
         out = torch.empty(len(x), self._num_outputs, dtype=torch.bfloat16, device=x.device)
         x_map = TensorMap(x, (variant.box_rows, self._block_k))
         bias = out if self._bias is None else self._bias  # `out` is a placeholder, which is not read

@@ -2,10 +2,10 @@
 
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import FrameType
-from typing import Any, Self
+from typing import Self
 
 
 def stop_signals() -> list[signal.Signals]:
@@ -15,17 +15,22 @@ def stop_signals() -> list[signal.Signals]:
 
 
 @contextmanager
-def exit_on_signal() -> Iterator[None]:
+def _handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Set the handler of `stop_signals` meanwhile."""
+    before = {number: signal.signal(number, handler) for number in stop_signals()}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
+def exit_on_signal() -> AbstractContextManager[None]:
     """Let `stop_signals` end the process at once with status 0, while there is nothing to stop yet.
 
     Without a handler, process 1 of a container would ignore them, for example while it downloads a model.
     """
-    before = {number: signal.signal(number, lambda *_: os._exit(0)) for number in stop_signals()}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return _handled_by(lambda number, frame: os._exit(0))
 
 
 class StopSignals:
@@ -39,7 +44,7 @@ class StopSignals:
     def __init__(self) -> None:
         self.count = self.last = 0
         self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._before: dict[int, Any] = {}
+        self._handlers = ExitStack()
 
     def fileno(self) -> int:
         """Return a file descriptor that is readable once a signal has arrived."""
@@ -54,11 +59,10 @@ class StopSignals:
         os.write(self._writer, b"x")
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._handle) for number in stop_signals()}
+        self._handlers.enter_context(_handled_by(self._handle))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self._handlers.close()
         os.close(self._reader)
         os.close(self._writer)

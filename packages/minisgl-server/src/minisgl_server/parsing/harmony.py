@@ -37,6 +37,8 @@ class HarmonySplitter:
     def __init__(self, tools: HarmonyToolParser | None = None) -> None:
         """Start an output; `tools` receives the calls."""
         self._tools = tools
+        self._call: HarmonyToolParser | None = None
+        """`tools` in the text of a call."""
         self._finder = StopFinder(HARMONY_TAGS)
         self._part: Literal["start", "header", "channel", "message"] = "start"
         """Current part of the output: before the first tag, a role, the name of a channel, or the text of a message."""
@@ -90,16 +92,17 @@ class HarmonySplitter:
                 self._start = ""
 
     def _show(self, text: str, new: dict[Kind, list[str]]) -> None:
-        if text and self._kind == "call" and self._tools is not None:
-            self._tools.add_arguments(text)
+        if text and self._call is not None:
+            self._call.add_arguments(text)
         elif text:
             new[self._kind] += (self._separator, text)
             self._separator = ""
             self._shown.add(self._kind)
 
     def _read(self, tag: str, new: dict[Kind, list[str]]) -> None:
-        if self._part == "message" and self._kind == "call" and self._tools is not None:
-            self._tools.end_call()
+        if self._call is not None:
+            self._call.end_call()
+            self._call = None
         if tag == "<|start|>":
             self._header = []
         self._header += (self._start, " ")
@@ -119,12 +122,11 @@ class HarmonySplitter:
 
     def _begin_message(self, channel: str) -> None:
         self._part, self._kind = "message", "reasoning" if channel.split()[:1] == ["analysis"] else "content"
-        function = _FUNCTION.search("".join(self._header)) if self._tools is not None else None
-        self._header = []
-        if function is not None and self._tools is not None:
-            self._kind = "call"
+        if self._tools is not None and (function := _FUNCTION.search("".join(self._header))):
+            self._kind, self._call = "call", self._tools
             self._shown.add("call")
-            self._tools.begin_call(function[1])
+            self._call.begin_call(function[1])
+        self._header = []
         self.has_begun |= self._kind == "reasoning"
         self._separator = "\n" if self._kind in self._shown else ""
 

@@ -26,8 +26,6 @@ class ToolParser:
     """Tag after each call."""
     bare_start: ClassVar[bool] = False
     """True if an object at the start of the text is a call without a tag, if it names one of the tools."""
-    in_list: ClassVar[bool] = False
-    """True if the calls that share one tag are a JSON list."""
     separators: ClassVar[str] = ""
     """Characters that may separate calls that share one tag."""
     call_id_format: ClassVar[str] = "call_{:.24}"
@@ -105,18 +103,6 @@ class ToolParser:
             char: first character of the call.
             known: see `ToolCallReader`; only for the first call.
         """
-        if self.in_list:
-            space = []
-            while char.isspace():
-                space.append(char)
-                char = yield
-            tag += "".join(space)
-            if char == "[":
-                char = yield
-                if char != "{" and not char.isspace():  # perhaps another tag, which has the bracket
-                    self._add(tag)
-                    return f"[{char}"
-                tag += "["
         while True:
             text = yield from self._read_call(tag, char, known)
             if text is not None:
@@ -239,12 +225,26 @@ class MistralParser(ToolParser):
 
     begin = "[TOOL_CALLS]"
     end = "]"
-    in_list = True
     separators = ","
     call_id_format = "{:.9}"
     arguments_key = "arguments"
     call_delimiters = ("[TOOL_CALLS] [", "]", "")
     structural_tags = (("[TOOL_CALLS]", '[TOOL_CALLS] [{"name": "NAME", "arguments": ', "}]"),)
+
+    def _read_calls(self, tag: str, char: str, known: Collection[str] | None) -> Generator[None, str, str]:
+        """Read the start of the list, and then its calls."""
+        space = []
+        while char.isspace():
+            space.append(char)
+            char = yield
+        tag += "".join(space)
+        if char == "[":
+            char = yield
+            if char != "{" and not char.isspace():  # perhaps another tag, which has the bracket
+                self._add(tag)
+                return f"[{char}"
+            tag += "["
+        return (yield from super()._read_calls(tag, char, known))
 
 
 class HarmonyToolParser(ToolParser):
