@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -124,6 +125,28 @@ def test_killed_workers_restart_and_their_requests_are_aborted(server: Any) -> N
         assert complete(client_of(server, 1, stack), PROMPTS[0]).status_code == 200
     assert re.search("'api 1' was killed by SIGKILL.* API worker 1 is restarted\\.", server.stderr())
     wait_for(lambda: not any(sum(each.values()) for each in counts(server)))
+
+
+def test_a_worker_killed_during_a_drain_fails_the_launch(start: Launch) -> None:
+    server = start("--api-workers", str(NUM)).wait_started()
+    with ExitStack() as stack:
+        body = {"prompt": "One", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+        dying, other = (
+            stack.enter_context(
+                client_of(server, each, stack).stream("POST", "/v1/completions", json=body)
+            ).iter_lines()
+            for each in (1, 0)
+        )
+        assert next(dying)
+        assert next(other)
+        server.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: httpx.get(f"{server.url}/ready").status_code == 503)
+        server.children()["api 1"].kill()
+        with pytest.raises(httpx.TransportError):
+            list(dying)
+        assert [line for line in other if line][-1] == "data: [DONE]"
+    assert server.wait_ended() == 1
+    assert re.fullmatch("minisgl: The process 'api 1' was killed by SIGKILL.*\n", server.stderr())
 
 
 @pytest.mark.parametrize(

@@ -109,9 +109,19 @@ class Supervisor:
         return bool(self._processes[name].is_alive())
 
     def end(self, name: str) -> None:
-        """Ask one child to end, with `END_SIGNAL`. Its exit is no error then."""
+        """Ask one child to end, with `END_SIGNAL`. `wait` does not report its exit then; see `check_ended`."""
         self._ending.add(name)
         _ask_to_end(self._processes[name])
+
+    def check_ended(self) -> None:
+        """Check the exit statuses of the children that were asked to end, and have ended.
+
+        Raises:
+            WorkerDiedError: a child failed, or another signal killed it.
+        """
+        for name in sorted(self._ending):
+            if self._processes[name].exitcode not in (None, 0, -END_SIGNAL):
+                raise WorkerDiedError(f"The process '{name}' {describe_exit(self._processes[name].exitcode)}.", name)
 
     def kill(self, name: str, reason: str) -> None:
         """Kill a child. It is reported as one that died, with `reason`, which follows its name."""

@@ -102,6 +102,7 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
                 compiler = _compile_in_background(config, options, supervisor)
                 wait(lambda: False)  # until a signal
                 _drain(replicas, apis, options, wait, signals)
+                supervisor.check_ended()
         except WorkerDiedError:
             apis.broadcast(Stop())  # running requests fail, as there will be no more output
             raise
