@@ -12,6 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from minisgl_backends.grammar.llguidance_grammar import LlguidanceGrammar
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.protocol.messages import Tokenize
 from minisgl_core.sampling_params import SamplingParams
@@ -321,6 +322,19 @@ def test_references_in_parameters_are_relative_to_them() -> None:
     assert calls.is_valid({"name": "g", "arguments": {"kind": True, "next": {"kind": False}}})
     assert not calls.is_valid({"name": "g", "arguments": {"kind": None}})
     assert not calls.is_valid({"name": "f", "arguments": {"kind": None, "next": {"kind": False}}})
+
+
+def test_the_parameters_may_be_a_reference_of_draft_7() -> None:
+    draft = "http://json-schema.org/draft-07/schema#"
+    point = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+    parameters = {"$schema": draft, "$ref": "#/definitions/Point", "definitions": {"Point": point}}
+    for more in ({}, {"allOf": [{"required": ["y"]}]}):
+        schema = call_schema({"name": "f", "parameters": parameters | more}, "arguments")
+        LlguidanceGrammar.check("json_schema", json.dumps(schema), "tools")
+        calls = jsonschema.Draft202012Validator(schema)
+        assert calls.is_valid({"name": "f", "arguments": {"x": 1, "y": 2}})
+        assert calls.is_valid({"name": "f", "arguments": {"x": 1}}) == (not more)
+        assert not calls.is_valid({"name": "f", "arguments": {"y": 1}})
 
 
 def test_tools_are_described_to_templates_without_tools() -> None:

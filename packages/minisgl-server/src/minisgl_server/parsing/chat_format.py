@@ -305,6 +305,8 @@ def call_schema(function: Mapping[str, Any], arguments_key: str) -> dict[str, An
     """Return the JSON schema of a call of a function."""
     # The id makes the arguments the base of their references, such as "#/$defs/...".
     arguments = {"$id": f"urn:function:{function['name']}"} | arguments_schema(function)
+    if "$ref" in arguments:  # draft 7 ignores an id beside it
+        arguments["allOf"] = [{name: arguments.pop(name)} for name in ("$ref", "allOf") if name in arguments]
     return {
         "type": "object",
         "properties": {"name": {"const": function["name"]}, arguments_key: arguments},
