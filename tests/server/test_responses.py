@@ -182,6 +182,16 @@ def test_a_stored_response_is_read_listed_and_deleted(client: openai.OpenAI) -> 
     assert (refused.value.code, refused.value.param) == ("previous_response_not_found", "previous_response_id")
 
 
+def test_stored_responses_accept_include(client: openai.OpenAI) -> None:
+    include: list[Any] = ["message.output_text.logprobs", "reasoning.encrypted_content"]
+    answer = ask(client, include=include)
+    assert client.responses.retrieve(answer.id, include=include) == answer
+    assert client.responses.input_items.list(answer.id, include=include).data
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.responses.retrieve(answer.id, include=["file_search_call.results"])
+    assert refused.value.param == "include[][0]"
+
+
 def test_store_false_keeps_nothing(client: openai.OpenAI) -> None:
     answer = ask(client, store=False)
     with pytest.raises(openai.NotFoundError):

@@ -213,6 +213,10 @@ def _field(loc: tuple[int | str, ...]) -> str | None:
     for part in loc:
         if isinstance(part, int):
             name += f"[{part}]"
-        elif part.isidentifier() and not part[0].isupper() and part not in ("str", "int", "float", "bool"):
+        elif (
+            part.removesuffix("[]").isidentifier()
+            and not part[0].isupper()
+            and part not in ("str", "int", "float", "bool")
+        ):
             name += f".{part}" if name else part
     return name or None

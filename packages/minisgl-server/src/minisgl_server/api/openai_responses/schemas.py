@@ -179,13 +179,24 @@ class PromptFields(StrictModel):
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the chat template.")
 
 
-class RetrieveQuery(BaseModel, extra="forbid"):
+Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+
+
+class StoredQuery(BaseModel, extra="forbid"):
+    """Query fields of the routes of stored responses."""
+
+    include: list[Include] = Field(
+        [], alias="include[]", description="Accepted; a response has log-probabilities if its request included them."
+    )
+
+
+class RetrieveQuery(StoredQuery):
     """Query of ``GET /v1/responses/{response_id}``."""
 
     stream: Literal["false"] | None = None
 
 
-class InputItemsQuery(BaseModel, extra="forbid"):
+class InputItemsQuery(StoredQuery):
     """Query of ``GET /v1/responses/{response_id}/input_items``."""
 
     limit: int = Field(20, ge=1, le=100)
@@ -204,7 +215,7 @@ class ResponsesRequest(CommonSamplingFields, PromptFields):
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     background: Literal[False] | None = Field(None, description="Clients wait for their responses.")
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = Field(
+    include: list[Include] | None = Field(
         None, description="Reasoning items always have their content as text, also with reasoning.encrypted_content."
     )
     max_output_tokens: Int | None = Field(None, description="Maximum number of tokens to generate.")
