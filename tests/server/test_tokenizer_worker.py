@@ -762,7 +762,7 @@ def test_whole_chats_keep_reasoning_and_tool_calls(engine_tokenizer: Any) -> Non
             segments.push(piece)
         contents = [(each.kind, each.content) for each in segments.all]
         shown = ["".join(entry["token"] for entry in each.logprobs) for each in segments.all]
-        assert shown == ["Look.", "", "</tool_call> Look.", "", "</tool_call> Yes STOP"], is_streamed
+        assert shown == ["Look.", "", " Look.", "", " Yes STOP"], is_streamed
         results.append((contents, names, "".join(call.arguments for call in calls)))
     assert results[0] == results[1]
     call = ("call", '{"a": 1}')
@@ -771,6 +771,22 @@ def test_whole_chats_keep_reasoning_and_tool_calls(engine_tokenizer: Any) -> Non
         ["f", "f"],
         2 * '{"a": 1}',
     )
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_log_probabilities_of_a_text_begin_after_the_reasoning(engine_tokenizer: Any, is_streamed: bool) -> None:
+    rig = Rig(engine_tokenizer, "hermes", "qwen3", num_replicas=2)
+    sampling = SamplingParams(max_tokens=100, logprobs=0)
+    rig.submit(text=None, messages=QUESTION, sampling=sampling, is_streamed=is_streamed)
+    token_ids = engine_tokenizer("<think>\nYes or no? Yes\n</think>\n\nYes or no")["input_ids"]
+    for token in token_ids:
+        rig.output([token], logprobs=[TokenLogprobs(Logprob(token, -1.0, 1), [])])
+    rig.output([2], finish_reason="stop", stop_token_id=2)
+    segments = Segments()
+    for piece in rig.take():
+        segments.push(piece)
+    shown = [(each.content, "".join(entry["token"] for entry in each.logprobs)) for each in segments.all]
+    assert shown == [("Yes or no? Yes", ""), ("Yes or no", "Yes or no")]
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

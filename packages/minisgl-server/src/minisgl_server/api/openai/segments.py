@@ -61,7 +61,7 @@ class Segments:
         if text.text:
             segment = self._open("text")
             new.append((segment, text.text))
-            segment.logprobs += self._logprobs
+            segment.logprobs += self._logprobs if segment.pieces else _without_tags(self._logprobs, text.text)
         if text.text or text.reasoning or text.tool_calls:
             self._logprobs = []
         for call in calls:
@@ -79,3 +79,14 @@ class Segments:
         if not self.all or self.all[-1].kind != kind:
             self.all.append(Segment(kind))
         return self.all[-1]
+
+
+def _without_tags(logprobs: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
+    """Return the entries from the token on in which `text` begins; before it are tags of reasoning content or tool calls."""
+    data, wanted = b"".join(bytes(each["bytes"]) for each in logprobs), text.encode()
+    begin = len(data) - len(wanted) if data.endswith(wanted) else data.find(wanted)
+    for index, each in enumerate(logprobs):
+        if begin < len(each["bytes"]):
+            return logprobs[index:]
+        begin -= len(each["bytes"])
+    return []
