@@ -60,8 +60,8 @@ def measure(num_rows: int, shape: tuple[int, int, bool], workspace: StreamKWorks
     for tiling in tilings(num_rows):
         choose = lambda *sizes, tiling=tiling: tiling  # noqa: E731
         gemms = [
-            HopperInt4Gemm(weight, each, None, workspace, choose=choose)
-            for weight, each in zip(weights, stages, strict=True)
+            HopperInt4Gemm(weight, each, None, workspace, half=index % 2, choose=choose)
+            for index, (weight, each) in enumerate(zip(weights, stages, strict=True))
         ]
         times[tiling] = microseconds([partial(gemm, x) for gemm in gemms])
     speed = stages[0].nbytes / times[chosen] / 1e3

@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
 
@@ -20,6 +21,19 @@ SHARED_BYTES = 227 * 1024 - 1024
 """Dynamic shared memory of a thread block: the 227 KiB of Hopper without 1 KiB for mbarriers, which are static."""
 ALIGNMENT_BYTES = 1024
 """Size of the part of SHARED_BYTES that aligns the ring of stages, as the 128-byte swizzle requires."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockResources:
+    """What a thread block requests of an SM. The defaults leave no shared memory for a second thread block.
+
+    Attributes:
+        shared_bytes: dynamic shared memory.
+        num_threads: threads per block; those beyond THREADS exit at once, but keep their registers.
+    """
+
+    shared_bytes: int = SHARED_BYTES
+    num_threads: int = THREADS
 
 
 class GemmVariant(Hashable, Protocol):
@@ -42,11 +56,13 @@ def compiled(variant: GemmVariant) -> Future[bytes]:
 
 
 @cache
-def load_kernel(variant: GemmVariant, name: str, device: torch.device) -> tuple[Kernel, int]:
+def load_kernel(
+    variant: GemmVariant, name: str, device: torch.device, resources: BlockResources = BlockResources()
+) -> tuple[Kernel, int]:
     """Return the kernel `name` of a variant, and the number of thread blocks that the device holds."""
     with torch.cuda.device(device):
-        cubin, cluster = compiled(variant).result(), variant.cluster_blocks
-        kernel = Kernel(cubin, name, num_threads=THREADS, shared_bytes=SHARED_BYTES, cluster=cluster)
+        cubin, threads, shared = compiled(variant).result(), resources.num_threads, resources.shared_bytes
+        kernel = Kernel(cubin, name, num_threads=threads, shared_bytes=shared, cluster=variant.cluster_blocks)
         return kernel, kernel.max_resident_blocks()
 
 

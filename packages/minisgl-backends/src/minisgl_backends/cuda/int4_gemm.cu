@@ -17,11 +17,16 @@
 //
 // PDL: codes and scales are prefetched before the previous kernel has ended, everything else is read after that.
 //
+// If PAIRED, an SM holds thread blocks of two consecutive GEMMs: the next GEMM fills its ring with weights while this one multiplies, so
+// that the memory is not idle between them. The SM must hold one thread block of each, not two of the next GEMM, as others would then
+// have none. So every other GEMM requests more than half of the shared memory. The others request more than half of the registers, by
+// warps that exit at once (`HALVES` in int4_gemm.py).
+//
 // In a cluster of ROW_PARTS * CLUSTER thread blocks, ROW_PARTS consecutive ones have the same tile and share its codes by multicast.
 // The CLUSTER thread blocks with the same rows of x share these rows by multicast.
 //
 // Macros: ROWS (up to 128, for registers), CLUSTER (1, 2 or 4), ROW_PARTS (1 or 2), STAGES, GATED and HAS_BIAS as in small_m_gemm.cu;
-// SCALES (scales per output and stage) and WGMMA: wgmma(float (&sums)[], const u32 (&a)[4], u64 b, int keep).
+// SCALES (scales per output and stage), PAIRED and WGMMA: wgmma(float (&sums)[], const u32 (&a)[4], u64 b, int keep).
 
 #define OUTPUTS 128
 #define SPLITS 1
@@ -136,7 +141,12 @@ __device__ __forceinline__ void mma_half(float (&partial)[PARTIALS][SUMS], const
 
 // weights: [blocks of 2 * 64 outputs, num_k_blocks, 2, PACKED_BYTES], with 64 gate and 64 up outputs per block if GATED; x: [M, K]; out: [M, N];
 // bias: one value per output. partials, arrived and thread blocks: as in small_m_gemm.cu.
-extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1)
+#if PAIRED
+#define BOUNDS __maxnreg__(96)
+#else
+#define BOUNDS __launch_bounds__(CONSUMERS + 32, 1)
+#endif
+extern "C" __global__ void BOUNDS
 int4_gemm(const char* __restrict__ weights, const __grid_constant__ TensorMap x_map, bf16* __restrict__ out, const bf16* __restrict__ bias,
           float4* __restrict__ partials, int* __restrict__ arrived, int M, int N, int num_output_blocks, int num_k_blocks) {
     extern __shared__ char memory[];
@@ -162,6 +172,7 @@ int4_gemm(const char* __restrict__ weights, const __grid_constant__ TensorMap x_
     }
     __syncthreads();
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    if (PAIRED && warp > CONSUMERS / 32) return;
 
     if (warp == CONSUMERS / 32) {
         const u32 leader = lane == 0;

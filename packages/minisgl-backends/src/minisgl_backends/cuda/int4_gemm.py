@@ -10,7 +10,14 @@ import torch
 
 from minisgl_backends.cuda.compiler import program
 from minisgl_backends.cuda.driver import TensorMap, mappable
-from minisgl_backends.cuda.gemm_common import ALIGNMENT_BYTES, SHARED_BYTES, compiled, load_kernel, wgmma_source
+from minisgl_backends.cuda.gemm_common import (
+    ALIGNMENT_BYTES,
+    THREADS,
+    BlockResources,
+    compiled,
+    load_kernel,
+    wgmma_source,
+)
 from minisgl_backends.cuda.gemm_tiling import MAX_SMALL_M_ROWS, GemmTiling
 from minisgl_backends.cuda.small_m_gemm import StreamKWorkspace
 from minisgl_backends.kernels import int4_stages
@@ -24,6 +31,14 @@ _OUTPUTS = 2 * TILE
 _MAX_BLOCK_ROWS = 128
 """Rows per thread block whose sums and dequantized weights fit into registers."""
 _MAX_STAGES = 16
+MAX_PAIRED_ROWS = {1: 32, 2: 32, 4: 8}
+"""Largest number of rows for which an SM holds thread blocks of two GEMMs, by scales per stage. With more, registers spill."""
+HALVES = (BlockResources(115 << 10), BlockResources(108 << 10, THREADS + 96))
+"""The halves of an SM that two GEMMs take; see PAIRED in int4_gemm.cu.
+
+A thread block of the first half needs more than half of the 228 KiB of shared memory, one of the second half more than half of
+the 65,536 registers. So an SM holds one of each, but not two of the same.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +52,7 @@ class Variant:
         scales: scales per output and stage, 1, 2 or 4.
         gated: fuse the gated MLP's activation.
         has_bias: add a bias.
+        half: index of the thread block's half of an SM in `HALVES`, or None for a whole SM.
     """
 
     rows: int
@@ -45,6 +61,12 @@ class Variant:
     scales: int
     gated: bool
     has_bias: bool
+    half: int | None = None
+
+    @property
+    def resources(self) -> BlockResources:
+        """Return what a thread block requests."""
+        return BlockResources() if self.half is None else HALVES[self.half]
 
     @property
     def block_rows(self) -> int:
@@ -71,8 +93,8 @@ class Variant:
         # Codes and scales of a stage, as `pack_stages` returns them. The rows of x are swizzled, so stages are aligned.
         packed = -(-2 * (CODE_BYTES + self.scales * SCALE_BYTES) // 1024) * 1024
         stage = self.block_rows * INPUTS * 2 + packed
-        staged = 32 * (2 * _OUTPUTS + 16)  # rows for the store, see small_m_gemm.py
-        return int(min(_MAX_STAGES, (SHARED_BYTES - ALIGNMENT_BYTES - staged) // stage))
+        staged = min(self.block_rows, 32) * (2 * _OUTPUTS + 16)  # rows for the store, see small_m_gemm.py
+        return int(min(_MAX_STAGES, (self.resources.shared_bytes - ALIGNMENT_BYTES - staged) // stage))
 
     def source(self) -> str:
         """Return the program's source."""
@@ -84,6 +106,7 @@ class Variant:
             "SCALES": self.scales,
             "GATED": self.gated,
             "HAS_BIAS": self.has_bias,
+            "PAIRED": self.half is not None,
         }
         return program("int4_gemm.cu", macros, wgmma_source(self.block_rows, from_registers=True))
 
@@ -91,19 +114,13 @@ class Variant:
 def choose_tiling(num_rows: int, num_output_blocks: int, num_sms: int) -> GemmTiling:
     """Return the tiling of a GEMM: Stream-K, which was faster on an H200 than a split of K over a cluster.
 
-    For few rows, all tiles are divided among the same number of thread blocks, if these are nearly all that the device holds.
-    Then no thread block has parts of two tiles. 112 of 132 were faster than all of them; see docs/performance-notes.md.
-
     Args:
         num_rows: M.
         num_output_blocks: blocks of 128 outputs, or of 64 gate and 64 up outputs of a gated MLP.
         num_sms: SMs of the device.
     """
     if num_rows <= _MAX_BLOCK_ROWS:
-        tiles = -(-num_output_blocks // 2)  # of a cluster
-        num_blocks = num_sms // (2 * tiles) * 2 * tiles
-        is_even = num_rows <= 16 and num_blocks >= 0.84 * num_sms
-        return GemmTiling(_OUTPUTS, cluster=2, num_blocks=num_blocks if is_even else None)
+        return GemmTiling(_OUTPUTS, cluster=2)
     return GemmTiling(_OUTPUTS, cluster=1 if num_output_blocks >= num_sms else 4, row_parts=2)
 
 
@@ -121,6 +138,7 @@ class HopperInt4Gemm:
         bias: torch.Tensor | None,
         workspace: StreamKWorkspace,
         *,
+        half: int = 0,
         choose: Callable[[int, int, int], GemmTiling] = choose_tiling,
     ) -> None:
         """Prepare a weight for which `supports_weight` is True, and start compiling.
@@ -130,18 +148,22 @@ class HopperInt4Gemm:
             stages: the weight's codes and scales, packed by `pack_stages`.
             bias: one value per output, or None.
             workspace: the CUDA stream's workspace.
+            half: index of the half of each SM that GEMMs of few rows take. If it differs from that of the next GEMM, the next one
+                starts to read its weights while this one runs.
             choose: selects the tiling, with the arguments of `choose_tiling`.
         """
         self._weight, self._stages, self._bias, self._workspace = weight, stages, bias, workspace
         self._num_outputs = weight.num_outputs // (1 + weight.gated)
         self._num_output_blocks, self._num_chunks, _, size = stages.shape
         num_sms = torch.cuda.get_device_properties(stages.device).multi_processor_count
+        scales = (size - CODE_BYTES) // SCALE_BYTES
         self._variants: dict[int, tuple[Variant, GemmTiling]] = {}
         for rows in ROW_SIZES:
             tiling = choose(rows, self._num_output_blocks, num_sms)
-            scales = (size - CODE_BYTES) // SCALE_BYTES
             shape = tiling.cluster, tiling.row_parts, scales
-            variant = Variant(rows, *shape, weight.gated, bias is not None)
+            variant = Variant(
+                rows, *shape, weight.gated, bias is not None, half if rows <= MAX_PAIRED_ROWS[scales] else None
+            )
             self._variants[rows] = variant, tiling
             compiled(variant)
 
@@ -155,7 +177,7 @@ class HopperInt4Gemm:
 
     def _multiply(self, x: torch.Tensor, out: torch.Tensor) -> None:
         variant, tiling = self._variants[next(rows for rows in ROW_SIZES if len(x) <= rows)]
-        kernel, max_blocks = load_kernel(variant, "int4_gemm", x.device)
+        kernel, max_blocks = load_kernel(variant, "int4_gemm", x.device, variant.resources)
         steps = -(-self._num_output_blocks // variant.cluster) * self._num_chunks
         num_blocks = tiling.num_stream_k_blocks(max_blocks, steps)
         x_map = TensorMap(x, (variant.box_rows, 64))

@@ -1,8 +1,9 @@
 """``--quantization int4``: 4-bit integer weights with a scale per output channel and group of inputs (W4A16)."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
+from itertools import cycle, repeat
 
 from minisgl_backends.kernels.device import packed_gemm_unsupported
 from minisgl_backends.kernels.int4_weight import Int4Weight, quantize_groups, torch_int4_linear
@@ -62,7 +63,7 @@ class Int4(Quantization):
 
     def __init__(self, spec: QuantizationSpec, ops: Ops) -> None:
         super().__init__(spec, ops)
-        self._prepare: Prepare = torch_int4_linear
+        self._prepares: Iterator[Prepare] = repeat(torch_int4_linear)  # of the layers in the order in which they run
         if spec.device.type == "cuda":
             from minisgl_backends.cuda.requirements import hopper_missing
             from minisgl_backends.cuda.small_m_gemm import StreamKWorkspace
@@ -70,9 +71,10 @@ class Int4(Quantization):
             from minisgl_backends.quantization import int4_gpu
 
             stream_k_workspace = None if hopper_missing(spec.device, spec.dtype) else StreamKWorkspace(spec.device)
-            self._prepare = partial(
+            prepare = partial(
                 int4_gpu.prepare, workspace=SplitKWorkspace(spec.device), stream_k_workspace=stream_k_workspace
             )
+            self._prepares = cycle(partial(prepare, half=half) for half in (0, 1))
 
     def linear(self, spec: LinearSpec) -> LinearMethod:
         """Return the method for a layer of a 16-bit checkpoint, or of one with 4-bit integers.
@@ -88,9 +90,9 @@ class Int4(Quantization):
                     "%s is not quantized: int4 needs a multiple of 32 inputs, not %d", spec.name, spec.in_features
                 )
                 return super().linear(spec)
-            return Int4Linear(spec, self.ops, group, self._prepare)
+            return Int4Linear(spec, self.ops, group, next(self._prepares))
         found = _format_of(stored, spec.name, spec.parts)
-        return super().linear(spec) if found is None else CheckpointInt4Linear(spec, found, self._prepare)
+        return super().linear(spec) if found is None else CheckpointInt4Linear(spec, found, next(self._prepares))
 
     def experts(self, spec: ExpertsSpec, kernel: type[MoeKernel]) -> ExpertsMethod:
         """Return the method of one layer's experts, of a 16-bit checkpoint or of one with 4-bit integers.

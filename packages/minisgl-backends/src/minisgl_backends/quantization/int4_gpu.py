@@ -20,17 +20,18 @@ An estimate, which docs/performance-notes.md derives from measurements with 256 
 class HopperInt4Linear:
     """`Int4Gemm` for Hopper, with a kernel in CUDA C++ for small numbers of tokens."""
 
-    def __init__(self, weight: Int4Weight, bias: torch.Tensor | None, workspace: StreamKWorkspace) -> None:
+    def __init__(self, weight: Int4Weight, bias: torch.Tensor | None, workspace: StreamKWorkspace, half: int) -> None:
         """Prepare a weight for which `int4_gemm.supports_weight` is True, whose tensors are released.
 
         Args:
             weight: packed weight in bfloat16.
             bias: one value per output, or None.
             workspace: the CUDA stream's workspace.
+            half: see `int4_gemm.HopperInt4Gemm`.
         """
         self._weight, self._bias, self._num_tiles = weight, bias, len(weight.codes)
         self._stages = pack_stages(weight, scale_words(weight))
-        self._small_m = int4_gemm.HopperInt4Gemm(weight, self._stages, bias, workspace)
+        self._small_m = int4_gemm.HopperInt4Gemm(weight, self._stages, bias, workspace, half=half)
         weight.codes, weight.scales, weight.zeros = weight.codes.new_empty(0), weight.scales.new_empty(0), None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -53,8 +54,17 @@ def prepare(
     bias: torch.Tensor | None,
     workspace: SplitKWorkspace,
     stream_k_workspace: StreamKWorkspace | None,
+    half: int = 0,
 ) -> Int4Gemm | HopperInt4Linear:
-    """Return the GEMM of a weight; `stream_k_workspace` is None on a GPU that is not Hopper."""
+    """Return the GEMM of a weight.
+
+    Args:
+        weight: packed weight.
+        bias: one value per output, or None.
+        workspace: the CUDA stream's workspace for Triton's kernel.
+        stream_k_workspace: its workspace for the kernel for Hopper, or None on another GPU.
+        half: 0 and 1 in turn for GEMMs that run one after the other; see `int4_gemm.HopperInt4Gemm`.
+    """
     if stream_k_workspace is not None and int4_gemm.supports_weight(weight):
-        return HopperInt4Linear(weight, bias, stream_k_workspace)
+        return HopperInt4Linear(weight, bias, stream_k_workspace, half)
     return Int4Gemm(weight, bias, workspace)
