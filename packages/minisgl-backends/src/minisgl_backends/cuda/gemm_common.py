@@ -25,7 +25,7 @@ ALIGNMENT_BYTES = 1024
 
 @dataclass(frozen=True, slots=True)
 class BlockResources:
-    """What a thread block requests of an SM. The defaults leave no shared memory for a second thread block.
+    """Resources of an SM that a thread block requests. The defaults leave no shared memory for a second one.
 
     Attributes:
         shared_bytes: dynamic shared memory.
