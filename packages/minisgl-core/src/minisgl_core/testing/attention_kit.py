@@ -60,8 +60,6 @@ class AttentionBackendTests:
     skipped if the backend does not support this machine.
 
     Attributes:
-        provider: the class.
-        device: device of the tests.
         dtypes: dtypes of queries, keys and values.
         page_sizes: tokens per page.
         head_shapes: (query heads, KV heads, head dimension).

@@ -109,8 +109,6 @@ class AttentionRig:
     that an earlier request may have left.
 
     Attributes:
-        backend_class: the backend class under test.
-        spec: spec of the backend.
         layers: attention layers; each step runs all of them.
         num_pages: pages of the pool, including page 0.
         seed: seed of all random values.
@@ -170,7 +168,6 @@ class AttentionRig:
             num_cached: tokens that are in the pool already.
             capacity: maximum number of tokens of the request.
             prefix_of: request whose first `num_shared` pages the new one shares; they may be filled later.
-            num_shared: number of shared pages.
         """
         size = self.spec.page_size
         shared = prefix_of.pages[:num_shared] if prefix_of else []

@@ -25,9 +25,6 @@ class Rank:
 
     Attributes:
         provider: class of the communicator.
-        device: device of this rank.
-        rank: number of this rank.
-        size: number of ranks.
         folder: folder that only the ranks of this run share.
         default_timeout_s: timeout of the groups and of `wait_for_all`, long enough for a busy machine.
     """

@@ -23,8 +23,6 @@ class ExecutorTests:
     """Tests of an executor. Subclass this and set `provider`. The ranks use no device.
 
     Attributes:
-        provider: the class.
-        spec: the ranks.
         limit_s: longest wait for the ranks.
     """
 

@@ -169,11 +169,7 @@ INVALID: list[tuple[GrammarKind, str]] = [
 
 
 class GrammarTests:
-    """Tests of a grammar backend. Subclass this and set `provider`.
-
-    Attributes:
-        provider: the class.
-    """
+    """Tests of a grammar backend. Subclass this and set `provider`."""
 
     provider: ClassVar[type[GrammarBackend]]
 

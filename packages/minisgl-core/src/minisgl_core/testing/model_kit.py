@@ -34,7 +34,6 @@ class ModelTests:
     `references.random_reference` returns a transformers model whose random weights make mistakes visible.
 
     Attributes:
-        provider: the class.
         moe_kernel: MoE kernel of the model's experts.
         num_tokens: tokens per prompt; more than any sliding window.
         num_greedy_tokens: (prompt length, output length) of the test of greedy tokens.

@@ -65,12 +65,7 @@ class MoeKernelTests:
     """Tests of a MoE kernel. Subclass this and set `provider`.
 
     The provider's `capabilities` select further tests than those of plain SiLU experts. Features that they do not declare must
-    be refused. Outputs are compared with float64.
-
-    Attributes:
-        provider: the class.
-        device: device of the tests.
-        dtypes: dtypes of activations and weights.
+    be refused. `dtypes` are those of activations and weights. Outputs are compared with float64.
     """
 
     provider: ClassVar[type[MoeKernel]]

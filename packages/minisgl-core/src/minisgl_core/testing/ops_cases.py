@@ -80,11 +80,9 @@ def rotation_case(
     """Return a case of three tokens.
 
     Args:
-        shape: heads and dimensions.
         has_norms: True to apply QK norms before RoPE.
         dtype: dtype of q, k and v.
         table_dtype: dtype of cos, sin and the norms' weights.
-        device: device of all tensors.
         step: number of the step; each step has other angles.
     """
     num_q_heads, num_kv_heads, size, half = shape

@@ -17,8 +17,6 @@ class OpsTests(LinearChecks, NormChecks, RotaryChecks, SamplingChecks, StepCheck
     The tests of roles that the provider does not subclass are skipped.
 
     Attributes:
-        provider: the class.
-        device: device of the tests.
         dtypes: dtypes of the model.
         fp8_dtypes: dtypes of models with FP8 GEMMs; empty if the provider has none.
         shapes: (output features, input features) of weights. FP8 GEMMs use those with output features divisible by

@@ -61,16 +61,9 @@ class AnyRank(SingleRank):
 
 
 def fill(targets: Targets, modules: Mapping[str, PackedModule]) -> dict[str, list[WeightTarget]]:
-    """Load the modules of a layer as the weight loader does.
+    """Load the modules of a layer, by name, as the weight loader does. Return the targets by name.
 
     A module is dequantized if the layer has no target for its packed tensors.
-
-    Args:
-        targets: targets of the layer.
-        modules: modules of the checkpoint by name.
-
-    Returns:
-        The targets by name.
 
     Raises:
         AssertionError: the targets' names are not those of the modules' tensors.

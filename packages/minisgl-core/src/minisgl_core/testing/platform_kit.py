@@ -15,11 +15,7 @@ _NUM_WORDS = 1 << 20
 
 
 class PlatformTests:
-    """Tests of a platform. Subclass this and set `provider`.
-
-    Attributes:
-        provider: the class.
-    """
+    """Tests of a platform. Subclass this and set `provider`."""
 
     provider: ClassVar[type[Platform]]
 

@@ -61,11 +61,7 @@ class Queue:
 
 
 class PolicyTests:
-    """Tests of a scheduling policy. Subclass this and set `provider`.
-
-    Attributes:
-        provider: the class.
-    """
+    """Tests of a scheduling policy. Subclass this and set `provider`."""
 
     provider: ClassVar[type[Policy]]
 

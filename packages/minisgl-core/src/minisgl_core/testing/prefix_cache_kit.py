@@ -20,7 +20,6 @@ class PrefixCacheTests:
     """Tests of a prefix cache. Subclass this and set `provider`.
 
     Attributes:
-        provider: the class.
         takes_all: True if `insert` takes all whole pages that are not cached yet. If False, the only test is that
             of random sequences of calls.
         evicts_least_recent: True if the least recently used pages are evicted first. Set it to False for a cache that evicts in

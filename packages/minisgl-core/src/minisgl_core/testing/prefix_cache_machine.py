@@ -43,7 +43,6 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     """State machine that calls a prefix cache as the engine does, and knows the owner of each page of the pool.
 
     Attributes:
-        cache: the prefix cache under test.
         free: pages that the cache does not own.
         cached: last page of each cached prefix.
     """

@@ -43,10 +43,8 @@ class QuantizationTests:
     those of the dequantized weights in float64.
 
     Attributes:
-        provider: the class.
         ops: ops provider; set it if the quantization provider requires its kernels.
         moe_kernel: MoE kernel; set it if the quantization provider requires it.
-        device: device of the tests.
         dtypes: dtypes of activations, and of weights before they are quantized.
         shapes: (output features, input features) of the weights. The provider must quantize the first of these shapes.
         checkpoints: formats that the provider reads without dequantizing.
@@ -279,13 +277,7 @@ class QuantizationTests:
         return cases
 
     def providers(self, checkpoint: PackedCheckpoint, *ignored: str, num_experts: int = 0) -> list[Quantization]:
-        """Return a provider instance per supported dtype.
-
-        Args:
-            checkpoint: format of the checkpoint.
-            ignored: modules that the checkpoint does not quantize.
-            num_experts: experts per layer.
-        """
+        """Return a provider instance per supported dtype. The checkpoint does not quantize the modules `ignored`."""
         instances = []
         for dtype in self.dtypes:
             spec = QuantizationSpec(dtype, torch.device(self.device), num_experts, checkpoint.quantization(*ignored))

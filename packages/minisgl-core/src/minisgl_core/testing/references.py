@@ -39,12 +39,7 @@ class DenseAttention:
 
 
 def batched(attends: Sequence[Attend], lengths: Sequence[int]) -> Attend:
-    """Return the `Attend` of a step whose tokens belong to several sequences.
-
-    Args:
-        attends: one per sequence.
-        lengths: tokens of each sequence in this step.
-    """
+    """Return the `Attend` of a step with these numbers of tokens of several sequences, given that of each sequence."""
 
     def attend(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, rope: Rope | None = None
@@ -81,17 +76,13 @@ class NaiveMoe(MoeKernel):
 
 
 def random_reference(config: Any, seed: int = 0) -> Any:
-    """Return a transformers model for causal language modelling with random weights that make mistakes visible.
+    """Return a transformers model in float32, with eager attention and random weights that make mistakes visible.
 
     With transformers' own initialisation, attention is nearly uniform, which hides wrong positions. Here activations keep their
     size through all layers, and norms and biases are random.
 
     Args:
-        config: a transformers config.
-        seed: seed of the weights.
-
-    Returns:
-        The model in float32, with eager attention.
+        config: transformers config of a model for causal language modelling.
     """
     from transformers import AutoModelForCausalLM
 

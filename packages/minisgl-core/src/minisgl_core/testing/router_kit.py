@@ -31,11 +31,7 @@ def prompt(seed: int, num_tokens: int = 200, salt: str = "") -> RoutedPrompt:
 
 
 class RouterTests:
-    """Tests of a router. Subclass this and set `provider`.
-
-    Attributes:
-        provider: the class.
-    """
+    """Tests of a router. Subclass this and set `provider`."""
 
     provider: ClassVar[type[Router]]
 

@@ -15,11 +15,7 @@ from minisgl_core.testing.reasons import reasons_of
 
 
 class WeightSourceTests:
-    """Tests of a checkpoint format. Subclass this, set `provider` and override `make_checkpoint`.
-
-    Attributes:
-        provider: the class.
-    """
+    """Tests of a checkpoint format. Subclass this, set `provider` and override `make_checkpoint`."""
 
     provider: ClassVar[type[WeightSource]]
 

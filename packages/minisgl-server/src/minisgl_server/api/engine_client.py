@@ -222,7 +222,7 @@ class EngineClient:
         """Send requests to the engine.
 
         Args:
-            requests: requests to run together; their ids must be new.
+            requests: requests with new ids.
             receive: ASGI channel of the HTTP request, to detect that the client disconnects.
 
         Raises:

@@ -47,7 +47,6 @@ class RequestLimits:
         max_entries: maximum number of entries of a list or object, by its `Bound`.
         max_chars: maximum characters of a text; longer texts cannot fit the context.
         max_values: maximum number of values in a body, including the keys of objects.
-        max_body_bytes: maximum size of a body.
     """
 
     max_entries: Mapping[Bound, int]

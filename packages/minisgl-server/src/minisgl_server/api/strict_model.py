@@ -131,9 +131,7 @@ def type_discriminator(*types: str, default: str | None = None) -> Discriminator
     pydantic adds the tag to the location of an error. Since it is no identifier, `errors.invalid_fields` does not take it for a
     field, as it would take the tags of ``Field(discriminator="type")``.
 
-    Args:
-        types: values of ``type``, one per member.
-        default: type of a value without one.
+    `default` is the type of a value without one.
     """
 
     def tag(value: Any) -> str | None:

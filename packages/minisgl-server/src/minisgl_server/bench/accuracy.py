@@ -144,8 +144,7 @@ def compare(
     Shape legend: V vocabulary, H hidden size.
 
     Args:
-        baseline: hidden states of the baseline per window, [n, H].
-        variant: hidden states of the variant per window, [n, H].
+        baseline, variant: hidden states per window, [n, H].
         windows: token ids per window, int64 [n].
         logits_of: LM head, which both share: [m, H] to [m, V].
 

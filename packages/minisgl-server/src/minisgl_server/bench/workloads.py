@@ -49,7 +49,6 @@ def uniform(batch_size: int, input_len: int, output_len: int, vocab_size: int, v
     """Return random prompts of equal length, with greedy sampling.
 
     Args:
-        output_len: tokens to generate per prompt.
         vocab_size: exclusive upper bound of the token ids.
         variant: number of the variant. All prompts of a shape begin with different tokens, as far as the vocabulary allows, so
             that the prefix cache has no hits.

@@ -36,9 +36,7 @@ def exit_on_signal() -> AbstractContextManager[None]:
 class StopSignals:
     """Collects the signals of `stop_signals` in a pipe that can be waited for, instead of raising exceptions.
 
-    Attributes:
-        count: signals so far.
-        last: number of the last signal.
+    `count` is the number of signals so far, and `last` is the last one.
     """
 
     def __init__(self) -> None:

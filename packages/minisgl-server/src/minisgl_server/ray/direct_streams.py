@@ -29,7 +29,6 @@ class Chunk(msgspec.Struct, array_like=True):
         stream: number of the stream in the proxy.
         index: number of the chunk in the stream, by which the proxy notices that one was lost.
         body: events.
-        is_last: True if the stream is complete.
     """
 
     stream: int

@@ -121,7 +121,6 @@ class Engine:
         """Run a request, and return once all its output has been sent. Cancelling the call aborts the request.
 
         Args:
-            submit: the encoded `Submit`.
             address: address of the caller, to which the output goes.
             engine_id: id that the caller gives this engine.
         """

@@ -38,7 +38,6 @@ class Replica:
     """A replica and its load; a `minisgl_core.contracts.router.ReplicaView`.
 
     Attributes:
-        replica: index of the replica.
         engine_id: id of its engine; meaningless if `send` is None.
         send: sends to the scheduler of its engine; None if that is not ready.
         num_starts: number of its engines that have become ready.

@@ -21,12 +21,10 @@ class ConnectionLimits:
     """Counts the connections of one API worker and refuses those beyond the limits.
 
     Attributes:
-        max_total: maximum number of open connections.
         max_per_address: maximum number of open connections per address; loopback addresses have no limit.
         headers_timeout_s: maximum time until a request's headers are complete.
         write_timeout_s: maximum time for which a client reads nothing of a response that is sent.
         max_unfinished_bytes: maximum bytes of incomplete headers over all connections.
-        num_unfinished_bytes: current bytes of incomplete headers.
         max_unread_bytes: maximum bytes of responses that clients have not read, over all connections.
     """
 

@@ -56,10 +56,7 @@ class JsonSizeCounter:
     """Counts the values of a JSON body and the bytes of its strings, chunk by chunk, without parsing it.
 
     Values are counted by the brackets, commas and colons outside of strings. The counts of invalid JSON are right up to the first
-    error, which is as far as a parser reads.
-
-    Attributes:
-        num_values: number of values and keys so far.
+    error, which is as far as a parser reads. `num_values` includes the keys.
     """
 
     def __init__(self, limits: RequestLimits) -> None:

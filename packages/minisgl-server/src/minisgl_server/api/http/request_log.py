@@ -30,7 +30,6 @@ class AccessRecord:
     Attributes:
         started_s: start time, of `time.perf_counter`.
         status: status of the response; 0 before there is one.
-        client_gone: the client disconnected before the end.
         usage: returns OpenAI's usage object, if the request generates tokens.
     """
 

@@ -36,7 +36,6 @@ class Segments:
 
     Attributes:
         all: segments so far; only the last one can grow.
-        last: the newest output.
     """
 
     def __init__(self) -> None:

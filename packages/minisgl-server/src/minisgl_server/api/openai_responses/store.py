@@ -14,13 +14,7 @@ _OVERHEAD_BYTES = 500
 
 
 class StoredResponse(msgspec.Struct, frozen=True):
-    """Stored response; each attribute is JSON.
-
-    Attributes:
-        body: the response.
-        items: its input items.
-        messages: its whole conversation as chat messages, with the output last.
-    """
+    """Stored response, its input items, and its whole conversation as chat messages with the output last, all as JSON."""
 
     body: bytes
     items: bytes

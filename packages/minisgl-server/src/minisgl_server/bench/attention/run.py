@@ -44,8 +44,7 @@ CPU_DEFAULTS: dict[str, Any] = {
 def run_attention(options: SimpleNamespace) -> None:
     """Measure, print a table, and write the JSON file if one is given. Exit with status 1 if a provider's output is wrong.
 
-    Args:
-        options: the command's flags; None and () are replaced by the defaults of the device.
+    In `options`, the command's flags, None and () are replaced by the defaults of the device.
     """
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():

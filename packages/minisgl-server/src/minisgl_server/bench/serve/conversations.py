@@ -21,7 +21,6 @@ class Turn:
 
     Attributes:
         content: new content of the prompt.
-        output_len: output tokens to request.
         placeholder: content that stands for the response in the next prompt, if its tokens are not known.
     """
 
@@ -42,7 +41,6 @@ class Conversation:
         number: number from 0, in order of arrival.
         arrival_s: arrival time of the first request, since the start of the run.
         prefix: content before the first turn.
-        turns: requests, sent one after the other.
         delay_s: seconds between a response and the next turn.
     """
 

@@ -18,12 +18,10 @@ class Outcome:
 
     Attributes:
         records: record of every sent request, in order of sending.
-        num_ended: number of requests that have ended.
         num_failed: number of ended requests without a complete response.
         num_unsent: number of turns that were not sent, as an earlier one failed.
         seconds: time from the start to the last event.
         client_cpu_s: CPU time of this process.
-        is_interrupted: the user interrupted the run.
     """
 
     records: list[Record] = field(default_factory=list)

@@ -24,7 +24,6 @@ class Run:
     """Parameters of one run of a sweep.
 
     Attributes:
-        number: number of the run, from 0.
         request_rate: new conversations per second.
         max_concurrency: maximum concurrent conversations; None for no limit.
         time_scale: factor on the times of a trace; None for random prompts.

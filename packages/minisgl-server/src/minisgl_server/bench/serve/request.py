@@ -55,10 +55,8 @@ class Record:
     """Record of one request; times in seconds.
 
     Attributes:
-        conversation: number of its conversation.
-        turn: number of its turn, from 0.
+        turn: number of its turn in the conversation, from 0.
         asked_prompt_tokens: tokens of the sent prompt; None if only the server knows them.
-        asked_output_tokens: requested output tokens.
         sent_s: time of sending, since the start of the run.
         wait_s: time from the conversation's arrival to sending its first turn, because of ``--max-concurrency`` or the load
             generator; 0 for later turns.
@@ -67,7 +65,6 @@ class Record:
         gaps_s: times between events with text.
         num_prompt_tokens: prompt tokens by the server's usage; without it, as requested, or 0.
         num_output_tokens: output tokens by the server's usage; without it, the number of events with text.
-        has_usage: the server returned a usage.
         num_cached_tokens: prompt tokens from the prefix cache; None if the server does not return them.
         error: error message; None for a complete response.
         is_interrupted: the user interrupted the benchmark while it ran.
@@ -104,7 +101,6 @@ class ApiClient:
     Attributes:
         endpoint: ``completions`` or ``chat``.
         ignore_eos: request outputs of exactly the given length, by an extension of vLLM, SGLang and minisgl.
-        timeout_s: time after which a request fails.
     """
 
     http: HttpClient

@@ -20,7 +20,6 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Request of a trace.
 
     Attributes:
-        chat_id: number of the request.
         parent_chat_id: request whose conversation it continues; -1 for the first of a conversation.
         timestamp: arrival time in seconds.
         input_length: prompt tokens, including those of the chat template.
