@@ -1,7 +1,12 @@
-"""Runs ``minisgl bench offline``, with the engine in this process."""
+"""Runs ``minisgl bench offline``, with the engine in this process.
 
+Engines are measured in alternation, so that other load on the machine affects all of them.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +19,14 @@ from minisgl_core.errors import InvalidValueError
 from minisgl_core.protocol.messages import EngineInfo
 from minisgl_core.utils.progress import progress_bar
 from minisgl_core.weights.model_source import locate_model
-from minisgl_server.bench.engines import BenchEngine, MinisglEngine, TransformersEngine
+from minisgl_server.bench.engines import BenchEngine, MinisglEngine, Run, TransformersEngine
 from minisgl_server.bench.environment import hardware, print_results, versions, write_json
-from minisgl_server.bench.measure import MakeWorkload, Result, measure
-from minisgl_server.bench.workloads import mixed, uniform
+from minisgl_server.bench.workloads import Workload, mixed, uniform
 
+MakeWorkload = Callable[[int], Workload]
+"""Returns the variant of a workload by number: equal shapes, different prompts."""
+WARM_UP_TOKENS = 64
+"""Maximum output tokens per request of a warm-up."""
 COLUMNS = (
     ("workload", "{workload}"),
     ("engine", "{engine}"),
@@ -44,15 +52,17 @@ def run_offline(config: EngineConfig, options: SimpleNamespace) -> None:
         groups = _measure_all(workloads, engines, options.repeats)
         about = _about(llm.info)
         _print_about(about)
-        results = [asdict(result) for group in groups for result in group]
+        results = [result for group in groups for result in group]
         print_results(COLUMNS, results)
         comparisons = [_compare(minisgl, other) for minisgl, *others in groups for other in others]
         for each in comparisons:
             click.echo(COMPARISON.format_map(each))
         for minisgl, *_ in groups:
-            if cached := max(run.num_cached_tokens for run in minisgl.runs):
-                share = cached / minisgl.num_prompt_tokens
-                click.echo(f"{minisgl.workload}: up to {share:.2%} of the prompts' tokens came from the prefix cache")
+            if cached := max(run["num_cached_tokens"] for run in minisgl["runs"]):
+                share = cached / minisgl["num_prompt_tokens"]
+                click.echo(
+                    f"{minisgl['workload']}: up to {share:.2%} of the prompts' tokens came from the prefix cache"
+                )
         settings = config.flat() | vars(options)
         write_json(options.json_file, **about, results=results, comparisons=comparisons, options=settings)
 
@@ -75,7 +85,7 @@ def _check_lengths(workloads: list[MakeWorkload], max_seq_len: int, options: Sim
             raise InvalidValueError(name, workload.longest, allowed)
 
 
-def _measure_all(workloads: list[MakeWorkload], engines: list[BenchEngine], repeats: int) -> list[list[Result]]:
+def _measure_all(workloads: list[MakeWorkload], engines: list[BenchEngine], repeats: int) -> list[list[dict[str, Any]]]:
     with progress_bar() as bar:
         task = bar.add_task("", total=len(workloads) * len(engines) * (1 + repeats), completed=-1)
 
@@ -83,6 +93,67 @@ def _measure_all(workloads: list[MakeWorkload], engines: list[BenchEngine], repe
             bar.update(task, description=description, advance=1)
 
         return [measure(make, engines, repeats, advance) for make in workloads]
+
+
+def measure(
+    make: MakeWorkload, engines: Sequence[BenchEngine], repeats: int, advance: Callable[[str], None] = lambda what: None
+) -> list[dict[str, Any]]:
+    """Warm up, then measure. Return the result of each engine, as in the JSON file.
+
+    Args:
+        make: the workload; every run has a variant of its own.
+        engines: engines to run, in this order in one repeat, and in the reverse order in the next.
+        advance: called before the warm-up and each repeat of each engine, with a description.
+    """
+    first = make(0)
+    runs: dict[str, list[Run]] = {engine.name: [] for engine in engines}
+    prefills: dict[str, list[Run]] = {engine.name: [] for engine in engines}
+    # The measured runs have the first `repeats` variants, the prefills the next ones, and the warm-up the one after these.
+    for engine in engines:
+        advance(f"{first.name}: warming up {engine.name}")
+        engine.run(make(2 * repeats).capped(WARM_UP_TOKENS))
+    for repeat in range(repeats):
+        for engine in engines if repeat % 2 == 0 else engines[::-1]:
+            advance(f"{first.name}: {engine.name}, {repeat + 1} of {repeats}")
+            runs[engine.name].append(engine.run(make(repeat)))
+            if first.has_equal_outputs and first.output_lens[0] > 1:
+                prefills[engine.name].append(engine.run(make(repeats + repeat).capped(1)))
+    return [_result(engine.name, first, runs[engine.name], prefills[engine.name]) for engine in engines]
+
+
+def _result(engine: str, workload: Workload, runs: list[Run], prefills: list[Run]) -> dict[str, Any]:
+    """Return the result of one engine; times are medians over the runs.
+
+    Returns:
+        Among others:
+
+        - ``step_ms``: time per decode step; for mixed output lengths, the mean over all steps, as prefill and decode share
+          steps. None with one output token.
+        - ``prefill_ms``: time for all prompts up to their first tokens; None for mixed output lengths.
+    """
+    seconds = median(run.seconds for run in runs)
+    prefill_ms = step_ms = None
+    if workload.has_equal_outputs:
+        prefill_ms = 1e3 * median(run.seconds for run in prefills or runs)  # with one output token, a run is a prefill
+        num_steps = workload.output_lens[0] - 1
+        step_ms = (1e3 * seconds - prefill_ms) / num_steps if num_steps else None
+    else:
+        step_ms = 1e3 * median(run.seconds / run.num_steps for run in runs)
+    num_prompt_tokens, num_output_tokens = workload.num_prompt_tokens, workload.num_output_tokens
+    return {
+        "workload": workload.name,
+        "engine": engine,
+        "num_seqs": len(workload.prompts),
+        "num_prompt_tokens": num_prompt_tokens,
+        "num_output_tokens": num_output_tokens,
+        "temperature": workload.temperature,
+        "seconds": seconds,
+        "output_tokens_per_s": num_output_tokens / seconds,
+        "total_tokens_per_s": (num_prompt_tokens + num_output_tokens) / seconds,
+        "step_ms": step_ms,
+        "prefill_ms": prefill_ms,
+        "runs": [asdict(run) for run in runs],
+    }
 
 
 def _about(info: EngineInfo) -> dict[str, Any]:
@@ -110,6 +181,6 @@ def _print_about(about: dict[str, Any]) -> None:
     click.echo(f"versions {', '.join(map(' '.join, packages))}\n")
 
 
-def _compare(minisgl: Result, other: Result) -> dict[str, Any]:
-    speed_up = other.seconds / minisgl.seconds
-    return {"workload": minisgl.workload, "with": other.engine, "speed_up": speed_up, "time_ratio": 1 / speed_up}
+def _compare(minisgl: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    speed_up = other["seconds"] / minisgl["seconds"]
+    return {"workload": minisgl["workload"], "with": other["engine"], "speed_up": speed_up, "time_ratio": 1 / speed_up}
