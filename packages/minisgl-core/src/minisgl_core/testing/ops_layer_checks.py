@@ -8,16 +8,18 @@ import torch.nn.functional as F
 
 from minisgl_core.contracts.ops import LinearOp, LinearOps, NormOps, RotaryOps, RoutingOps
 from minisgl_core.testing.moe_cases import ROUTING_SPECS, expected_routing, routing_cases
-from minisgl_core.testing.ops_cases import (
+from minisgl_core.testing.ops_checks import (
     EPS,
+    OpsChecks,
     RotaryShape,
+    Shape,
     gelu_tanh_and_mul,
     normed,
+    other_dtype,
     rotation_case,
     silu_and_mul,
     views,
 )
-from minisgl_core.testing.ops_checks import OpsChecks, Shape, other_dtype
 from minisgl_core.utils.fp8 import FP8, FP8_MAX, LEAST_SCALE, to_fp8
 
 

@@ -64,15 +64,11 @@ def simulated_requests(trace: Sequence[TraceRequest], time_scale: float = 1.0) -
         later = next_turns.get(request.chat_id)
         is_continued = later is not None and later.hash_ids[:num_whole] == request.hash_ids[:num_whole]
         hashes = later.hash_ids[: later.input_length // BLOCK_TOKENS] if later and is_continued else request.hash_ids
-        known = _block_tokens(hashes)[: size if is_continued else num_prompt]
+        blocks = np.array(hashes, np.int64)[:, None] * BLOCK_TOKENS + np.arange(BLOCK_TOKENS)
+        known = (blocks % _NUM_SHARED_IDS).ravel()[: size if is_continued else num_prompt]
         own = _NUM_SHARED_IDS + (number * _UNIQUE_IDS_STRIDE + np.arange(size - len(known))) % _NUM_SHARED_IDS
         sequence = np.concatenate((known, own)).astype(np.int32)
         yield SimulatedRequest(number, (request.timestamp - trace[0].timestamp) * time_scale, sequence, num_prompt)
-
-
-def _block_tokens(hashes: Sequence[int]) -> npt.NDArray[np.int64]:
-    blocks = np.array(hashes, np.int64)[:, None] * BLOCK_TOKENS + np.arange(BLOCK_TOKENS)
-    return (blocks % _NUM_SHARED_IDS).ravel()
 
 
 def chat_trace(options: SimpleNamespace) -> list[TraceRequest]:

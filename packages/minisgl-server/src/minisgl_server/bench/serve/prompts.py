@@ -4,7 +4,7 @@ Content is an array of content ids, each of which becomes one token: a token id 
 the tokenizer for chats. Equal ids become equal tokens, so that prompts share prefixes as intended.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,8 +93,13 @@ class Prompts:
 def chats_of(tokenizer: Any) -> Prompts:
     """Return chats of words that are one token of a transformers tokenizer each, with and without a leading space."""
     texts = tokenizer.batch_decode([[token] for token in range(min(len(tokenizer), SCANNED_TOKENS))])
-    candidates = {text.strip() for text in texts if text.strip().isascii() and text.strip().isalpha()}
-    words = sorted(_single_tokens(tokenizer, (word for word in candidates if 2 <= len(word) <= 12)))
+    candidates = sorted(
+        {text for text in map(str.strip, texts) if text.isascii() and text.isalpha() and 2 <= len(text) <= 12}
+    )
+    first = tokenizer(candidates, add_special_tokens=False)["input_ids"]
+    pairs = tokenizer([f"{word} {word}" for word in candidates], add_special_tokens=False)["input_ids"]
+    tokenized = zip(candidates, first, pairs, strict=True)
+    words = [word for word, alone, pair in tokenized if len(alone) == 1 and len(pair) == 2]
     if len(words) < 16:
         raise InvalidValueError("--tokenizer", tokenizer.name_or_path, "one that has common words as single tokens")
     return Prompts(len(words), words, {num: _template_tokens(tokenizer, words[: num + 1]) for num in (0, 1)})
@@ -107,11 +112,3 @@ def _template_tokens(tokenizer: Any, words: Sequence[str]) -> int:
     ]
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     return len(tokenizer.encode(text, add_special_tokens=False)) - len(words)
-
-
-def _single_tokens(tokenizer: Any, words: Iterable[str]) -> Iterable[str]:
-    """Return the words that are one token each at any position of a text of words."""
-    listed = sorted(words)
-    first = tokenizer(listed, add_special_tokens=False)["input_ids"]
-    pairs = tokenizer([f"{word} {word}" for word in listed], add_special_tokens=False)["input_ids"]
-    return (word for word, alone, pair in zip(listed, first, pairs, strict=True) if len(alone) == 1 and len(pair) == 2)
