@@ -4,8 +4,7 @@ from fastapi import APIRouter, Request, Response
 
 from minisgl_core.utils.logs import REQUEST_ID
 from minisgl_server.api.anthropic.events import MessageEvents, MessageObject
-from minisgl_server.api.anthropic.response_models import MessageResponse, TokenCount
-from minisgl_server.api.anthropic.schemas import CountTokensRequest, MessagesRequest
+from minisgl_server.api.anthropic.schemas import CountTokensRequest, MessageResponse, MessagesRequest, TokenCount
 from minisgl_server.api.anthropic.translate import to_chat_request
 from minisgl_server.api.errors import ANTHROPIC_ID_HEADER
 from minisgl_server.api.openai.chat import count_prompt_tokens, start_chat

@@ -1,8 +1,8 @@
-"""Models of the requests of the Messages API. Unknown fields are refused by name."""
+"""Models of the Messages API: those of requests, which refuse unknown fields by name, and of responses, for OpenAPI."""
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Tag
+from pydantic import BaseModel, Field, Tag
 
 from minisgl_server.api.limits import Bound
 from minisgl_server.api.strict_model import Caller, Int, StrictModel, type_discriminator
@@ -151,3 +151,32 @@ class MessagesRequest(MessagePrompt):
     top_k: Int | None = None
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = Field(None, description="Accepted; there is one tier.")
+
+
+class MessageUsage(BaseModel):
+    """Token counts of a message."""
+
+    input_tokens: int
+    cache_read_input_tokens: int
+    cache_creation_input_tokens: int
+    output_tokens: int
+    output_tokens_details: dict[str, int]
+
+
+class MessageResponse(BaseModel):
+    """Response of ``POST /v1/messages``."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class TokenCount(BaseModel):
+    """Response of ``POST /v1/messages/count_tokens``."""
+
+    input_tokens: int

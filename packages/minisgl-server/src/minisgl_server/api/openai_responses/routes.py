@@ -18,18 +18,16 @@ from minisgl_server.api.openai.requests import (
 )
 from minisgl_server.api.openai.schemas import TranslatedChat
 from minisgl_server.api.openai_responses.events import ResponseEvents
-from minisgl_server.api.openai_responses.response_models import (
-    DeletedResponse,
-    InputItems,
-    InputTokensResponse,
-    ResponsesResponse,
-)
 from minisgl_server.api.openai_responses.response_object import ResponseObject, new_id
 from minisgl_server.api.openai_responses.schemas import (
+    DeletedResponse,
+    InputItems,
     InputItemsQuery,
     InputTokensRequest,
+    InputTokensResponse,
     PromptFields,
     ResponsesRequest,
+    ResponsesResponse,
     RetrieveQuery,
 )
 from minisgl_server.api.openai_responses.store import ResponseStore
