@@ -334,7 +334,6 @@ class GrammarTests:
 
     @pytest.mark.parametrize("name", list(CASES))
     def test_valid_texts_pass_the_check(self, name: str) -> None:
-        """`check` accepts valid texts."""
         self.provider.check(CASES[name].kind, CASES[name].text, "it")
 
 

@@ -104,7 +104,6 @@ class ModelTests:
                 assert (logits - wanted).abs().max() < self.tolerance, f"tokens {selected} from {start} on"
 
     def test_greedy_tokens_equal_the_reference(self) -> None:
-        """Greedy decoding generates the same tokens as transformers."""
         size, num_generated = self.num_greedy_tokens
         prompt, model, attend = self._ids[:size], self._load(), DenseAttention()
         options = {"max_new_tokens": num_generated, "do_sample": False, "eos_token_id": None}

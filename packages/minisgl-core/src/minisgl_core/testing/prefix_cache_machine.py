@@ -70,19 +70,15 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         return [prefix[:length] for length in range(1, len(prefix) + 1)]
 
     def longest_cached(self, prefix: Prefix) -> Prefix:
-        """Return the longest cached prefix of `prefix`."""
         return max((part for part in self.beginnings(prefix) if part in self.cached), key=len, default=())
 
     def pages_of(self, prefix: Prefix) -> list[int]:
-        """Return the cache's pages of a cached prefix."""
         return [self.cached[part] for part in self.beginnings(prefix)]
 
     def locked(self) -> set[Prefix]:
-        """Return all locked prefixes."""
         return {part for _, prefix in self.locks for part in self.beginnings(prefix)}
 
     def use(self, prefix: Prefix, surely: bool) -> None:
-        """Record the use of a prefix."""
         self.now += 1
         for part in self.beginnings(prefix):
             self.maybe_used[part] = self.now

@@ -286,7 +286,6 @@ class QuantizationTests:
         return instances
 
     def build(self, provider: Quantization, communicator: Communicator | None = None) -> BuildContext:
-        """Return the build context of the layers."""
         spec = provider.spec
         group = communicator or SingleRank()
         return BuildContext(group, provider.ops, spec.device, spec.dtype, self.moe_kernel, quantization=provider)

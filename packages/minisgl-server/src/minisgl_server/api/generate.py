@@ -107,7 +107,6 @@ class GeneratedOutput:
         self._last = Text(request_id="", text="", token_ids=[])
 
     def add(self, text: Text) -> None:
-        """Add new output."""
         self._pieces.append(text.text)
         self._token_ids += text.token_ids
         self._last = text

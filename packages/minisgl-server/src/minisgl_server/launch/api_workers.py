@@ -63,7 +63,6 @@ class ApiWorkers(RestartableProcesses):
             sender.send(message)
 
     def is_ready(self) -> bool:
-        """Return True if all workers are ready."""
         return self._supervisor.ready.keys() >= set(self.names)
 
     def drain(self) -> None:
@@ -73,7 +72,6 @@ class ApiWorkers(RestartableProcesses):
             self._supervisor.end(self.names[index])
 
     def have_ended(self) -> bool:
-        """Return True if no worker runs."""
         return not any(self._supervisor.is_alive(self.names[index]) for index in self._senders)
 
     def close(self) -> None:
@@ -87,7 +85,6 @@ class ApiWorkers(RestartableProcesses):
         return self.backoffs[index].num_failures >= MAX_FAILURES and not has_served
 
     def start_one(self, index: int) -> None:
-        """Start the worker with this index."""
         addresses = self._addresses.of_api_worker(self._ids[index])
         self._started_s[index] = time.monotonic()
         self._supervisor.start(self.names[index], RUN_API, self._options, self._digests, addresses, self._listener)

@@ -41,9 +41,10 @@ def build_app(config: dict[str, Any]) -> Any:
         MinisglError: Ray Serve is not installed, or an option has an invalid value.
     """
     require_serve()
-    from minisgl_server.ray.app import application, parse
+    from minisgl_server.ray.app import api, engines, parse
 
-    return application(*parse(config))
+    engine_config, options, scaling = parse(config)
+    return api(engine_config, options, engines(engine_config, options, scaling))
 
 
 def require_serve() -> None:

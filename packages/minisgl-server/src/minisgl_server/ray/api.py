@@ -40,7 +40,7 @@ from minisgl_server.ray.connections import Connections, open_receiver
 from minisgl_server.ray.direct_streams import DirectStreams
 from minisgl_server.ray.engine import prepare_process
 from minisgl_server.ray.request_router import HEARTBEAT_TIMEOUT_TICKS, RoutingTable
-from minisgl_server.router.factory import make_router
+from minisgl_server.router.worker import make_router
 from minisgl_server.tokenizer.worker import MAX_ATTEMPTS
 
 logger = logging.getLogger(__name__)

@@ -67,11 +67,6 @@ def _check_scaling(scaling: Any) -> None:
         raise InvalidValueError("autoscaling", scaling, allowed) from None
 
 
-def application(config: EngineConfig, options: ServerOptions, scaling: dict[str, Any]) -> Application:
-    """Return the application with both deployments."""
-    return api(config, options, engines(config, options, scaling))
-
-
 def engines(
     config: EngineConfig, options: ServerOptions, scaling: dict[str, Any], environment: dict[str, str] | None = None
 ) -> Application:

@@ -9,8 +9,7 @@ from minisgl_core.protocol.messages import CacheEvents, EngineInfo, Ready, Stop
 from minisgl_core.runtime.ipc import IpcAddresses, Receiver, Sender
 from minisgl_core.runtime.supervisor import Report
 from minisgl_server.options import ServerOptions
-from minisgl_server.router.factory import make_router
-from minisgl_server.router.worker import Message, RouterWorker, Send
+from minisgl_server.router.worker import Message, RouterWorker, Send, make_router
 
 MAX_EVENTS = 1000
 """Length of the receive queue for cache events, in messages; schedulers drop further ones."""

@@ -9,8 +9,9 @@ from typing import NamedTuple
 import msgspec
 
 from minisgl_core.contracts.prefix_cache import CacheNamespace
-from minisgl_core.contracts.router import RoutedPrompt, Router, block_size_for
+from minisgl_core.contracts.router import RoutedPrompt, Router, RouterSpec, block_size_for
 from minisgl_core.errors import PluginError
+from minisgl_core.plugins.registry import Registry
 from minisgl_core.protocol.engine_snapshot import ReplicaState, SnapshotRequest
 from minisgl_core.protocol.messages import (
     Abort,
@@ -26,11 +27,20 @@ from minisgl_core.protocol.messages import (
     RequestCounts,
     Submit,
 )
+from minisgl_server.options import ServerOptions
 
 logger = logging.getLogger(__name__)
 
 Send = Callable[[msgspec.Struct], None]
 Message = Submit | Abort | Ended | RequestCounts | SnapshotRequest | ReplicaReady | ReplicaDied | NoReplica
+
+
+def make_router(options: ServerOptions, info: EngineInfo, registry: Registry) -> Router:
+    """Return a router for the replicas of a server, with room for all blocks that their KV pools hold."""
+    num_blocks = options.replicas * info.num_pages * info.page_size // block_size_for(info.page_size)
+    spec = RouterSpec(options.replicas, num_blocks, options.router_overload_requests, options.router_overload_ratio)
+    router: Router = registry.load("router", options.router)(spec)
+    return router
 
 
 @dataclass(slots=True)

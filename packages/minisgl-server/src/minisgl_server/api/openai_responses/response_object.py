@@ -116,7 +116,6 @@ def content_part(segment: Segment, is_empty: bool = False) -> dict[str, Any]:
 
 
 def _repeated_fields(request: ResponsesRequest, choices: Choices) -> dict[str, Any]:
-    """Return the fields of a request that its response repeats."""
     sampling, text = choices.sampling, request.text
     format = None if text is None or text.format is None else text.format.model_dump(by_alias=True, exclude_none=True)
     names = {"type", "name", "description", "parameters"}

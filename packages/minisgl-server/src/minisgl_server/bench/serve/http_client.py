@@ -98,7 +98,6 @@ class _Connection(asyncio.Protocol):
         return await self._done
 
     def close(self) -> None:
-        """Close the connection at once."""
         if self._transport is not None:
             self._transport.abort()
 

@@ -86,7 +86,6 @@ class Prompts:
         return ChatHistory(self, prefix) if self.words else IdHistory(prefix)
 
     def text(self, content: ContentIds) -> str:
-        """Return content as text."""
         return " ".join(self.words[content_id] for content_id in content.tolist())
 
 
