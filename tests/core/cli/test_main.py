@@ -119,6 +119,14 @@ def test_a_missing_package_of_a_command_is_named(tmp_path: Path):
     assert {entry["distribution"] for entry in listed} == {"minisgl-core"}
 
 
+@pytest.mark.parametrize("arguments", ["--help", "plugins list"])
+def test_output_to_a_full_disk_fails_with_one_line(arguments):
+    command = [sys.executable, "-c", "from minisgl_core.cli.main import main; main()", *arguments.split()]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "minisgl: the output cannot be written: the disk is full.\n")
+
+
 def test_hooks_add_options_to_commands_but_not_groups(site):
     hooks = """
 import click

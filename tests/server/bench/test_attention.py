@@ -47,6 +47,15 @@ def test_every_provider_and_shape_has_a_row(tmp_path: Path) -> None:
     assert first.split()[:4] == ["torch", "1", "decode", "3x20"]
 
 
+@pytest.mark.parametrize(
+    "shape", [("--decode", "1x99999999999"), ("--decode", "99999999999x1"), ("--prefill", "1x999999")]
+)
+def test_steps_that_do_not_fit_in_memory_are_skipped(shape: tuple[str, str]) -> None:
+    done = bench("torch", *shape, "--page-size", "16")
+    assert done.exit_code == 0
+    assert done.stdout.splitlines()[-1] == "not measured: torch, pages of 16: it does not fit in the host's memory"
+
+
 def test_wrong_outputs_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     right = TorchAttention.forward
     monkeypatch.setattr(TorchAttention, "forward", lambda *arguments: right(*arguments) + 1)

@@ -1,5 +1,6 @@
 """The ``minisgl`` command group. Its commands are entry points that are imported when they are called."""
 
+import errno
 import os
 import sys
 import traceback
@@ -60,19 +61,23 @@ class MinisglGroup(click.Group):
     def main(self, *args: Any, **extra: Any) -> Any:
         """Run a command. A `MinisglError` becomes one line on standard error, or its traceback if MINISGL_DEBUG is 1.
 
-        The exit status is 2 for errors that the user can correct, and 1 for others.
+        So does a full disk. The exit status is 2 for errors that the user can correct, and 1 for others.
         """
         if sys.stderr is None or not sys.stderr.isatty():  # None if it is closed
             os.environ.setdefault("TQDM_DISABLE", "1")  # progress bars of libraries, some of which have no other switch
         try:
             return super().main(*args, **extra)
-        except MinisglError as error:
-            if not extra.get("standalone_mode", True):
+        except (MinisglError, OSError) as error:
+            is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+            if not extra.get("standalone_mode", True) or not (is_full or isinstance(error, MinisglError)):
                 raise
+            if is_full:  # the rest of the output, which Python flushes at exit, would fail again
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             if os.environ.get("MINISGL_DEBUG") == "1":
                 traceback.print_exc()
             else:
-                click.echo(f"minisgl: {_printable(str(error))}", err=True)
+                message = "the output cannot be written: the disk is full." if is_full else _printable(str(error))
+                click.echo(f"minisgl: {message}", err=True)
             sys.exit(2 if isinstance(error, USER_ERRORS) else 1)
 
 

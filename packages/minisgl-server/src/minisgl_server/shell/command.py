@@ -1,5 +1,6 @@
 """Command ``minisgl shell``."""
 
+import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,8 @@ def shell(values: dict[str, Any], sources: dict[str, str]) -> None:
     from minisgl_server.shell.chat_models import LocalModel, RemoteModel
     from minisgl_server.shell.repl import Conversation, check_text, run
 
+    if sys.stdin is None:
+        raise InvalidValueError("standard input", "closed", "a terminal, a pipe or a file")
     options = ShellOptions(**pick(values, ShellOptions))
     if options.system is not None:
         check_text("--system", options.system)

@@ -13,8 +13,9 @@ from minisgl_core.contracts.attention import AttentionSpec
 from minisgl_core.errors import InvalidValueError, PluginError
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.utils.fp8 import FP8
+from minisgl_core.utils.host_memory import available_memory
 from minisgl_core.utils.progress import progress_bar
-from minisgl_server.bench.attention.cases import MIN_MAX_SEQ_LEN, Case, spread_lengths, time_case
+from minisgl_server.bench.attention.cases import MIN_MAX_SEQ_LEN, NUM_LAYERS, Case, spread_lengths, time_case
 from minisgl_server.bench.environment import hardware, print_results, write_json
 
 COLUMNS = (
@@ -90,6 +91,10 @@ def _measure(options: SimpleNamespace, device: torch.device) -> list[dict[str, A
         for name, page_size, (kind, batch, length) in bar.track(cases, task_id=task):
             step = f"{kind} {batch}x{length}"
             bar.update(task, description=f"{name}, pages of {page_size}, {step}")
+            row = {"provider": name, "page_size": page_size, "step": step}
+            if _host_bytes(options, page_size, kind, batch, length) > available_memory():
+                rows.append(row | {"reason": "it does not fit in the host's memory"})
+                continue
             lengths = [length] * batch if kind == "prefill" else spread_lengths(batch, length, options.spread)
             spec = _spec(options, device, page_size, lengths)
             try:
@@ -98,8 +103,19 @@ def _measure(options: SimpleNamespace, device: torch.device) -> list[dict[str, A
                 if options.providers:
                     raise
                 result = {"reason": str(error)}
-            rows.append({"provider": name, "page_size": page_size, "step": step, **result})
+            rows.append(row | result)
     return rows
+
+
+def _host_bytes(options: SimpleNamespace, page_size: int, kind: str, batch: int, length: int) -> int:
+    """Return about how much memory of the host a step needs: lists of requests, scores of the reference, K and V."""
+    scores: int = 3 * 8 * length * (length if kind == "prefill" else 1)
+    if options.device != "cpu":
+        return 100 * batch + scores
+    itemsize = 1 if options.kv_dtype == "fp8" else getattr(torch, options.dtype).itemsize
+    tokens = batch * -(-length // page_size) * page_size
+    kv: int = NUM_LAYERS * 2 * tokens * options.num_kv_heads * options.head_dim * itemsize
+    return 100 * batch + scores + kv
 
 
 def _spec(options: SimpleNamespace, device: torch.device, page_size: int, lengths: list[int]) -> AttentionSpec:
