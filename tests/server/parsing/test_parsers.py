@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jsonschema
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from parse_output import FUNCTIONS, Result, parse, parser
 
 from minisgl_backends.grammar.llguidance_grammar import LlguidanceGrammar
 from minisgl_core.errors import InvalidValueError
@@ -20,36 +22,13 @@ from minisgl_server.parsing.chat_format import (
     ChatFormat,
     ChatOutputParser,
     call_schema,
-    describe_tools_in_system_prompt,
 )
 from minisgl_server.parsing.harmony import HarmonySplitter
-from minisgl_server.parsing.reasoning_splitter import ReasoningSplitter, starts_with_reasoning
-from minisgl_server.parsing.tool_parser import TOOL_PARSERS, HarmonyToolParser, detect_tool_parser
-
-Result = tuple[str, str, list[tuple[str, str]]]
-"""Reasoning content, content, and name and arguments of each call."""
-
-FUNCTIONS = ["get", "put"]
-
-
-def parser(format: str | None = None, inside: bool | None = False, parallel: bool = True) -> ChatOutputParser:
-    tools = None if format is None else TOOL_PARSERS[format](FUNCTIONS, parallel)
-    return ChatOutputParser(ReasoningSplitter(inside), tools)
-
-
-def parse(made: ChatOutputParser, chunks: list[str]) -> Result:
-    reasoning_content, content = "", ""
-    calls: list[list[str]] = []
-    for piece in [*chunks, None]:
-        new = made.push(piece or "", finished=piece is None)
-        reasoning_content, content = reasoning_content + new.reasoning, content + new.content
-        for delta in new.tool_calls:
-            if delta.id is not None:
-                assert delta.index == len(calls)
-                assert delta.name is not None
-                calls.append([delta.name, ""])
-            calls[delta.index][1] += delta.arguments
-    return reasoning_content, content, [(name, arguments) for name, arguments in calls]
+from minisgl_server.parsing.reasoning_splitter import starts_with_reasoning
+from minisgl_server.parsing.tagged_tool_parser import TaggedToolParser
+from minisgl_server.parsing.tool_formats import TOOL_PARSERS, detect_tool_parser
+from minisgl_server.parsing.tool_parser import HarmonyToolParser
+from minisgl_server.parsing.tools_as_text import describe_tools_in_system_prompt
 
 
 def hermes(text: str, **options: Any) -> Result:
@@ -240,8 +219,10 @@ PARTS = st.sampled_from(
         ),
         *('{"name": "get", "arguments": {', '{"name": "put", "parameters": {}}', '"x": 1', "}}", "text", "é"),
         *(CALL, LIST, '{"arguments": {}, "name": "get"}'),
+        *("<function=get>", "<parameter=text>", "<parameter=n>", "\n", "</parameter>", "</function>", "12"),
     ]
 )
+TAGGED = [name for name, kind in TOOL_PARSERS.items() if issubclass(kind, TaggedToolParser)]
 SETUPS: list[Callable[[], ChatOutputParser]] = [
     lambda: parser("hermes"),
     lambda: parser("hermes", inside=None, parallel=False),
@@ -249,6 +230,7 @@ SETUPS: list[Callable[[], ChatOutputParser]] = [
     lambda: parser("llama3_json", inside=True),
     lambda: parser("mistral"),
     lambda: parser("mistral", parallel=False),
+    *(partial(parser, format, parallel=parallel) for format in TAGGED for parallel in (True, False)),
     harmony_with_tools,
     lambda: harmony_with_tools(parallel=False),
     lambda: parser(inside=None),
@@ -291,7 +273,8 @@ def test_the_prompt_determines_if_outputs_start_with_reasoning() -> None:
 
 def test_the_tool_parser_is_detected_from_the_template() -> None:
     assert detect_tool_parser('... <tool_call>\\n{"name": <function-name>, ...') == "hermes"
-    assert detect_tool_parser("... <tool_call>\n<function=example>") is None
+    assert detect_tool_parser("... <tool_call>\n<function=example>") == "qwen3_coder"
+    assert detect_tool_parser("... <tool_call>{name}\n<arg_key>{key}</arg_key>") is None
     assert detect_tool_parser("{{- '\"parameters\": ' }} <|python_tag|>") == "llama3_json"
     assert detect_tool_parser("{{- '[TOOL_CALLS] [' }}") == "mistral"
     assert detect_tool_parser("{{- '[TOOL_CALLS]' + name + '[ARGS]' }}") is None
@@ -357,6 +340,13 @@ def test_tools_are_described_to_templates_without_tools() -> None:
     assert result == {"role": "user", "content": "Result of the function: 7"}
     described = describe_tools_in_system_prompt(messages[1:2], tools, TOOL_PARSERS["hermes"])
     assert [each["role"] for each in described] == ["system", "user"]
+
+
+@pytest.mark.parametrize("format", [name for name, kind in TOOL_PARSERS.items() if not kind.is_json])
+def test_formats_that_are_not_json_need_a_template_with_tools(format: str) -> None:
+    with pytest.raises(InvalidValueError, match="--tool-call-parser hermes") as raised:
+        describe_tools_in_system_prompt([], [], TOOL_PARSERS[format])
+    assert raised.value.name == "tools"
 
 
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -560,6 +550,13 @@ LONG_OUTPUTS = {
     "channel": (ChatOutputParser(HarmonySplitter(), None), "<|channel|>" + "x" * 1_000_000 + "<|message|>a"),
     "headers": (harmony_with_tools(), "<|channel|> to=functions." * 40_000 + "<|message|>a"),
     "space in a list": (parser("mistral"), "[TOOL_CALLS]" + " " * 1_000_000 + "[" + " " * 1_000_000),
+    "value": (parser("qwen3_coder"), "<function=get><parameter=text>" + "x\n" * 500_000),
+    "values": (
+        parser("qwen3_coder"),
+        "<function=get><parameter=n>1</parameter>" + "<parameter=n>1</parameter>" * 40_000,
+    ),
+    "key": (parser("qwen3_coder"), "<function=get><parameter=" + "x" * 1_000_000),
+    "headers of XML": (parser("qwen3_coder"), ("<tool_call>" + " " * 16 + "<function=" + "x" * 64) * 10_000),
     "arguments of harmony": (harmony_with_tools(), " to=functions.f<|message|>" + "x" * 1_000_000),
 }
 

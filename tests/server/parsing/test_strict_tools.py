@@ -147,16 +147,23 @@ def test_required_calls_fit_their_schema(format: str) -> None:
             jsonschema.validate(json.loads(arguments), UNIT if name == "unit" else {"type": "object"})
 
 
-def test_calls_of_gpt_oss_are_parsed_but_not_constrained() -> None:
-    assert chats("gpt_oss").grammar(CHAT, "") is None
-    text = '<|channel|>commentary to=functions.unit <|constrain|>json<|message|>{"u": 5}'
-    assert calls_in(text, "gpt_oss") == [("unit", '{"u": 5}')]
+UNCONSTRAINED = {
+    "gpt_oss": '<|channel|>commentary to=functions.unit <|constrain|>json<|message|>{"u": 5}',
+    "qwen3_coder": "<tool_call>\n<function=unit>\n<parameter=u>\n5\n</parameter>\n</function>\n</tool_call>",
+}
+
+
+@pytest.mark.parametrize("format", UNCONSTRAINED)
+def test_calls_that_are_not_json_are_not_constrained(format: str) -> None:
+    assert chats(format).grammar(CHAT, "") is None
+    [(name, arguments)] = calls_in(UNCONSTRAINED[format], format)
+    assert (name, str(json.loads(arguments)["u"])) == ("unit", "5")
     required = ToolUse(tools=TOOLS, is_required=True)
     schema = SamplingParams(structured_outputs=StructuredOutputs(json=UNIT))
     for name, sampling, tools in (("tool_choice", SamplingParams(), required), ("response_format", schema, CHAT.tools)):
         chat = Tokenize(request_id="1", sampling=sampling, messages=CHAT.messages, tools=tools, grammar_name=name)
-        with pytest.raises(InvalidValueError, match="gpt-oss") as raised:
-            chats("gpt_oss").grammar(chat, "")
+        with pytest.raises(InvalidValueError, match="is not JSON") as raised:
+            chats(format).grammar(chat, "")
         assert raised.value.name == name
 
 

@@ -130,9 +130,8 @@ class ServerOptions:
     plugin_routes: bool = option(False, "Serve the routes that installed plugins add to the API.")
     tool_call_parser: str = option(
         "auto",
-        "Format of the model's tool calls: that of Hermes and Qwen, of Llama 3, of Mistral, or of gpt-oss; auto detects it from"
-        " the chat template.",
-        choices=("auto", "none", "gpt_oss", "hermes", "llama3_json", "mistral"),
+        "Format of the model's tool calls; auto detects it from the chat template.",
+        choices=("auto", "none", "gpt_oss", "hermes", "llama3_json", "mistral", "qwen3_coder"),
     )
     reasoning_parser: str | None = option(
         None,

@@ -76,9 +76,9 @@ class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
         return [tool for tool in self.tools if tool["function"]["name"] in allowed]
 
     @property
-    def names(self) -> list[str]:
-        """Names of the functions that may be called."""
-        return [tool["function"]["name"] for tool in self.offered]
+    def parameters(self) -> dict[str, Any]:
+        """JSON schemas of the parameters, or None, by the names of the functions that may be called."""
+        return {tool["function"]["name"]: tool["function"].get("parameters") for tool in self.offered}
 
     @property
     def strict_names(self) -> list[str]:

@@ -14,11 +14,14 @@ from minisgl_core.text.chat import plain_messages, render_chat
 from minisgl_server.parsing.harmony import HARMONY, HARMONY_TAGS, HarmonySplitter
 from minisgl_server.parsing.reasoning_splitter import THINK_END, THINK_START, ReasoningSplitter, starts_with_reasoning
 from minisgl_server.parsing.request_template import render_in_child_process
-from minisgl_server.parsing.tool_parser import TOOL_PARSERS, HarmonyToolParser, ToolParser, detect_tool_parser
+from minisgl_server.parsing.tool_formats import TOOL_PARSERS, detect_tool_parser
+from minisgl_server.parsing.tool_parser import HarmonyToolParser, ToolParser
+from minisgl_server.parsing.tools_as_text import describe_tools_in_system_prompt, render_calls_as_text
 
 AUTO, NONE = "auto", "none"
 """Values of ``--tool-call-parser`` that are not keys of `TOOL_PARSERS`."""
 _JSON_KINDS = {"json_schema", "json_object"}
+_NO_JSON = "tool calls in the format of this model, which is not JSON,"
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +163,7 @@ class ChatFormat:
         tools = None
         if chat.tools is not None:
             strict = chat.tools.strict_names if _needs_structural_tag(chat) else ()
-            tools = self._parser_for_tools()(chat.tools.names, chat.tools.parallel, strict)
+            tools = self._parser_for_tools()(chat.tools.parameters, chat.tools.parallel, strict)
         if isinstance(tools, HarmonyToolParser):
             splitter = HarmonySplitter(tools)
         elif self._reasoning_parser == HARMONY and chat.separate_reasoning:
@@ -191,7 +194,7 @@ class ChatFormat:
         tags = set() if self._reasoning_parser is None else {THINK_START, THINK_END, *HARMONY_TAGS}
         if chat.tools is not None:
             parser = self._parser_for_tools()
-            tags |= set(HARMONY_TAGS) if parser is HarmonyToolParser else {parser.begin, parser.end}
+            tags |= {*HARMONY_TAGS} if parser is HarmonyToolParser else {parser.begin, parser.end, *parser.inner_tags}
         return bool(tags & self._special_tokens)
 
     def grammar(self, chat: Tokenize, prompt: str) -> GrammarSource | None:
@@ -201,7 +204,7 @@ class ChatFormat:
         """
         structured = chat.sampling.structured_outputs
         source = structured.source(chat.grammar_name) if structured is not None else None
-        if chat.tools is not None and self._tool_parser is HarmonyToolParser:
+        if chat.tools is not None and self._tool_parser is not None and not self._tool_parser.is_json:
             _refuse_constraints(chat.tools, source)
         elif chat.tools is not None and _needs_structural_tag(chat):
             return self._strict_grammar(chat.tools)  # it leaves reasoning content free by itself
@@ -284,16 +287,12 @@ def _needs_structural_tag(chat: Tokenize) -> bool:
 
 
 def _refuse_constraints(tools: ToolUse, structured: GrammarSource | None) -> None:
-    """Refuse a grammar of an output with calls in the harmony format, whose names are not in JSON."""
+    """Refuse a grammar of an output with calls in a format whose names are not in JSON."""
     if tools.is_required:
         choice = tools.named or "required"
-        raise InvalidValueError(
-            "tool_choice", choice, "auto or none, as calls in the format of gpt-oss cannot be required"
-        )
+        raise InvalidValueError("tool_choice", choice, f"auto or none, as {_NO_JSON} cannot be required")
     if structured is not None:
-        raise InvalidValueError(
-            structured.name, structured.text, "left out if a model in the format of gpt-oss has tools"
-        )
+        raise InvalidValueError(structured.name, structured.text, f"left out, as {_NO_JSON} exclude it")
 
 
 def arguments_schema(function: Mapping[str, Any]) -> dict[str, Any]:
@@ -313,43 +312,6 @@ def call_schema(function: Mapping[str, Any], arguments_key: str) -> dict[str, An
         "required": ["name", arguments_key],
         "additionalProperties": False,
     }
-
-
-def describe_tools_in_system_prompt(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], parser: type[ToolParser]
-) -> list[dict[str, Any]]:
-    """Return messages for a template without tools: calls become text, and the system prompt describes the tools."""
-    prefix, suffix, _ = parser.call_delimiters
-    call = f'{prefix}{{"name": <name of the function>, "{parser.arguments_key}": <object of its arguments>}}{suffix}'
-    lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
-    text = "\n".join(
-        ["You can call these functions, each described by a JSON object:", *lines, "To call one, answer:", call]
-    )
-    plain = render_calls_as_text(messages, parser)
-    if plain and plain[0]["role"] in ("system", "developer"):
-        return [{**plain[0], "content": f"{plain[0]['content']}\n\n{text}"}, *plain[1:]]
-    return [{"role": "system", "content": text}, *plain]
-
-
-def render_calls_as_text(messages: Sequence[Mapping[str, Any]], parser: type[ToolParser]) -> list[dict[str, Any]]:
-    """Return messages for a template without tool calls: calls and their results become text."""
-    return [_as_text(message, parser) for message in plain_messages(messages)]
-
-
-def _as_text(message: Mapping[str, Any], parser: type[ToolParser]) -> dict[str, Any]:
-    if message.get("role") == "tool":
-        return {"role": "user", "content": f"Result of the function: {message['content']}"}
-    calls = message.get("tool_calls")
-    if not calls:
-        return dict(message)
-    prefix, suffix, separator = parser.call_delimiters
-    texts = [
-        f'{prefix}{{"name": {json.dumps(each["function"]["name"])}, '
-        f'"{parser.arguments_key}": {json.dumps(each["function"]["arguments"], ensure_ascii=False)}}}{suffix}'
-        for each in calls
-    ]
-    rest = {name: value for name, value in message.items() if name != "tool_calls"}
-    return {**rest, "content": message["content"] + separator.join(texts)}
 
 
 def _schema(structured: GrammarSource) -> Any:

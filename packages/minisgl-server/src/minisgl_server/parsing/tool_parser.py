@@ -1,8 +1,8 @@
-"""Parses tool calls in the text of a model, in the formats of Hermes and Qwen, of Llama 3, of Mistral, and of gpt-oss."""
+"""Parses tool calls in the text of a model: JSON, as with Hermes and Qwen, Llama 3 and Mistral, or messages of gpt-oss."""
 
 import uuid
-from collections.abc import Collection, Generator
-from typing import ClassVar
+from collections.abc import Collection, Generator, Mapping
+from typing import Any, ClassVar
 
 from minisgl_core.protocol.messages import ToolCallDelta
 from minisgl_core.text.stop import StopFinder
@@ -22,35 +22,41 @@ class ToolParser:
 
     begin: ClassVar[str]
     """Tag before each call, or before the first."""
+    other_begins: ClassVar[tuple[str, ...]] = ()
+    """Other texts that models write before a call."""
     end: ClassVar[str] = ""
     """Tag after each call."""
+    inner_tags: ClassVar[tuple[str, ...]] = ()
+    """Other tags of this format."""
+    is_json: ClassVar[bool] = True
+    """True if a call is a JSON object with its name and its arguments, so that a grammar can require it."""
     bare_start: ClassVar[bool] = False
     """True if an object at the start of the text is a call without a tag, if it names one of the tools."""
     separators: ClassVar[str] = ""
     """Characters that may separate calls that share one tag."""
     call_id_format: ClassVar[str] = "call_{:.24}"
     """Format of call ids, of a text with 32 hexadecimal digits."""
-    arguments_key: ClassVar[str]
+    arguments_key: ClassVar[str] = "arguments"
     """Key of the arguments in this format."""
-    call_delimiters: ClassVar[tuple[str, str, str]]
+    call_delimiters: ClassVar[tuple[str, str, str]] = ("", "", "\n")
     """Texts before, after and between tool calls, for the grammar of an output that must be calls, and for prompts."""
-    structural_tags: ClassVar[tuple[tuple[str, str, str], ...]]
+    structural_tags: ClassVar[tuple[tuple[str, str, str], ...]] = ()
     """Structural tags of calls in otherwise free text: trigger, text before the arguments, and text after them.
 
     NAME stands for the function's name. A tag whose trigger is `begin` constrains calls of all functions, the others only those
     of strict functions.
     """
 
-    def __init__(self, functions: Collection[str], parallel: bool, strict: Collection[str] = ()) -> None:
+    def __init__(self, functions: Mapping[str, Any], parallel: bool, strict: Collection[str] = ()) -> None:
         """Start to parse one output.
 
         Args:
-            functions: names of the tools.
+            functions: JSON schemas of the parameters, or None, by the names of the tools.
             parallel: False ends the output after the first call.
             strict: names of the strict functions. A call of one must begin as `structural_tags` say, because the grammar
                 constrains no others; otherwise, it is content.
         """
-        self._functions, self._parallel = frozenset(functions), parallel
+        self._functions, self._parallel = functions, parallel
         prefixes = [begin.removeprefix(self.begin).lstrip("[ \n") for _, begin, _ in self.structural_tags]
         self._prefixes = {name: frozenset(prefix.replace("NAME", name) for prefix in prefixes) for name in strict}
         self._space: list[str] = []
@@ -76,7 +82,7 @@ class ToolParser:
     # Each generator receives a character per `yield`, and an empty text at the end.
 
     def _read(self) -> Generator[None, str, None]:
-        finder = StopFinder((self.begin,))
+        finder = StopFinder((self.begin, *self.other_begins))
         text = yield
         if self.bare_start:
             while text.isspace():
@@ -197,7 +203,6 @@ class HermesParser(ToolParser):
 
     begin = "<tool_call>"
     end = "</tool_call>"
-    arguments_key = "arguments"
     call_delimiters = ("<tool_call>\n", "\n</tool_call>", "\n")
     structural_tags = (("<tool_call>", '<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>"),)
 
@@ -227,7 +232,6 @@ class MistralParser(ToolParser):
     end = "]"
     separators = ","
     call_id_format = "{:.9}"
-    arguments_key = "arguments"
     call_delimiters = ("[TOOL_CALLS] [", "]", "")
     structural_tags = (("[TOOL_CALLS]", '[TOOL_CALLS] [{"name": "NAME", "arguments": ', "}]"),)
 
@@ -251,9 +255,7 @@ class HarmonyToolParser(ToolParser):
     """Calls in the harmony format of gpt-oss, which `HarmonySplitter` finds by their recipients. All text is content."""
 
     begin = "<|call|>"
-    arguments_key = "arguments"
-    call_delimiters = ("", "", "\n")
-    structural_tags = ()
+    is_json = False
 
     def begin_call(self, name: str) -> None:
         """Begin a call of a function."""
@@ -273,25 +275,3 @@ class HarmonyToolParser(ToolParser):
         self._flush_arguments()
         calls, self._calls = self._calls, []
         return text, calls
-
-
-TOOL_PARSERS: dict[str, type[ToolParser]] = {
-    "gpt_oss": HarmonyToolParser,
-    "hermes": HermesParser,
-    "llama3_json": Llama3JsonParser,
-    "mistral": MistralParser,
-}
-"""Parsers by the values of ``--tool-call-parser``."""
-
-
-def detect_tool_parser(template: str) -> str | None:
-    """Return the parser of the format that a chat template describes, or None if that is not clear."""
-    if "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template:
-        return "hermes"
-    if "<|python_tag|>" in template and '"parameters"' in template:
-        return "llama3_json"
-    if "[TOOL_CALLS]" in template and "[ARGS]" not in template:
-        return "mistral"
-    if "<|channel|>" in template and "functions." in template:
-        return "gpt_oss"
-    return None

@@ -1,0 +1,160 @@
+"""Parses tool calls whose function names are between tags, and not in JSON: those of Qwen3-Coder."""
+
+import re
+from collections.abc import Callable, Collection, Generator
+from typing import ClassVar
+
+from minisgl_core.text.stop import StopFinder
+from minisgl_server.parsing.argument_values import STRING, argument_types, quoted, to_json
+from minisgl_server.parsing.tool_parser import ToolParser
+
+_SPACE = r"\s{0,16}"
+_NAME = r"(?P<name>[\w.-]{1,64})"
+
+
+def _partial(text: str, then: str = "") -> str:
+    """Return a pattern that matches every prefix of a text. After the whole text, it matches `then`."""
+    for char in reversed(text):
+        then = f"(?:{re.escape(char)}{then})?"
+    return then
+
+
+class TaggedToolParser(ToolParser):
+    """Format of calls that start with a header: tags around the function's name."""
+
+    is_json = False
+    header: ClassVar[re.Pattern[str]]
+    """Matches a header, from the tag before the call, and all prefixes of it, so that a stream can be held back.
+
+    Its length is bounded, because each further character is matched with all of those before.
+    """
+    header_ends: ClassVar[tuple[str, ...]]
+    """Texts that end a header."""
+
+    def _read_calls(self, tag: str, char: str, known: Collection[str] | None) -> Generator[None, str, str]:
+        """Read a header and the call. Without the usual tag, the name must be that of a tool."""
+        text = tag
+        while char and (match := self.header.fullmatch(text + char)):
+            text += char
+            if text.endswith(self.header_ends):
+                if tag != self.begin and match["name"] not in self._functions:
+                    self._add(text)
+                    return (yield)
+                self._add_call(match["name"])
+                end = next(each for each in self.header_ends if text.endswith(each))
+                following = yield from self._read_arguments(match["name"], end)
+                self._flush_arguments()
+                return following
+            char = yield
+        text += char
+        start = text.rfind(self.begin[0])  # the end of what is no header may begin a tag
+        if char and start > 0 and any(begin.startswith(text[start:]) for begin in (self.begin, *self.other_begins)):
+            self._add(text[:start])
+            return text[start:]
+        self._add(text)
+        return (yield) if char else ""
+
+    def _read_arguments(self, name: str, tag: str) -> Generator[None, str, str]:
+        """Read the arguments after a header, whose last tag is given. Return the text to go on with."""
+        raise NotImplementedError
+
+    @staticmethod
+    def _read_to(
+        tags: tuple[str, ...], emit: Callable[[str], object], char: str | None = None
+    ) -> Generator[None, str, str | None]:
+        """Emit text up to one of the tags, and return the tag, or None at the end of the output.
+
+        Args:
+            tags: texts to find.
+            emit: called with each part of the text before the tag.
+            char: first character, if it has been read.
+        """
+        finder = StopFinder(tags)
+        while char := (yield) if char is None else char:
+            shown, tag = finder.push(char)
+            emit(shown)
+            if tag is not None:
+                return tag
+            char = None
+        emit(finder.finish())
+        return None
+
+
+class XmlToolParser(TaggedToolParser):
+    """Format in which tags surround the name and the value of each argument. Values become JSON as the schema asks.
+
+    Arguments that can only be strings are passed on as they come, and others when they are complete.
+    """
+
+    parameter: ClassVar[str]
+    """Tag before the name of an argument."""
+    key_end: ClassVar[str]
+    """Tag after the name of an argument."""
+    value_begin: ClassVar[str] = ""
+    """Tag before a value, if another tag ends the name."""
+    value_ends: ClassVar[tuple[str, ...]]
+    """Texts that end a value."""
+    call_ends: ClassVar[tuple[str, ...]]
+    """Tags after the last value."""
+
+    def _read_arguments(self, name: str, tag: str | None) -> Generator[None, str, str]:
+        self._arguments.append("{")
+        separator = ""
+        while tag == self.parameter:
+            key: list[str] = []
+            tag = yield from self._read_to((self.key_end,), key.append)
+            if tag is not None and self.value_begin:
+                tag = yield from self._read_to((self.value_begin,), str)
+            if tag is not None:
+                argument = "".join(key).strip()
+                types = argument_types(self._functions.get(name), argument)
+                tag = yield from self._read_value(f"{separator}{quoted(argument)}: ", types)
+            if tag is not None:
+                tag = yield from self._read_to((self.parameter, *self.call_ends), str)
+            separator = ", "
+        if tag is None:
+            return ""
+        self._arguments.append("}")
+        self.is_done = not self._parallel
+        return (yield) if tag == self.end else (yield from self._read_after())
+
+    def _read_value(self, key: str, types: frozenset[str]) -> Generator[None, str, str | None]:
+        """Read a value and emit it after its key. Return its end tag, or None if the output ends before it."""
+        char = yield
+        if char == "\n" and "\n" in self.value_ends[0]:
+            char = yield
+        if types == STRING:
+            self._arguments.append(f'{key}"')
+            tag = yield from self._read_to(
+                self.value_ends, lambda text: self._arguments.append(quoted(text)[1:-1]), char
+            )
+            self._arguments += '"' if tag is not None else ""
+            return tag
+        value: list[str] = []
+        tag = yield from self._read_to(self.value_ends, value.append, char)
+        if tag is not None:
+            self._arguments.append(key + to_json("".join(value), types))
+        return tag
+
+
+class Qwen3CoderParser(XmlToolParser):
+    r"""Format ``<tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n</tool_call>``.
+
+    Qwen3-Coder and later models of Qwen have it. Models sometimes leave out the first tag.
+    """
+
+    begin = "<tool_call>"
+    other_begins = ("<function=",)
+    end = "</tool_call>"
+    parameter = "<parameter="
+    key_end = ">"
+    value_ends = ("\n</parameter>", "</parameter>")
+    call_ends = ("</function>", "</tool_call>")
+    header_ends = ("<parameter=", "</function>")
+    header = re.compile(
+        rf"(?:<tool_call>{_SPACE})?"
+        + _partial(
+            "<function=",
+            f"(?:{_NAME}{_partial('>', _SPACE + '(?:' + '|'.join(map(_partial, header_ends)) + ')')})?",
+        )
+    )

@@ -1,0 +1,34 @@
+"""Formats of tool calls, by name, and their detection."""
+
+from minisgl_server.parsing.tagged_tool_parser import Qwen3CoderParser
+from minisgl_server.parsing.tool_parser import (
+    HarmonyToolParser,
+    HermesParser,
+    Llama3JsonParser,
+    MistralParser,
+    ToolParser,
+)
+
+TOOL_PARSERS: dict[str, type[ToolParser]] = {
+    "gpt_oss": HarmonyToolParser,
+    "hermes": HermesParser,
+    "llama3_json": Llama3JsonParser,
+    "mistral": MistralParser,
+    "qwen3_coder": Qwen3CoderParser,
+}
+"""Parsers by the values of ``--tool-call-parser``."""
+
+
+def detect_tool_parser(template: str) -> str | None:
+    """Return the parser of the format that a chat template describes, or None if that is not clear."""
+    if "<tool_call>" in template:
+        if "<function=" in template:
+            return "qwen3_coder"
+        return "hermes" if "<arg_key>" not in template else None
+    if "<|python_tag|>" in template and '"parameters"' in template:
+        return "llama3_json"
+    if "[TOOL_CALLS]" in template and "[ARGS]" not in template:
+        return "mistral"
+    if "<|channel|>" in template and "functions." in template:
+        return "gpt_oss"
+    return None

@@ -1,0 +1,141 @@
+"""Calls whose function names are between tags become calls with JSON arguments."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from parse_output import PROPERTIES, parse, parser
+
+from minisgl_server.parsing.argument_values import argument_types, to_json
+
+Calls = list[tuple[str, str]]
+
+
+def qwen(name: str, **arguments: str) -> str:
+    """Write a call as the chat template of Qwen3-Coder does."""
+    lines = [f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items()]
+    return f"<tool_call>\n<function={name}>\n{''.join(lines)}</function>\n</tool_call>"
+
+
+ONE = qwen("get", text="a\nb", n="3")
+ONE_JSON = '{"text": "a\\nb", "n": 3}'
+QWEN: dict[str, tuple[str, tuple[str, Calls]]] = {
+    "plain text": ("Use <b> or <tool>.\n", ("Use <b> or <tool>.\n", [])),
+    "one call": (ONE, ("", [("get", ONE_JSON)])),
+    "no arguments": (qwen("put"), ("", [("put", "{}")])),
+    "text before": (f"I look.\n\n{ONE}\n", ("I look.", [("get", ONE_JSON)])),
+    "two calls": (f"{ONE}\n{qwen('put')}", ("", [("get", ONE_JSON), ("put", "{}")])),
+    "text between and after": (f"{ONE} a {ONE} b", (" a b", [("get", ONE_JSON)] * 2)),
+    "unknown function": (qwen("f", n="3"), ("", [("f", '{"n": 3}')])),
+    "on one line": ("<tool_call><function=get><parameter=n>3</parameter></function></tool_call>", ("", [("get", '{"n": 3}')])),
+    "no first tag": (ONE.removeprefix("<tool_call>\n"), ("", [("get", ONE_JSON)])),
+    "no first tag, unknown": ("<function=f>\n</function>", ("<function=f>\n</function>", [])),
+    "no last tag": (ONE.removesuffix("</tool_call>"), ("", [("get", ONE_JSON)])),
+    "no end of the function": ("<tool_call><function=get><parameter=n>3</parameter></tool_call>!", ("!", [("get", '{"n": 3}')])),
+    "newlines": (qwen("get", text="\n\n a \n"), ("", [("get", r'{"text": "\n\n a \n"}')])),
+    "empty text": (qwen("get", text=""), ("", [("get", '{"text": ""}')])),
+    "tags in a text": (qwen("get", text='</function> "<b>" \\'), ("", [("get", r'{"text": "</function> \"<b>\" \\"}')])),
+    "JSON is text": (qwen("get", text='{"a": 1}'), ("", [("get", r'{"text": "{\"a\": 1}"}')])),
+    "cut in a text": (ONE.partition("\nb")[0] + "\n</par", ("", [("get", r'{"text": "a\n</par')])),
+    "cut in a number": (qwen("get", n="34").partition("4")[0], ("", [("get", "{")])),
+    "cut in a key": ("<tool_call>\n<function=get>\n<parameter=te", ("", [("get", "{")])),
+    "cut after a value": (ONE.partition("</function>")[0], ("", [("get", ONE_JSON[:-1])])),
+    "cut in the name": ("a <tool_call>\n<function=ge", ("a <tool_call>\n<function=ge", [])),
+    "cut in the tag": ("a <tool_ca", ("a <tool_ca", [])),
+    "no call": ("<tool_call>get(1)</tool_call>", ("<tool_call>get(1)</tool_call>", [])),
+    "a repeated tag": (f"<tool_call>\n{ONE}", ("<tool_call>\n", [("get", ONE_JSON)])),
+    "no name, then a call": (f"<tool_call>\n<function=>{ONE}", ("<tool_call>\n<function=>", [("get", ONE_JSON)])),
+    "a long name": (f"<tool_call><function={'x' * 65}>", (f"<tool_call><function={'x' * 65}>", [])),
+}  # fmt: skip
+
+VALUES = [
+    ("n", "3", "3"),
+    ("n", " -3\n", "-3"),
+    ("n", "3.0", "3.0"),
+    ("n", "3.5", '"3.5"'),
+    ("n", "three", '"three"'),
+    ("n", "9" * 5000, '"' + "9" * 5000 + '"'),
+    ("n", "true", '"true"'),
+    ("n", "", '""'),
+    ("x", "3", "3"),
+    ("x", "1.50", "1.50"),
+    ("x", "NaN", '"NaN"'),
+    ("x", "1e999", "1e999"),
+    ("on", "true", "true"),
+    ("on", "False", "false"),
+    ("on", "1", '"1"'),
+    ("items", '[1, "a"]', '[1, "a"]'),
+    ("items", "[1", '"[1"'),
+    ("items", "[" * 999, '"' + "[" * 999 + '"'),
+    ("object", '{"a": {}}', '{"a": {}}'),
+    ("object", "[]", '"[]"'),
+    ("object", r'{"a": "\ud800"}', r'"{\"a\": \"\\ud800\"}"'),
+    ("maybe", "null", "null"),
+    ("maybe", "None", '"None"'),
+    ("maybe", "3", '"3"'),
+    ("any", "3", "3"),
+    ("any", "a", '"a"'),
+    ("any", '"a"', r'"\"a\""'),
+    ("missing", "[3]", "[3]"),
+    ("unit", "1", '"1"'),
+    ("size", "1", "1"),
+    ("loop", "3", "3"),
+]
+"""Argument, its text, and its JSON."""
+
+
+@pytest.mark.parametrize("name", QWEN)
+def test_qwen3_coder(name: str) -> None:
+    text, (content, calls) = QWEN[name]
+    assert parse(parser("qwen3_coder"), [text]) == ("", content, calls)
+
+
+@pytest.mark.parametrize(("key", "text", "expected"), VALUES)
+def test_values_become_json_as_the_schema_asks(key: str, text: str, expected: str) -> None:
+    [(_, arguments)] = parse(parser("qwen3_coder"), [qwen("get", **{key: text})])[2]
+    assert arguments == f'{{"{key}": {expected}}}'
+    json.loads(arguments)
+
+
+@pytest.mark.parametrize(
+    "parameters", [None, {}, {"properties": 1}, {"$ref": "#"}, {"properties": {"a": {"$ref": "#/b/c"}}}]
+)
+def test_parameters_without_properties_allow_any_type(parameters: Any) -> None:
+    assert to_json("3", argument_types(parameters, "a")) == "3"
+    assert argument_types(parameters, "a") >= {"string", "integer"}
+
+
+def test_the_schema_of_additional_properties_is_used() -> None:
+    assert argument_types({"properties": PROPERTIES, "additionalProperties": {"type": ["integer", "null"]}}, "a") == {
+        "integer",
+        "null",
+    }
+
+
+@given(
+    st.text(), st.text(), st.integers(), st.none() | st.booleans() | st.floats(allow_nan=False, allow_infinity=False)
+)
+def test_arguments_are_valid_json_with_the_same_values(text: str, maybe: str, n: int, any: Any) -> None:
+    values = {"text": text, "n": n, "object": {"a": text}, "items": [n, maybe], "any": any}
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in values.items()}
+    [(name, arguments)] = parse(parser("qwen3_coder"), [qwen("get", **texts)])[2]
+    assert (name, json.loads(arguments)) == ("get", values)
+
+
+def test_texts_are_passed_on_as_they_come() -> None:
+    made = parser("qwen3_coder")
+    start, end = "<tool_call>\n<function=get>\n<parameter=te", "\n</parameter>\n<parameter=n>"
+    chunks = [start, "xt>\nlo", "ng\n", end, "1", "2</parameter></function>"]
+    deltas = [[each.arguments for each in made.push(chunk, finished=False).tool_calls] for chunk in chunks]
+    assert deltas == [["{"], ['"text": "lo'], ["ng"], [r'\n"'], [], [', "n": 12}']]
+
+
+@pytest.mark.parametrize("text", [f"{ONE} a {ONE}", ONE.removesuffix("</tool_call>") + ONE])
+def test_without_parallel_tool_calls_there_is_one_call(text: str) -> None:
+    made = parser("qwen3_coder", parallel=False)
+    assert parse(made, [text]) == ("", "", [("get", ONE_JSON)])
+    assert made.is_done
