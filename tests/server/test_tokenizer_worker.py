@@ -42,7 +42,7 @@ from minisgl_server.api.openai.logprobs import CompletionLogprobs
 from minisgl_server.api.openai.segments import Segments
 from minisgl_server.options import ServerOptions
 from minisgl_server.parsing.chat_format import ChatFormat, ParsedText
-from minisgl_server.tokenizer import request_output
+from minisgl_server.tokenizer import request_output, tokenizer_queue
 from minisgl_server.tokenizer.process import run_tokenizer_worker
 from minisgl_server.tokenizer.tokenizer_queue import TokenizerQueue
 from minisgl_server.tokenizer.worker import MAX_ATTEMPTS, TokenizerWorker
@@ -392,6 +392,29 @@ def test_tools_count_as_prompt_text(rig: Rig, monkeypatch: pytest.MonkeyPatch, p
     while not threads and time.monotonic() < deadline:
         time.sleep(0.001)
     assert threads == ["tokenize"]
+
+
+def test_chats_run_on_a_thread_after_a_slow_one(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, encode = list[str](), TokenizerWorker.encode
+
+    def record(worker: TokenizerWorker, message: Tokenize) -> Any:
+        threads.append(threading.current_thread().name)
+        return encode(worker, message)
+
+    monkeypatch.setattr(TokenizerWorker, "encode", record)
+    queue, here = TokenizerQueue(rig.worker), threading.current_thread().name
+    deadline = time.monotonic() + 20
+    for number, (slow_s, expected) in enumerate(
+        [(100.0, here), (0.0, here), (0.0, "tokenize"), (100.0, "tokenize")], 1
+    ):
+        monkeypatch.setattr(tokenizer_queue, "_SLOW_S", slow_s)
+        queue.add(Tokenize(request_id=f"{number}", sampling=SamplingParams(), messages=QUESTION))
+        while len(rig.scheduler + rig.api) < number and time.monotonic() < deadline:
+            queue.run_next()
+        assert threads.pop() == expected
+    queue.add(Tokenize(request_id="text", sampling=SamplingParams(), text="Hi"))
+    queue.run_next()
+    assert threads == [here]
 
 
 def test_waiting_prompts_are_measured_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,10 @@ _S_PER_CHAR = 2e-6
 """Seconds to tokenize a character."""
 _CHARS_PER_MESSAGE = 50
 """Characters that take as long to tokenize as the chat template takes per message."""
+_SLOW_S = 1.0
+"""Time for a short chat above which the chat template is slow."""
+_SLOW_TEMPLATE_S = 600.0
+"""Time for which all chats are rendered on a thread after the template was slow."""
 _POLL_S = 0.005
 """Interval at which the result of the thread is polled."""
 _MAX_SKIPS = 16
@@ -33,7 +37,8 @@ class TokenizerQueue:
     Tokenizing a long prompt takes seconds, and other requests must not wait for it. Long prompts are therefore tokenized on a
     thread, one at a time, and short ones pass them meanwhile. The next long prompt is the one that would be done first if each
     had been started at its arrival. So shorter ones pass it, but not forever. Output and aborts are handled first, but at most
-    `_MAX_SKIPS` of them before the next prompt. A prompt that is aborted while it waits is dropped at once.
+    `_MAX_SKIPS` of them before the next prompt. A prompt that is aborted while it waits is dropped at once. Chats count as long
+    prompts if the chat template is slow.
     """
 
     def __init__(self, worker: TokenizerWorker) -> None:
@@ -52,6 +57,7 @@ class TokenizerQueue:
         """Messages that were handled ahead of the first waiting one."""
         self._in_background: tuple[Tokenize, Future[EncodedPrompt]] | None = None
         """Prompt on the thread, and its future result."""
+        self._slow_template_until_s = 0.0
 
     def run(self, receiver: Receiver[Any]) -> None:
         """Receive and handle messages until `Stop`."""
@@ -76,7 +82,7 @@ class TokenizerQueue:
                 if isinstance(message, Tokenize):
                     self._waiting_ids |= dict.fromkeys(message.output_ids, number)
                 if isinstance(message, Tokenize) and (
-                    (num_chars := _num_chars(message)) > _BACKGROUND_CHARS or message.chat_template is not None
+                    (num_chars := _num_chars(message)) > _BACKGROUND_CHARS or self._has_slow_template(message)
                 ):
                     self._slow[number] = time.monotonic() + num_chars * _S_PER_CHAR, message
                 else:
@@ -86,6 +92,11 @@ class TokenizerQueue:
             case _:
                 self._num_skips += bool(self._quick or self._slow)
                 self._worker.handle(message)
+
+    def _has_slow_template(self, message: Tokenize) -> bool:
+        """Return True for a chat with a template of its own, and for any chat while the model's template counts as slow."""
+        is_model_slow = time.monotonic() < self._slow_template_until_s
+        return message.chat_template is not None or (message.messages is not None and is_model_slow)
 
     def run_next(self) -> None:
         """Handle the prompt that the thread has tokenized, or else the next waiting message.
@@ -129,7 +140,11 @@ class TokenizerQueue:
         ids = set(message.output_ids)
         aborted = self._forget(message)
         if aborted < ids:
+            start_s = time.monotonic()
             self._worker.handle(message, encoded)
+            end_s = time.monotonic()
+            if encoded is None and message.messages is not None and end_s - start_s > _SLOW_S:
+                self._slow_template_until_s = end_s + _SLOW_TEMPLATE_S
             for request_id in aborted:
                 self._worker.handle(Abort(request_id))
 
