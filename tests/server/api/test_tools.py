@@ -22,7 +22,7 @@ def test_arguments_must_be_an_object() -> None:
     fine = [None, {}, {"type": "object"}, {"properties": {"city": {"type": "string"}}}, {"anyOf": [{"type": "object"}]}]
     tools = tool_use(chat(*fine))
     assert tools is not None
-    assert tools.names == ["f0", "f1", "f2", "f3", "f4"]
+    assert list(tools.parameters) == ["f0", "f1", "f2", "f3", "f4"]
     for wrong in ({"type": "string"}, {"type": ["object", "null"]}):
         with pytest.raises(InvalidValueError, match="must be the JSON schema of an object") as caught:
             tool_use(chat(None, wrong))
@@ -54,5 +54,5 @@ def test_many_allowed_tools_are_found_in_linear_time() -> None:
         tool.function.name = ComparedName(tool.function.name)
     tools = tool_use(request)
     assert tools is not None
-    assert tools.names == names
+    assert list(tools.parameters) == names
     assert ComparedName.comparisons < 10 * len(names)
