@@ -126,12 +126,9 @@ class AttentionRig:
     tolerances: Mapping[torch.dtype, float] = field(default_factory=lambda: TOLERANCES)
     quantization_loss: float | None = None
     layout_index: int = 0
-    _free_pages: list[int] = field(init=False)
-    _free_rows: list[int] = field(init=False)
-    _variant: str = field(init=False, default="")
 
     def __post_init__(self) -> None:
-        spec = self.spec
+        spec, self._variant = self.spec, ""
         assert not (reasons := check_layers(spec, self.layers)), f"the layers do not match the spec: {reasons}"
         self.random = torch.Generator().manual_seed(self.seed)
         self._free_pages = (torch.randperm(self.num_pages - 1, generator=self.random) + 1).tolist()

@@ -58,7 +58,6 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.handles: list[tuple[Any, Prefix]] = []
         """Valid handles and their prefixes."""
         self.locks: list[tuple[Any, Prefix]] = []
-        """Handle and prefix of each lock."""
         self.now = 0
         self.surely_used: dict[Prefix, int] = {}
         """Time when a prefix was last inserted or unlocked."""

@@ -188,7 +188,6 @@ class EngineClient:
         self._api_worker_id = addresses.api_worker_id
         self._name = f"api {addresses.api_worker_index}" if addresses.num_api_workers > 1 else "api"
         self._workers = {index: Sender(address) for index, address in addresses.own_tokenizer_in.items()}
-        """Socket of each tokenizer worker, by its index."""
         self._next_worker = itertools.cycle(self._workers)
         self._routes: dict[str, tuple[Generation, int]] = {}
         """Generation of each running request, and index of the tokenizer worker that has it."""

@@ -57,7 +57,6 @@ class SimpleReplica(Replica):
         self._num_kv = 0
         """Tokens of context that the next step's decodes read."""
         self._step = 0
-        """Number of the running step."""
 
     def _queue(self, request: SimulatedRequest, message: Submit) -> None:
         self._waiting.append(request)
