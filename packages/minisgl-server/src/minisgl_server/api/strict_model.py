@@ -1,12 +1,11 @@
 """Base class of the request models, and types of their fields. Names and sizes are checked before types."""
 
 from functools import cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
     ConfigDict,
-    Discriminator,
     Field,
     GetCoreSchemaHandler,
     ValidationError,
@@ -14,6 +13,7 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
+from pydantic_core.core_schema import tagged_union_schema
 
 from minisgl_core.errors import context_length_message
 from minisgl_server.api.limits import Bound, RequestLimits
@@ -125,19 +125,27 @@ def _error(loc: _Loc, kind: str | PydanticCustomError) -> ValidationError:
     return ValidationError.from_exception_data("request", [InitErrorDetails(type=kind, loc=loc, input=None)])
 
 
-def type_discriminator(*types: str, default: str | None = None) -> Discriminator:
-    """Return the discriminator of a union whose members have the tags ``<TYPE>``.
+class ByType:
+    """Validates a value of a union of models as the one with its ``type``, as in ``Annotated[Text | Image, ByType()]``.
 
-    pydantic adds the tag to the location of an error. Since it is no identifier, `errors.invalid_fields` does not take it for a
-    field, as it would take the tags of ``Field(discriminator="type")``.
-
-    `default` is the type of a value without one.
+    A value without a type is of the model whose type may be null, if there is one. pydantic adds a tag to the location of an
+    error. Since the tags ``<TYPE>`` are no identifiers, `errors.invalid_fields` does not take them for fields, as it would take
+    those of ``Field(discriminator="type")``.
     """
 
-    def tag(value: Any) -> str | None:
-        kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-        kind = default if kind is None else kind
-        return f"<{kind}>" if isinstance(kind, str) else None
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        default, schemas = None, dict[str, CoreSchema]()
+        for model in get_args(source):
+            kind, *_ = get_args(model.model_fields["type"].annotation)
+            if not isinstance(kind, str):  # the annotation is a literal or None
+                [kind] = [default] = get_args(kind)
+            schemas[kind] = handler.generate_schema(model)
 
-    allowed = f"Input should be an object with the type {' or '.join(types)}"
-    return Discriminator(tag, custom_error_type="type_not_supported", custom_error_message=allowed)
+        def tag(value: Any) -> str | None:
+            kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+            kind = default if kind is None else kind
+            return f"<{kind}>" if isinstance(kind, str) else None
+
+        tagged = {f"<{kind}>": schema for kind, schema in schemas.items()}
+        allowed = f"Input should be an object with the type {' or '.join(schemas)}"
+        return tagged_union_schema(tagged, tag, custom_error_type="type_not_supported", custom_error_message=allowed)

@@ -2,10 +2,10 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, Tag
+from pydantic import BaseModel, Field
 
 from minisgl_server.api.limits import Bound
-from minisgl_server.api.strict_model import Caller, Int, StrictModel, type_discriminator
+from minisgl_server.api.strict_model import ByType, Caller, Int, StrictModel
 
 
 class CacheControl(StrictModel):
@@ -56,13 +56,7 @@ class ThinkingBlock(StrictModel):
     signature: str | None = Field(None, description="As in responses; not checked.")
 
 
-Block = Annotated[
-    Annotated[TextBlock, Tag("<text>")]
-    | Annotated[ToolUseBlock, Tag("<tool_use>")]
-    | Annotated[ToolResultBlock, Tag("<tool_result>")]
-    | Annotated[ThinkingBlock, Tag("<thinking>")],
-    type_discriminator("text", "tool_use", "tool_result", "thinking"),
-]
+Block = Annotated[TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock, ByType()]
 
 
 class MessageParam(StrictModel):

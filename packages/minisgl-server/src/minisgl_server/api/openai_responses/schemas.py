@@ -2,11 +2,11 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, Tag
+from pydantic import BaseModel, Field
 
 from minisgl_server.api.limits import Bound
 from minisgl_server.api.openai.schemas import CommonSamplingFields, Function, FunctionName, FunctionType
-from minisgl_server.api.strict_model import Caller, Int, Metadata, StrictModel, type_discriminator
+from minisgl_server.api.strict_model import ByType, Caller, Int, Metadata, StrictModel
 
 
 class InputText(StrictModel):
@@ -33,12 +33,7 @@ class Refusal(StrictModel):
     refusal: str
 
 
-Part = Annotated[
-    Annotated[InputText, Tag("<input_text>")]
-    | Annotated[OutputText, Tag("<output_text>")]
-    | Annotated[Refusal, Tag("<refusal>")],
-    type_discriminator("input_text", "output_text", "refusal"),
-]
+Part = Annotated[InputText | OutputText | Refusal, ByType()]
 
 
 class ItemFields(StrictModel):
@@ -100,13 +95,7 @@ class ReasoningItem(ItemFields):
     content: list[ReasoningText] | None = None
 
 
-Item = Annotated[
-    Annotated[Message, Tag("<message>")]
-    | Annotated[FunctionCall, Tag("<function_call>")]
-    | Annotated[FunctionCallOutput, Tag("<function_call_output>")]
-    | Annotated[ReasoningItem, Tag("<reasoning>")],
-    type_discriminator("message", "function_call", "function_call_output", "reasoning", default="message"),
-]
+Item = Annotated[Message | FunctionCall | FunctionCallOutput | ReasoningItem, ByType()]
 
 
 class FunctionTool(Function, FunctionType):
