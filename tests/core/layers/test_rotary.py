@@ -124,6 +124,16 @@ def test_tables_that_exceed_the_memory_are_refused() -> None:
         RotaryEmbedding(rope, 2**40, build())
 
 
+@pytest.mark.usefixtures("cgroup")
+def test_the_tables_of_all_ranks_must_fit_in_the_memory() -> None:
+    rope = model_config(rope_config(rope_type="default").to_dict()).rope
+    first = build()
+    RotaryEmbedding(rope, 200, first)
+    first.communicator.size = 2
+    with pytest.raises(OutOfMemoryError, match="200 positions"):
+        RotaryEmbedding(rope, 200, first)
+
+
 def test_dynamic_ntk_equals_transformers_in_the_original_context() -> None:
     config = rope_config(rope_type="dynamic", factor=4.0)
     expected, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, torch.device("cpu"), seq_len=CONTEXT)

@@ -263,7 +263,7 @@ def _moe(keys: Keys, num_layers: int, intermediate_size: int) -> MoeConfig | Non
     name = "num_experts" if keys.get("num_experts") else "num_local_experts"
     if keys.get("num_local_experts", count) != count:
         raise keys.error("num_local_experts", f"contradicts num_experts={count!r}")
-    num_experts, top_k = keys.whole(name, 1, maximum=MAX_EXPERTS), keys.positive_whole("num_experts_per_tok")
+    num_experts, top_k = keys.positive_whole(name), keys.positive_whole("num_experts_per_tok")
     if num_experts * num_layers > MAX_EXPERTS:
         raise keys.error(name, f"times num_hidden_layers={num_layers} is over {MAX_EXPERTS}")
     if top_k > num_experts:

@@ -24,7 +24,7 @@ class RotaryEmbedding(Layer):
 
         Raises:
             ModelFormatError: the kind of RoPE is not among `ROPE_KINDS`.
-            OutOfMemoryError: the tables do not fit in the memory of a CPU.
+            OutOfMemoryError: the tables of all tensor-parallel ranks do not fit in the memory of a CPU.
         """
         if rope.kind not in ROPE_KINDS:
             raise ModelFormatError(
@@ -33,11 +33,12 @@ class RotaryEmbedding(Layer):
             )
         frequencies, scale = inverse_frequencies(rope, max_position)
         num_bytes = max_position * len(frequencies) * (8 + build.dtype.itemsize)  # angles and cos in float32, cos
+        num_bytes *= build.tp_size  # the other ranks compute theirs at the same time
         # A CPU's allocator does not refuse them: the system would kill the process while it fills them.
         if build.device.type == "cpu" and num_bytes > available_memory():
             raise OutOfMemoryError(
                 f"the rotary embedding's tables of {max_position} positions (max_position_embeddings) need "
-                f"{num_bytes / 2**30:,.1f} GiB, which are not free; set a shorter context by --max-seq-len-override"
+                f"{num_bytes / 2**30:,.1f} GiB with --tp {build.tp_size}, which are not free; set a shorter context by --max-seq-len-override"
             )
         positions = torch.arange(max_position, dtype=torch.float32, device=build.device)
         angles = torch.outer(positions, frequencies.to(build.device))  # [L, D2]
