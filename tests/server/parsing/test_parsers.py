@@ -220,6 +220,7 @@ PARTS = st.sampled_from(
         *('{"name": "get", "arguments": {', '{"name": "put", "parameters": {}}', '"x": 1', "}}", "text", "é"),
         *(CALL, LIST, '{"arguments": {}, "name": "get"}'),
         *("<function=get>", "<parameter=text>", "<parameter=n>", "\n", "</parameter>", "</function>", "12"),
+        *("get\n", "<arg_key>text</arg_key>", "<arg_key>n</arg_key>\n", "<arg_value>", "</arg_value>"),
     ]
 )
 TAGGED = [name for name, kind in TOOL_PARSERS.items() if issubclass(kind, TaggedToolParser)]
@@ -274,7 +275,7 @@ def test_the_prompt_determines_if_outputs_start_with_reasoning() -> None:
 def test_the_tool_parser_is_detected_from_the_template() -> None:
     assert detect_tool_parser('... <tool_call>\\n{"name": <function-name>, ...') == "hermes"
     assert detect_tool_parser("... <tool_call>\n<function=example>") == "qwen3_coder"
-    assert detect_tool_parser("... <tool_call>{name}\n<arg_key>{key}</arg_key>") is None
+    assert detect_tool_parser("... <tool_call>{name}\n<arg_key>{key}</arg_key>") == "glm45"
     assert detect_tool_parser("{{- '\"parameters\": ' }} <|python_tag|>") == "llama3_json"
     assert detect_tool_parser("{{- '[TOOL_CALLS] [' }}") == "mistral"
     assert detect_tool_parser("{{- '[TOOL_CALLS]' + name + '[ARGS]' }}") is None
@@ -557,6 +558,8 @@ LONG_OUTPUTS = {
     ),
     "key": (parser("qwen3_coder"), "<function=get><parameter=" + "x" * 1_000_000),
     "headers of XML": (parser("qwen3_coder"), ("<tool_call>" + " " * 16 + "<function=" + "x" * 64) * 10_000),
+    "headers of GLM": (parser("glm45"), ("<tool_call>" + " " * 16 + "x" * 64 + " " * 16 + "</tool_cal") * 10_000),
+    "key of GLM": (parser("glm45"), "<tool_call>get<arg_key>" + "x" * 1_000_000),
     "arguments of harmony": (harmony_with_tools(), " to=functions.f<|message|>" + "x" * 1_000_000),
 }
 

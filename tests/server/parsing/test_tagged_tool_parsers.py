@@ -52,6 +52,35 @@ QWEN: dict[str, tuple[str, tuple[str, Calls]]] = {
     "a long name": (f"<tool_call><function={'x' * 65}>", (f"<tool_call><function={'x' * 65}>", [])),
 }  # fmt: skip
 
+
+def glm(name: str, **arguments: str) -> str:
+    """Write a call as the chat template of GLM-4.5 does."""
+    lines = [f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in arguments.items()]
+    return f"<tool_call>{name}\n{''.join(lines)}</tool_call>"
+
+
+GLM_ONE = glm("get", text="a\nb", n="3")
+GLM: dict[str, tuple[str, tuple[str, Calls]]] = {
+    "plain text": ("Use <b> or <tool>.\n", ("Use <b> or <tool>.\n", [])),
+    "one call": (GLM_ONE, ("", [("get", ONE_JSON)])),
+    "no arguments": (glm("put"), ("", [("put", "{}")])),
+    "no newlines": (GLM_ONE.replace("\n", ""), ("", [("get", '{"text": "ab", "n": 3}')])),
+    "text before": (f"\nI look.\n{GLM_ONE}\n", ("\nI look.", [("get", ONE_JSON)])),
+    "two calls": (f"{GLM_ONE}\n{glm('put')}", ("", [("get", ONE_JSON), ("put", "{}")])),
+    "text between and after": (f"{GLM_ONE} a {GLM_ONE} b", (" a b", [("get", ONE_JSON)] * 2)),
+    "unknown function": (glm("f", n="3"), ("", [("f", '{"n": 3}')])),
+    "newlines in a text": (glm("get", text="\n a\n"), ("", [("get", r'{"text": "\n a\n"}')])),
+    "tags in a text": (glm("get", text="</tool_call><arg_key>"), ("", [("get", '{"text": "</tool_call><arg_key>"}')])),
+    "no value": ("<tool_call>get\n<arg_key>n</arg_key>\n</tool_call>", ("", [("get", "{")])),
+    "cut in a text": (GLM_ONE.partition("\nb")[0] + "</arg_", ("", [("get", '{"text": "a</arg_')])),
+    "cut in a number": (glm("get", n="34").partition("4")[0], ("", [("get", "{")])),
+    "cut after a value": (GLM_ONE.removesuffix("</tool_call>"), ("", [("get", ONE_JSON[:-1])])),
+    "cut in the name": ("a <tool_call>ge", ("a <tool_call>ge", [])),
+    "JSON": ('<tool_call>{"name": "get"}</tool_call>', ('<tool_call>{"name": "get"}</tool_call>', [])),
+    "no name": ("<tool_call>get it</tool_call>", ("<tool_call>get it</tool_call>", [])),
+    "a repeated tag": (f"<tool_call>get{GLM_ONE}", ("<tool_call>get", [("get", ONE_JSON)])),
+}  # fmt: skip
+
 VALUES = [
     ("n", "3", "3"),
     ("n", " -3\n", "-3"),
@@ -94,10 +123,17 @@ def test_qwen3_coder(name: str) -> None:
     assert parse(parser("qwen3_coder"), [text]) == ("", content, calls)
 
 
+@pytest.mark.parametrize("name", GLM)
+def test_glm45(name: str) -> None:
+    text, (content, calls) = GLM[name]
+    assert parse(parser("glm45"), [text]) == ("", content, calls)
+
+
 @pytest.mark.parametrize(("key", "text", "expected"), VALUES)
 def test_values_become_json_as_the_schema_asks(key: str, text: str, expected: str) -> None:
     [(_, arguments)] = parse(parser("qwen3_coder"), [qwen("get", **{key: text})])[2]
     assert arguments == f'{{"{key}": {expected}}}'
+    assert parse(parser("glm45"), [glm("get", **{key: text})])[2] == [("get", arguments)]
     json.loads(arguments)
 
 
@@ -122,8 +158,9 @@ def test_the_schema_of_additional_properties_is_used() -> None:
 def test_arguments_are_valid_json_with_the_same_values(text: str, maybe: str, n: int, any: Any) -> None:
     values = {"text": text, "n": n, "object": {"a": text}, "items": [n, maybe], "any": any}
     texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in values.items()}
-    [(name, arguments)] = parse(parser("qwen3_coder"), [qwen("get", **texts)])[2]
-    assert (name, json.loads(arguments)) == ("get", values)
+    for format, write in (("qwen3_coder", qwen), ("glm45", glm)):
+        [(name, arguments)] = parse(parser(format), [write("get", **texts)])[2]
+        assert (name, json.loads(arguments)) == ("get", values)
 
 
 def test_texts_are_passed_on_as_they_come() -> None:
@@ -134,8 +171,15 @@ def test_texts_are_passed_on_as_they_come() -> None:
     assert deltas == [["{"], ['"text": "lo'], ["ng"], [r'\n"'], [], [', "n": 12}']]
 
 
-@pytest.mark.parametrize("text", [f"{ONE} a {ONE}", ONE.removesuffix("</tool_call>") + ONE])
-def test_without_parallel_tool_calls_there_is_one_call(text: str) -> None:
-    made = parser("qwen3_coder", parallel=False)
+@pytest.mark.parametrize(
+    ("format", "text"),
+    [
+        ("qwen3_coder", f"{ONE} a {ONE}"),
+        ("qwen3_coder", ONE.removesuffix("</tool_call>") + ONE),
+        ("glm45", f"{GLM_ONE}\n{GLM_ONE}"),
+    ],
+)
+def test_without_parallel_tool_calls_there_is_one_call(format: str, text: str) -> None:
+    made = parser(format, parallel=False)
     assert parse(made, [text]) == ("", "", [("get", ONE_JSON)])
     assert made.is_done

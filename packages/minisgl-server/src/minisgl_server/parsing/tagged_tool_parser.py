@@ -1,4 +1,4 @@
-"""Parses tool calls whose function names are between tags, and not in JSON: those of Qwen3-Coder."""
+"""Parses tool calls whose function names are between tags, and not in JSON: those of Qwen3-Coder and of GLM."""
 
 import re
 from collections.abc import Callable, Collection, Generator
@@ -158,3 +158,18 @@ class Qwen3CoderParser(XmlToolParser):
             f"(?:{_NAME}{_partial('>', _SPACE + '(?:' + '|'.join(map(_partial, header_ends)) + ')')})?",
         )
     )
+
+
+class Glm45Parser(XmlToolParser):
+    r"""Format ``<tool_call>NAME\n<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n</tool_call>`` of GLM-4.5 and later."""
+
+    begin = "<tool_call>"
+    end = "</tool_call>"
+    parameter = "<arg_key>"
+    key_end = "</arg_key>"
+    value_begin = "<arg_value>"
+    value_ends = ("</arg_value>",)
+    call_ends = ("</tool_call>",)
+    inner_tags = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+    header_ends = ("<arg_key>", "</tool_call>")
+    header = re.compile(f"<tool_call>{_SPACE}(?:{_NAME}{_SPACE}(?:{'|'.join(map(_partial, header_ends))}))?")

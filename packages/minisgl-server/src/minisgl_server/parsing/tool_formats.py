@@ -1,6 +1,6 @@
 """Formats of tool calls, by name, and their detection."""
 
-from minisgl_server.parsing.tagged_tool_parser import Qwen3CoderParser
+from minisgl_server.parsing.tagged_tool_parser import Glm45Parser, Qwen3CoderParser
 from minisgl_server.parsing.tool_parser import (
     HarmonyToolParser,
     HermesParser,
@@ -10,6 +10,7 @@ from minisgl_server.parsing.tool_parser import (
 )
 
 TOOL_PARSERS: dict[str, type[ToolParser]] = {
+    "glm45": Glm45Parser,
     "gpt_oss": HarmonyToolParser,
     "hermes": HermesParser,
     "llama3_json": Llama3JsonParser,
@@ -24,7 +25,7 @@ def detect_tool_parser(template: str) -> str | None:
     if "<tool_call>" in template:
         if "<function=" in template:
             return "qwen3_coder"
-        return "hermes" if "<arg_key>" not in template else None
+        return "glm45" if "<arg_key>" in template else "hermes"
     if "<|python_tag|>" in template and '"parameters"' in template:
         return "llama3_json"
     if "[TOOL_CALLS]" in template and "[ARGS]" not in template:
