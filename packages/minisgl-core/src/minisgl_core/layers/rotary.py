@@ -38,7 +38,8 @@ class RotaryEmbedding(Layer):
         if build.device.type == "cpu" and num_bytes > available_memory():
             raise OutOfMemoryError(
                 f"the rotary embedding's tables of {max_position} positions (max_position_embeddings) need "
-                f"{num_bytes / 2**30:,.1f} GiB with --tp {build.tp_size}, which are not free; set a shorter context by --max-seq-len-override"
+                f"{num_bytes / 2**30:,.1f} GiB with --tp {build.tp_size}, which are not free; "
+                "set a shorter context by --max-seq-len-override"
             )
         positions = torch.arange(max_position, dtype=torch.float32, device=build.device)
         angles = torch.outer(positions, frequencies.to(build.device))  # [L, D2]
