@@ -1,26 +1,60 @@
-"""Tests of the ops roles that layers call: GEMMs, norms, rotary embedding and MoE routing."""
+"""Tests of the ops roles that layers call: GEMMs, norms, rotary embedding and MoE routing.
+
+The shape legend is that of `minisgl_core.contracts.ops`.
+"""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from minisgl_core.contracts.ops import LinearOp, LinearOps, NormOps, RotaryOps, RoutingOps
+from minisgl_core.contracts.ops import LinearOp, LinearOps, NormOps, Rope, RotaryOps, RoutingOps
 from minisgl_core.testing.moe_cases import ROUTING_SPECS, expected_routing, routing_cases
-from minisgl_core.testing.ops_checks import (
-    EPS,
-    OpsChecks,
-    RotaryShape,
-    Shape,
-    gelu_tanh_and_mul,
-    normed,
-    other_dtype,
-    rotation_case,
-    silu_and_mul,
-    views,
-)
+from minisgl_core.testing.ops_checks import OpsChecks, Shape, other_dtype
 from minisgl_core.utils.fp8 import FP8, FP8_MAX, LEAST_SCALE, to_fp8
+
+RotaryShape = tuple[int, int, int, int]
+"""Query heads, KV heads, head dimension, half of the rotary dimension."""
+EPS = 1e-5
+"""Epsilon of the norms."""
+
+
+def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return the RMSNorm over the last dimension in float64."""
+    return F.rms_norm(x.double(), weight.shape, weight.double(), EPS)
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """Return ``silu(gate) * up`` in float64."""
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """Return ``gelu(gate) * up`` in float64, with the tanh approximation."""
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Return x [T, heads, D] after RoPE, in float64; each pair of dimensions is rotated as a complex number."""
+    half = cos.shape[-1]
+    x = x.double()
+    pairs = torch.complex(x[..., :half], x[..., half : 2 * half])
+    pairs = pairs * torch.complex(cos.double(), sin.double())[:, None]
+    return torch.cat((pairs.real, pairs.imag, x[..., 2 * half :]), -1)
+
+
+class RopeCase(NamedTuple):
+    """Inputs of RoPE: slices of one fused projection [T, Hq + 2 * Hkv, D], and the expected q and k in float64."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    rope: Rope
+    expected: tuple[torch.Tensor, torch.Tensor]
 
 
 class LinearChecks(OpsChecks):
@@ -47,7 +81,7 @@ class LinearChecks(OpsChecks):
         """Inputs may have any number of dimensions, and may be slices of wider tensors."""
         for ops, shape in self.weights(in_fp8):
             for op, expected in self.gemms(ops, shape, False, in_fp8):
-                for x in views(shape[1], ops.dtype, self.device):
+                for x in self.views(shape[1], ops.dtype):
                     self.check(op, expected, x, f"x {list(x.shape)}, weight {shape}", roundings=2)
 
     @pytest.mark.parametrize("size", [16, 80, 1536])
@@ -121,7 +155,7 @@ class NormChecks(OpsChecks):
         """Norms of inputs with any number of dimensions, also of values so small that eps matters."""
         for ops in self.providers(NormOps):
             for size in self.sizes:
-                weight, inputs = self.random(size, dtype=ops.dtype), views(size, ops.dtype, self.device)
+                weight, inputs = self.random(size, dtype=ops.dtype), self.views(size, ops.dtype)
                 for x in (*inputs, *(each * 1e-3 for each in inputs)):
                     self.check_norms(ops, x, weight)
 
@@ -145,7 +179,7 @@ class NormChecks(OpsChecks):
         """Inputs may have any number of dimensions, and values for which the exponential would overflow."""
         for ops in self.providers(NormOps):
             for size in self.sizes:
-                inputs = views(2 * size, ops.dtype, self.device)
+                inputs = self.views(2 * size, ops.dtype)
                 for x in (*inputs, 50 * inputs[-1]):
                     self.check_activations(ops, x)
 
@@ -193,7 +227,7 @@ class RotaryChecks(OpsChecks):
         others = torch.tensor([slot for slot in range(20) if slot not in slots.tolist()], device=self.device)
         for ops in self.providers(RotaryOps):
             for kv_dtype, scales in ((ops.dtype, (1.0, 1.0)), (FP8, (0.5, 2**-9))):
-                case = rotation_case(shape, has_norms, ops.dtype, ops.dtype, self.device)
+                case = self.rotation_case(shape, has_norms, ops.dtype, ops.dtype)
                 before = case.v.clone()
                 pages = torch.full((2, 5, 4, num_kv_heads, size), 1.5, device=self.device).to(kv_dtype)
                 q = ops.qk_norm_rope_kv_store(case.q, case.k, case.v, case.rope, pages[0], pages[1], slots, scales)
@@ -214,13 +248,36 @@ class RotaryChecks(OpsChecks):
     ) -> None:
         """Compare q and k after RoPE, as slices of one projection and as separate tensors, over steps with other tables."""
         for step, together in enumerate((True, False, True)):
-            case = rotation_case(shape, has_norms, dtype, table_dtype, self.device, step)
+            case = self.rotation_case(shape, has_norms, dtype, table_dtype, step)
             q, k = (case.q, case.k) if together else (case.q.clone(), case.k.clone())
             before, rope = case.v.clone(), case.rope
             outputs = ops.qk_norm_rope(q, k, rope) if has_norms else ops.apply_rope(q, k, rope.cos, rope.sin)
             for name, actual, expected in zip("qk", outputs, case.expected, strict=True):
                 self.compare(actual, expected, dtype, f"{name} of {shape}", roundings=2)
             assert torch.equal(case.v, before), "v, which follows k in memory, was changed"
+
+    def rotation_case(
+        self, shape: RotaryShape, has_norms: bool, dtype: torch.dtype, table_dtype: torch.dtype, step: int = 0
+    ) -> RopeCase:
+        """Return a case of three tokens.
+
+        Args:
+            has_norms: True to apply QK norms before RoPE.
+            dtype: dtype of q, k and v.
+            table_dtype: dtype of cos, sin and the norms' weights.
+            step: number of the step; each step has other angles.
+        """
+        num_q_heads, num_kv_heads, size, half = shape
+        q, k, v = self.random(3, num_q_heads + 2 * num_kv_heads, size, dtype=dtype).tensor_split(
+            (num_q_heads, num_q_heads + num_kv_heads), dim=1
+        )
+        angles = (2 + step) * self.random(3, half, dtype=torch.float32)
+        cos, sin = angles.cos().to(table_dtype), angles.sin().to(table_dtype)
+        if not has_norms:
+            return RopeCase(q, k, v, Rope(cos, sin), (rotated(q, cos, sin), rotated(k, cos, sin)))
+        q_norm, k_norm = (self.random(size, dtype=table_dtype) + offset for offset in (0, 1))
+        expected = rotated(normed(q, q_norm), cos, sin), rotated(normed(k, k_norm), cos, sin)
+        return RopeCase(q, k, v, Rope(cos, sin, (q_norm, k_norm), EPS), expected)
 
 
 class RoutingChecks(OpsChecks):
