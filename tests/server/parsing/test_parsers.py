@@ -129,10 +129,11 @@ def test_mistral(name: str) -> None:
 
 
 def test_call_ids_of_mistral_have_nine_letters_and_digits() -> None:
-    calls = parser("mistral").push(LIST, finished=True).tool_calls
-    ids = {each.id or "" for each in calls}
-    assert len(ids) == 2
-    assert all(len(each) == 9 and each.isalnum() for each in ids)
+    for format, text in (("mistral", LIST), ("mistral_v11", "[TOOL_CALLS]get[ARGS]{}" * 2)):
+        calls = parser(format).push(text, finished=True).tool_calls
+        ids = {each.id or "" for each in calls}
+        assert len(ids) == 2
+        assert all(len(each) == 9 and each.isalnum() for each in ids)
 
 
 @pytest.mark.parametrize("name", REASONING_CASES)
@@ -220,6 +221,7 @@ PARTS = st.sampled_from(
         *('{"name": "get", "arguments": {', '{"name": "put", "parameters": {}}', '"x": 1', "}}", "text", "é"),
         *(CALL, LIST, '{"arguments": {}, "name": "get"}'),
         *("<function=get>", "<parameter=text>", "<parameter=n>", "\n", "</parameter>", "</function>", "12"),
+        *("[CALL_ID]", "[ARGS]", "get", "[TOOL_CALLS]get[ARGS]{"),
         *("get\n", "<arg_key>text</arg_key>", "<arg_key>n</arg_key>\n", "<arg_value>", "</arg_value>"),
     ]
 )
@@ -278,7 +280,7 @@ def test_the_tool_parser_is_detected_from_the_template() -> None:
     assert detect_tool_parser("... <tool_call>{name}\n<arg_key>{key}</arg_key>") == "glm45"
     assert detect_tool_parser("{{- '\"parameters\": ' }} <|python_tag|>") == "llama3_json"
     assert detect_tool_parser("{{- '[TOOL_CALLS] [' }}") == "mistral"
-    assert detect_tool_parser("{{- '[TOOL_CALLS]' + name + '[ARGS]' }}") is None
+    assert detect_tool_parser("{{- '[TOOL_CALLS]' + name + '[ARGS]' }}") == "mistral_v11"
     assert detect_tool_parser("{{- ' to=functions.' + name + '<|channel|>commentary json<|message|>' }}") == "gpt_oss"
     assert detect_tool_parser("{{ messages }}") is None
 
@@ -560,6 +562,8 @@ LONG_OUTPUTS = {
     "headers of XML": (parser("qwen3_coder"), ("<tool_call>" + " " * 16 + "<function=" + "x" * 64) * 10_000),
     "headers of GLM": (parser("glm45"), ("<tool_call>" + " " * 16 + "x" * 64 + " " * 16 + "</tool_cal") * 10_000),
     "key of GLM": (parser("glm45"), "<tool_call>get<arg_key>" + "x" * 1_000_000),
+    "headers of Mistral": (parser("mistral_v11"), ("[TOOL_CALLS]" + "x" * 64 + "[CALL_ID]" + "x" * 64 + "[") * 7_000),
+    "arguments of Mistral": (parser("mistral_v11"), "[TOOL_CALLS]get[ARGS]" + "{[" * 500_000),
     "arguments of harmony": (harmony_with_tools(), " to=functions.f<|message|>" + "x" * 1_000_000),
 }
 

@@ -148,6 +148,7 @@ def test_required_calls_fit_their_schema(format: str) -> None:
 
 
 UNCONSTRAINED = {
+    "mistral_v11": '[TOOL_CALLS]unit[ARGS]{"u": 5}',
     "glm45": "<tool_call>unit\n<arg_key>u</arg_key>\n<arg_value>5</arg_value>\n</tool_call>",
     "gpt_oss": '<|channel|>commentary to=functions.unit <|constrain|>json<|message|>{"u": 5}',
     "qwen3_coder": "<tool_call>\n<function=unit>\n<parameter=u>\n5\n</parameter>\n</function>\n</tool_call>",

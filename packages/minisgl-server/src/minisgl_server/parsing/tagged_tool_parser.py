@@ -1,4 +1,4 @@
-"""Parses tool calls whose function names are between tags, and not in JSON: those of Qwen3-Coder and of GLM."""
+"""Parses tool calls whose function names are between tags, and not in JSON: those of Qwen3-Coder, GLM and Mistral."""
 
 import re
 from collections.abc import Callable, Collection, Generator
@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from minisgl_core.text.stop import StopFinder
 from minisgl_server.parsing.argument_values import STRING, argument_types, quoted, to_json
+from minisgl_server.parsing.tool_call_reader import JsonScanner
 from minisgl_server.parsing.tool_parser import ToolParser
 
 _SPACE = r"\s{0,16}"
@@ -173,3 +174,32 @@ class Glm45Parser(XmlToolParser):
     inner_tags = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
     header_ends = ("<arg_key>", "</tool_call>")
     header = re.compile(f"<tool_call>{_SPACE}(?:{_NAME}{_SPACE}(?:{'|'.join(map(_partial, header_ends))}))?")
+
+
+_ARGUMENTS = _partial("[ARGS]", rf"{_SPACE}\{{?") + r"\{?"
+
+
+class MistralV11Parser(TaggedToolParser):
+    """Format ``[TOOL_CALLS]NAME[ARGS]{...}`` of Mistral's tokenizers since version 11, such as those of Small 3.2 and Devstral.
+
+    ``[CALL_ID]ID`` may follow the name. As with `MistralParser`, chat templates render only call ids of nine letters and digits.
+    """
+
+    begin = "[TOOL_CALLS]"
+    inner_tags = ("[CALL_ID]", "[ARGS]")
+    call_id_format = "{:.9}"
+    header_ends = ("{",)
+    header = re.compile(
+        rf"{re.escape(begin)}{_SPACE}(?:{_NAME}(?:{_partial('[CALL_ID]', rf'[a-zA-Z0-9]{{0,64}}{_ARGUMENTS}')}|{_ARGUMENTS}))?"
+    )
+
+    def _read_arguments(self, name: str, tag: str) -> Generator[None, str, str]:
+        scanner, char = JsonScanner(), tag
+        while char:
+            scanner.push(char)
+            self._arguments.append(char)
+            if scanner.depth == 0:
+                self.is_done = not self._parallel
+                return (yield)
+            char = yield
+        return ""

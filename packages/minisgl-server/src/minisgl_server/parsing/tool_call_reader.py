@@ -16,6 +16,32 @@ _NAME = re.compile(
 """Start of a tool call up to its arguments, in the order that models are trained to write."""
 
 
+class JsonScanner:
+    """Follows the brackets and strings of a JSON text.
+
+    Attributes:
+        depth: number of open brackets.
+        in_string: True inside a string.
+    """
+
+    def __init__(self) -> None:
+        """Start before the first character."""
+        self.depth = 0
+        self.in_string = self._is_escaped = False
+
+    def push(self, char: str) -> None:
+        """Add one character."""
+        if self.in_string:
+            self.in_string = char != '"' or self._is_escaped
+            self._is_escaped = char == "\\" and not self._is_escaped
+        elif char == '"':
+            self.in_string = True
+        elif char in "{[":
+            self.depth += 1
+        elif char in "}]":
+            self.depth -= 1
+
+
 class ToolCallReader:
     """Reads one tool call. Once the name is known, arguments are passed on as they come.
 
@@ -41,9 +67,7 @@ class ToolCallReader:
             emit: called with pieces of the arguments.
         """
         self._known, self._prefixes, self._begin, self._emit = known, prefixes, begin, emit
-        self._depth = 0
-        """Number of open brackets."""
-        self._in_string = self._is_escaped = False
+        self._scanner = JsonScanner()
         self._chars: list[str] = []
         self._is_nested = False
         """True after the first bracket inside the object. A name that comes later is only found at the end."""
@@ -53,34 +77,22 @@ class ToolCallReader:
 
     def push(self, char: str) -> None:
         """Add one character; only while the state is ``open``."""
-        if char == "<" and not self._in_string:
+        if char == "<" and not self._scanner.in_string:
             self.state = "truncated" if self.name is not None else "text"
             return
-        if self._depth == 0 and not char.isspace() and char != "{":
+        if self._scanner.depth == 0 and not char.isspace() and char != "{":
             self.state = "text"
-        self._scan(char)
-        if self.name is None and self._depth == 2 and not self._is_nested:
+        self._scanner.push(char)
+        if self.name is None and self._scanner.depth == 2 and not self._is_nested:
             self._is_nested = True  # this bracket begins the arguments, if the keys have the usual order
             self._look_for_name(self.raw, char)
         elif self.in_arguments:
             self._emit(char)
-            self.in_arguments = self._depth > 1
+            self.in_arguments = self._scanner.depth > 1
         if self.name is None:
             self._chars.append(char)
-        if char in "}]" and self._depth == 0 and self.state == "open":
+        if char in "}]" and self._scanner.depth == 0 and self.state == "open":
             self.state = "complete" if self.name is not None or self._is_reordered_call() else "text"
-
-    def _scan(self, char: str) -> None:
-        """Follow the brackets and strings of the JSON."""
-        if self._in_string:
-            self._in_string = char != '"' or self._is_escaped
-            self._is_escaped = char == "\\" and not self._is_escaped
-        elif char == '"':
-            self._in_string = True
-        elif char in "{[":
-            self._depth += 1
-        elif char in "}]":
-            self._depth -= 1
 
     @property
     def raw(self) -> str:

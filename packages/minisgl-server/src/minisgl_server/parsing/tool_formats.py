@@ -1,6 +1,6 @@
 """Formats of tool calls, by name, and their detection."""
 
-from minisgl_server.parsing.tagged_tool_parser import Glm45Parser, Qwen3CoderParser
+from minisgl_server.parsing.tagged_tool_parser import Glm45Parser, MistralV11Parser, Qwen3CoderParser
 from minisgl_server.parsing.tool_parser import (
     HarmonyToolParser,
     HermesParser,
@@ -15,6 +15,7 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "hermes": HermesParser,
     "llama3_json": Llama3JsonParser,
     "mistral": MistralParser,
+    "mistral_v11": MistralV11Parser,
     "qwen3_coder": Qwen3CoderParser,
 }
 """Parsers by the values of ``--tool-call-parser``."""
@@ -28,8 +29,8 @@ def detect_tool_parser(template: str) -> str | None:
         return "glm45" if "<arg_key>" in template else "hermes"
     if "<|python_tag|>" in template and '"parameters"' in template:
         return "llama3_json"
-    if "[TOOL_CALLS]" in template and "[ARGS]" not in template:
-        return "mistral"
+    if "[TOOL_CALLS]" in template:
+        return "mistral_v11" if "[ARGS]" in template else "mistral"
     if "<|channel|>" in template and "functions." in template:
         return "gpt_oss"
     return None
