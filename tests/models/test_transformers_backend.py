@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig
+from transformers_cases import config_of
 
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.testing.model_kit import ModelTests
@@ -15,19 +15,6 @@ from minisgl_core.testing.rank_threads import run_ranks
 from minisgl_core.testing.references import random_reference
 from minisgl_models.transformers_backend.model import TransformersModel
 from minisgl_models.transformers_backend.weights import stored_tensors
-
-SMALL = {
-    "vocab_size": 101,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
 
 
 class Generic(ModelTests):
@@ -43,7 +30,7 @@ class Generic(ModelTests):
     test_missing_keys_have_their_defaults: ClassVar = None
 
     def make_reference(self) -> Any:
-        model = random_reference(AutoConfig.for_model(self.model_type, **{**SMALL, **self.changes}), self.seed)
+        model = random_reference(config_of(self.model_type, **self.changes), self.seed)
         model.get_input_embeddings().weight.data.mul_(self.embedding_scale)
         return model
 

@@ -9,24 +9,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
+from transformers_cases import config_of, new_llm, saved
 
-from minisgl_core import LLM, SamplingParams
+from minisgl_core import SamplingParams
 from minisgl_core.errors import InvalidValueError, ModelFormatError
 from minisgl_core.testing.references import random_reference
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 101,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "stablelm": {},
@@ -38,19 +27,6 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 PROMPTS = [[5, 9, 3, 7, 11], list(range(3, 43)), [*range(3, 33), 77], [44, 45] * 9]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-
-
-def config_of(model_type: str, **changes: Any) -> Any:
-    return AutoConfig.for_model(model_type, **{**SMALL, **changes})
-
-
-def saved(reference: Any, folder: Path) -> str:
-    reference.save_pretrained(folder)
-    return str(folder)
-
-
-def new_llm(model: str, **options: Any) -> LLM:
-    return LLM(model, **({"dtype": "float32", "platform": "cpu", "ops": "torch", "num_pages": 200} | options))
 
 
 def assert_greedy(reference: Any, prompt: list[int], tokens: list[int]) -> None:
@@ -142,9 +118,12 @@ def test_an_lm_head_that_differs_from_the_embedding_is_used(gpt2: str, tmp_path:
     ("model_type", "changes", "reason"),
     [
         ("bloom", {}, "call transformers' AttentionInterface 0 times, not once each"),
+        ("xglm", {}, "call transformers' AttentionInterface 0 times"),  # checks the shape of its mask
+        ("gptj", {}, "does not use transformers' AttentionInterface"),  # has a table of attention classes
         ("falcon", {"alibi": True}, "ALiBi"),
         ("mamba", {}, "state per request"),
         ("jamba", {}, "state per request"),
+        ("minimax", {"layer_types": ["linear_attention", "full_attention", "full_attention"]}, "state per request"),
         (
             "bamba",
             {"mamba_n_heads": 8, "mamba_d_head": 8},
@@ -169,6 +148,9 @@ def test_unsupported_models_are_refused(model_type: str, changes: dict[str, Any]
         "bert": "BertForMaskedLM",
         "t5": "T5ForConditionalGeneration",
         "llama4_text": "Llama4",
+        "gptj": "GPTJ",
+        "minimax": "MiniMax",
+        "xglm": "XGLM",
         "stablelm": "StableLm",
     }
     name = names.get(model_type, model_type.capitalize())
@@ -176,6 +158,13 @@ def test_unsupported_models_are_refused(model_type: str, changes: dict[str, Any]
     config.save_pretrained(tmp_path)
     with pytest.raises(ModelFormatError, match=reason):
         new_llm(str(tmp_path), dummy_weight=True, model_impl="transformers")
+
+
+@pytest.mark.parametrize("model_type", ["roberta", "camembert"])  # the tied embedding has another name in each
+def test_positions_after_a_padding_token_are_refused(model_type: str, tmp_path: Path) -> None:
+    reference = random_reference(config_of(model_type, is_decoder=True))
+    with pytest.raises(ModelFormatError, match="the positions of a sequence are not 0, 1, 2"):
+        new_llm(saved(reference, tmp_path))
 
 
 def test_batch_dependent_rope_frequencies_are_refused(tmp_path: Path) -> None:

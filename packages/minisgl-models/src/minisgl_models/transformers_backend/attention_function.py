@@ -70,9 +70,14 @@ def check_keywords(module: nn.Module, keywords: dict[str, Any]) -> None:
         )
 
 
-def _traced_mask(*, mask_function: Callable[..., torch.Tensor], config: Any, **_: Any) -> torch.Tensor:
-    """Return a mask without values that carries its sliding window; see `window_of`."""
-    mask = torch.empty((1, 1, 1, 1), device="meta")
+def _traced_mask(
+    *, kv_length: int, mask_function: Callable[..., torch.Tensor], dtype: torch.dtype = torch.float32, **_: Any
+) -> torch.Tensor:
+    """Return a mask without values that carries its sliding window; see `window_of`.
+
+    It has the shape and dtype of the eager mask, so that the trace of a model with attention of its own ends.
+    """
+    mask = torch.empty((1, 1, kv_length, kv_length), dtype=dtype, device="meta")
     mask.minisgl_mask = mask_function  # type: ignore[attr-defined]
     return mask
 

@@ -28,8 +28,14 @@ class IdentityBackbone(nn.Module):
         """Return this module, too, for the part of the backbone that OPT's head calls."""
         return self
 
-    def forward(self, *args: Any, inputs_embeds: torch.Tensor, **kwargs: Any) -> BaseModelOutputWithPast:
-        """Return inputs_embeds [1, N, H] in an output as ``last_hidden_state``."""
+    def forward(self, *args: Any, inputs_embeds: torch.Tensor | None = None, **kwargs: Any) -> BaseModelOutputWithPast:
+        """Return inputs_embeds [1, N, H] in an output as ``last_hidden_state``.
+
+        Raises:
+            ModelFormatError: the model does not pass them on.
+        """
+        if inputs_embeds is None:
+            raise ModelFormatError("its forward does not pass inputs_embeds to the backbone")
         return _Output(last_hidden_state=inputs_embeds)
 
 

@@ -116,10 +116,16 @@ class TransformersModel(Model):
         intermediate: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `Model.forward`. `intermediate` is None, since the model is not split into pipeline stages."""
-        self._step.attend = attend
-        output = self._backbone(input_ids=input_ids[None].long(), position_ids=positions[None].long(), use_cache=False)
-        hidden_states: torch.Tensor = output[0][0]
+        hidden_states = self.hidden_states(input_ids, positions, attend)
         return hidden_states if logits_index is None else hidden_states.index_select(0, logits_index)
+
+    def hidden_states(self, input_ids: torch.Tensor, positions: torch.Tensor | None, attend: Attend) -> torch.Tensor:
+        """Map ids and positions [T] to hidden states [T, H]. Without positions, the model has those of one sequence."""
+        self._step.attend = attend
+        position_ids = None if positions is None else positions[None].long()
+        output = self._backbone(input_ids=input_ids[None].long(), position_ids=position_ids, use_cache=False)
+        hidden_states: torch.Tensor = output[0][0]
+        return hidden_states
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the logits of the whole vocabulary, on every rank; see `Model.compute_logits`."""

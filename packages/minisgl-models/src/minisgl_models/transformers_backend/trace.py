@@ -8,6 +8,7 @@ values of tensors on the host, as CUDA graphs forbid, fails here.
 import json
 import math
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from threading import Lock
@@ -40,6 +41,7 @@ _FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 """Floats that transformers 5 writes as ``{"__float__": "Infinity"}``."""
 BUILD_LOCK = Lock()
 """Held while transformers builds or initializes a model, because that changes torch's default dtype for all threads."""
+_STATE = "it keeps a state per request besides K and V (recurrent or convolution layers)"
 _MAX_POSITIONS = 1 << 20
 """Longest sequence that masks are compared for."""
 
@@ -147,8 +149,15 @@ def build_on_meta(config: PreTrainedConfig, dtype: torch.dtype, attention: str) 
     falcon.register()
     try:
         with BUILD_LOCK, torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).eval()
+            model = AutoModelForCausalLM.from_config(
+                deepcopy(config), dtype=dtype, attn_implementation=attention
+            ).eval()
     except Exception as error:
+        if isinstance(error, KeyError) and error.args == (attention,):  # a table of attention classes
+            raise ModelFormatError(
+                f"--model-impl transformers cannot run {config.model_type}: its attention does not use transformers'"
+                " AttentionInterface"
+            ) from error
         cause = one_line_with_type(error)
         raise ModelFormatError(f"transformers cannot build the model: {cause:.300}") from error
     # With a padding token, a forward without a mask looks for padding among the tokens, on the host.
@@ -177,9 +186,8 @@ def _trace(raw: str) -> Traced:
         calls = _calls(model)
         layers = config.num_hidden_layers
         if len(calls) != layers:
-            raise ModelFormatError(
-                f"its {layers} layers call transformers' AttentionInterface {len(calls)} times, not once each"
-            )
+            called = f"its {layers} layers call transformers' AttentionInterface {len(calls)} times, not once each"
+            raise ModelFormatError(_STATE if _may_have_state(model) else called)
         if getattr(config, "max_position_embeddings", None) is None:
             raise ModelFormatError("its config has no max_position_embeddings, which bounds the context")
         if len({call.module for call in calls}) < len(calls):
@@ -200,10 +208,16 @@ def _check_kind(model: Any) -> None:
         raise ModelFormatError("it has cross-attention")
     if getattr(config, "is_causal", True) is False:
         raise ModelFormatError("it is not causal (is_causal in the config)")
-    if getattr(model, "_is_stateful", False) or any(isinstance(each, nn.Conv1d) for each in model.modules()):
-        raise ModelFormatError("it keeps a state per request besides K and V (recurrent or convolution layers)")
+    if any(isinstance(each, nn.Conv1d) for each in model.modules()):
+        raise ModelFormatError(_STATE)
     if getattr(config, "alibi", False):
         raise ModelFormatError("it has ALiBi biases (alibi in the config), which paged attention does not support")
+
+
+def _may_have_state(model: Any) -> bool:
+    """Return True if models of this class have a state; a few have attention layers only, such as Granite 4 Micro."""
+    layer_types = getattr(model.config, "layer_types", None) or ()
+    return bool(getattr(model, "_is_stateful", False)) or "linear_attention" in layer_types
 
 
 def _calls(model: Any) -> tuple[AttentionCall, ...]:
@@ -236,12 +250,14 @@ def _calls(model: Any) -> tuple[AttentionCall, ...]:
         return q.new_empty((1, q.shape[2], q.shape[1], v.shape[3]))
 
     set_handler(model, record)
+    may_have_state = _may_have_state(model)
     ids = torch.zeros((1, _NUM_TOKENS), dtype=torch.int64, device="meta")
     try:
         with torch.inference_mode():
             hidden_states = detach_backbone(model)(
                 input_ids=ids,
-                attention_mask=torch.ones_like(ids),
+                # In a mask [1, T], transformers looks for padding on the host if it has code for layers with a state.
+                attention_mask=torch.ones_like(ids)[(None,) if may_have_state else ()],
                 position_ids=torch.arange(_NUM_TOKENS, device="meta")[None],
                 use_cache=False,
             )[0]
@@ -249,6 +265,8 @@ def _calls(model: Any) -> tuple[AttentionCall, ...]:
     except ModelFormatError:
         raise
     except Exception as error:
+        if may_have_state:
+            raise ModelFormatError(_STATE) from error
         cause = one_line_with_type(error)
         raise ModelFormatError(
             f"a forward on the meta device fails, as it does if the model reads tensors on the CPU (RoPE that depends on the"

@@ -1,7 +1,7 @@
 """Tensors of a transformers model: allocation, initial values of its buffers, and names in checkpoints."""
 
 import re
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -49,8 +49,9 @@ def allocate_parameters(model: nn.Module, device: torch.device) -> None:
 
 
 def stored_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters, and the buffers that checkpoints have; tied ones once."""
-    yield from model.named_parameters()
+    """Yield the parameters, and the buffers that checkpoints have; tied ones once, under the name that checkpoints have."""
+    sources: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
+    yield from ((sources.get(name, name), parameter) for name, parameter in model.named_parameters())
     transient = {
         f"{path}.{name}".removeprefix(".")  # the root's path is empty
         for path, module in model.named_modules()

@@ -1,0 +1,36 @@
+"""Tiny models of architectures that run with ``--model-impl transformers``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from minisgl_core import LLM
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 101,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def config_of(model_type: str, **changes: Any) -> Any:
+    return AutoConfig.for_model(model_type, **{**SMALL, **changes})
+
+
+def saved(reference: Any, folder: Path) -> str:
+    reference.save_pretrained(folder)
+    return str(folder)
+
+
+def new_llm(model: str, **options: Any) -> LLM:
+    return LLM(model, **({"dtype": "float32", "platform": "cpu", "ops": "torch", "num_pages": 200} | options))
