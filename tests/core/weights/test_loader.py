@@ -166,6 +166,15 @@ class NamesNoShapes(LlamaForCausalLM):
             yield each, WeightTarget(target.destination, target.index)
 
 
+@pytest.mark.parametrize("stored", [torch.tensor(0.5), torch.tensor([0.5])])
+def test_scalars_load_from_no_or_one_dimension(stored: torch.Tensor) -> None:
+    scalar = torch.zeros(())
+    fill_target("beta", stored, WeightTarget(scalar, shape=()))
+    assert scalar == 0.5
+    with pytest.raises(ModelFormatError, match=r"beta has shape \[2\]"):
+        fill_target("beta", torch.zeros(2), WeightTarget(scalar, shape=()))
+
+
 def test_targets_without_a_shape_check_only_the_shard() -> None:
     name = "model.layers.0.mlp.gate_proj.weight"
     source = InMemory({**checkpoint(), name: torch.zeros(11, 8)})

@@ -94,7 +94,7 @@ def random_reference(config: Any, seed: int = 0) -> Any:
         kept = model.state_dict()
         buffers = [each for each in model.named_buffers() if each[0] in kept]  # a router's correction bias
         for name, weight in (*model.named_parameters(), *buffers):
-            if weight.ndim == 1:
+            if weight.ndim < 2:
                 centre, spread = (1.0, 0.2) if name.endswith("weight") else (0.0, 0.5)
             else:
                 # With tied embeddings of unit size, the input token always has the largest logit, which hides mistakes.

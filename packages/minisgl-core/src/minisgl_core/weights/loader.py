@@ -120,12 +120,12 @@ def fill_target(name: str, tensor: LazyTensor, target: WeightTarget) -> None:
         ModelFormatError: the tensor has another shape or dtype than the target.
     """
     shape = tuple(tensor.shape) or (1,)  # a scalar is equivalent to one element
-    destination = target.destination
+    destination = target.destination if target.destination.ndim else target.destination.view(1)
     held = tuple(destination.shape)
     if target.broadcast and math.prod(shape) == 1:
         destination.copy_(_checked_dtype(name, tensor[()], destination.dtype).reshape(()).expand(held))
         return
-    if target.shape is not None and shape != target.shape:
+    if target.shape is not None and shape != (target.shape or (1,)):
         raise _shape_error(name, tensor, f"; the model expects {list(target.shape)}")
     if _sliced_shape(shape, target.index) != held:
         taken = f", of which this rank takes {_format_index(target.index)}; the model expects {list(held)} there"
