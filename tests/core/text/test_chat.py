@@ -54,6 +54,32 @@ def test_reasoning_content_needs_no_content() -> None:
     assert message == {"role": "assistant", "content": "", "reasoning_content": "hm"}
 
 
+THINKING = """{% for message in messages %}
+{%- if message.tool_calls and message.content and message.thinking %}{{ raise_exception("both") }}{% endif %}
+{%- if "<|channel|>" in (message.thinking or "") %}{{ raise_exception("tags") }}{% endif %}
+{{- message.content }}({{ message.thinking }});{% endfor %}"""
+"""Template with the rules of that of gpt-oss."""
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ({"tool_calls": [CALL], "reasoning_content": "hm"}, "(hm);"),
+        ({"tool_calls": [CALL], "reasoning": "hm", "content": None}, "(hm);"),
+        ({"tool_calls": [CALL], "reasoning_content": "hm", "content": "a"}, "a();"),
+        ({"tool_calls": [CALL], "reasoning_content": "<|channel|>analysis<|message|>hm"}, "();"),
+        ({"tool_calls": [CALL], "reasoning_content": ""}, "();"),
+        ({"reasoning_content": "hm", "content": "a"}, "a(hm);"),
+        ({"content": "a"}, "a();"),
+    ],
+)
+def test_reasoning_is_thinking_where_templates_accept_it(
+    tokenizer: Any, message: dict[str, Any], expected: str
+) -> None:
+    tokenizer.chat_template = THINKING
+    assert render_chat(tokenizer, [{"role": "assistant", **message}]) == expected
+
+
 def test_empty_fields_of_messages_are_dropped() -> None:
     said = {"role": "assistant", "content": "a", "name": "b"}
     assert plain_messages([said | {"tool_calls": [], "annotations": [], "refusal": None}]) == [said]

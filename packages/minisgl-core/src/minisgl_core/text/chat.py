@@ -114,6 +114,8 @@ def render_chat(
         if name in _RESERVED or name not in str(template):
             raise InvalidValueError("chat_template_kwargs", name, "a variable of the model's chat template")
     plain = plain_messages(messages, "developer" in str(template))
+    if "message.thinking" in str(template) and "reasoning_content" not in str(template):
+        plain = [_with_thinking(message) for message in plain]
     options = {**(chat_template_kwargs or {}), **({"tools": list(tools)} if tools else {})}
     options["add_generation_prompt"] = add_generation_prompt
     if continue_final_message:
@@ -201,6 +203,19 @@ def _plain(message: Mapping[str, Any], index: int, knows_developer: bool) -> dic
     if role == "developer" and not knows_developer:
         role = "system"
     return {"role": role, "content": _content_text(content, f"{where}.content"), **more}
+
+
+def _with_thinking(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose reasoning content is called ``thinking``, as the template of gpt-oss reads it.
+
+    It is left out where that template fails: beside content and calls, and with tags of channels. Some versions of transformers
+    set ``thinking`` from ``reasoning_content``, but also there.
+    """
+    rest = {name: value for name, value in message.items() if name != "reasoning_content"}
+    reasoning = message.get("reasoning_content")
+    if not reasoning or "<|channel|>" in reasoning or (message["content"] and "tool_calls" in message):
+        return rest
+    return {**rest, "thinking": reasoning}
 
 
 def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
