@@ -113,6 +113,23 @@ class TestGemma2(Generic):
     }
 
 
+class TestGemma4(Generic):
+    """Heads of two sizes, and other numbers of KV heads in layers with a window."""
+
+    __test__ = True
+    model_type = "gemma4_text"
+    changes: ClassVar = {
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "head_dim": 8,
+        "global_head_dim": 12,
+        "num_global_key_value_heads": 4,
+        "attention_k_eq_v": True,
+        "sliding_window": 5,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 101,
+    }
+
+
 class TestGptOss(Generic):
     """Attention sinks and experts."""
 

@@ -25,6 +25,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "starcoder2": {"sliding_window": 7},
     "gpt_neox": {},
 }
+MLA = {"num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 10}
 PROMPTS = [[5, 9, 3, 7, 11], list(range(3, 43)), [*range(3, 33), 77], [44, 45] * 9]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
@@ -63,6 +64,8 @@ def test_greedy_tokens_equal_transformers(model_type: str, tmp_path: Path) -> No
     [
         ("hunyuan_v1_moe", {"num_experts": 4, "head_dim": 8}),  # reads the dtype of a linear layer's weight
         ("modernbert-decoder", {"local_attention": 8}),  # its config requires a padding token
+        ("laguna", {"head_dim": 8, "num_attention_heads_per_layer": [4, 8, 4]}),  # layers with more query heads
+        ("minicpm3", MLA),  # values of another size than keys
         ("qwen2", {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 5}),  # false by default
     ],
 )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from minisgl_core.config.hf import architecture_of
 from minisgl_core.contracts.attention import AttentionLayer
 from minisgl_core.contracts.layer import FusedProjections, Layer, Targets
 from minisgl_core.contracts.model import Attend, BuildContext, Model
@@ -17,6 +18,7 @@ from minisgl_core.contracts.weights import WeightTarget
 from minisgl_core.errors import InvalidValueError, ModelFormatError
 from minisgl_core.layers import Attention
 from minisgl_models.transformers_backend.attention_function import RUN, set_handler
+from minisgl_models.transformers_backend.head_shapes import HeadShape
 from minisgl_models.transformers_backend.identity_backbone import backbone_name, detach_backbone
 from minisgl_models.transformers_backend.parallel import check_tp_size, replace_linears
 from minisgl_models.transformers_backend.step_attention import StepAttention
@@ -49,7 +51,10 @@ class TransformersModel(Model):
         """
         traced = trace(raw)
         config, calls = traced.config, traced.calls
-        call = calls[0]
+        try:
+            shape = HeadShape.of(calls)
+        except ModelFormatError as error:
+            raise ModelFormatError(f"--model-impl transformers cannot run {architecture_of(raw)}: {error}") from error
         if len({each.sliding_window for each in calls} - {None}) > 1 or len({each.soft_cap for each in calls}) > 1:
             raise ModelFormatError("--model-impl transformers runs models with one sliding window and one soft cap")
         return {
@@ -58,18 +63,17 @@ class TransformersModel(Model):
             "hidden_size": config.hidden_size,
             "intermediate_size": getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
             "num_hidden_layers": len(calls),
-            "num_attention_heads": call.num_q_heads,
-            "num_key_value_heads": call.num_kv_heads,
-            "head_dim": call.head_dim,
-            "v_head_dim": None if call.value_head_dim == call.head_dim else call.value_head_dim,
+            "num_attention_heads": shape.num_q_heads,
+            "num_key_value_heads": shape.num_kv_heads,
+            "head_dim": shape.head_dim,
             # The model applies RoPE itself. An odd rotary dimension would be refused, so heads of odd size get the dimension 2.
-            "partial_rotary_factor": 2 / call.head_dim if call.head_dim % 2 else 1.0,
+            "partial_rotary_factor": 2 / shape.head_dim if shape.head_dim % 2 else 1.0,
             "max_position_embeddings": config.max_position_embeddings,
             "tie_word_embeddings": bool(config.tie_word_embeddings),
             "use_sliding_window": True,
             "sliding_window": max(each.sliding_window or 0 for each in calls) or None,
             "layer_types": [f"{'sliding' if each.sliding_window else 'full'}_attention" for each in calls],
-            "attn_logit_softcapping": call.soft_cap,
+            "attn_logit_softcapping": calls[0].soft_cap,
             "attention_sinks": any(each.sinks for each in calls),
             "bos_token_id": getattr(config, "bos_token_id", None),
             "eos_token_id": getattr(config, "eos_token_id", None),

@@ -3,6 +3,7 @@
 A plan names modules and styles (``"layers.*.mlp.up_proj": "colwise"``). Everything else is the same on every rank.
 """
 
+import math
 import re
 from collections.abc import Mapping, Set
 from types import SimpleNamespace
@@ -84,7 +85,9 @@ def replace_linears(model: Any, kept: Set[str], build: BuildContext) -> dict[str
             parent, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(parent), attribute, LinearModule(layers[name], linear.weight))
     applied = {_generic(name) for name in (*layers, *kept)}
-    unused = {key: style for key, style in plan.items() if style not in _REPLICATED and key not in applied}
+    # A plan may name optional parts that this model lacks, such as experts.
+    others = {_generic(name) for name, _ in (*model.named_modules(), *model.named_parameters())} - applied
+    unused = {key: style for key, style in plan.items() if style not in _REPLICATED and key in others}
     if unused:
         key, style = next(iter(unused.items()))
         raise InvalidValueError(
@@ -103,14 +106,17 @@ def check_tp_size(model: Any, traced: Traced, build: BuildContext) -> None:
     """
     if build.tp_size == 1:
         return
-    name, call = type(model).__name__, traced.calls[0]
+    name = type(model).__name__
+    num_q_heads, num_kv_heads = (
+        math.gcd(*(getattr(call, key) for call in traced.calls)) for key in ("num_q_heads", "num_kv_heads")
+    )
     if not any(style == "rowwise" for style in _plan(model).values()):
         raise InvalidValueError(
             "--tp", build.tp_size, f"1: {name} has no tensor-parallel plan in transformers (base_model_tp_plan)"
         )
-    allowed = [size for size in allowed_tp_sizes(call.num_q_heads, call.num_kv_heads) if call.num_kv_heads % size == 0]
+    allowed = [size for size in allowed_tp_sizes(num_q_heads, num_kv_heads) if num_kv_heads % size == 0]
     if build.tp_size not in allowed:
-        heads = f"{call.num_q_heads} query heads, {call.num_kv_heads} KV heads"
+        heads = f"{num_q_heads} query heads, {num_kv_heads} KV heads"
         raise InvalidValueError("--tp", build.tp_size, f"one of {', '.join(map(str, allowed))} for {name} ({heads})")
 
 

@@ -9,6 +9,7 @@ from minisgl_core.contracts.model import Attend
 from minisgl_core.errors import InvalidValueError, ModelFormatError
 from minisgl_core.layers import Attention
 from minisgl_models.transformers_backend.attention_function import check_keywords
+from minisgl_models.transformers_backend.head_shapes import HeadShape
 from minisgl_models.transformers_backend.trace import AttentionCall, Traced, attention_call
 
 
@@ -26,6 +27,7 @@ class StepAttention:
         modules = (model.get_submodule(call.module) for call in traced.calls)
         self._layers = dict(zip(modules, zip(layers, traced.calls, strict=True), strict=True))
         self._unchecked, self._tp_size = set(self._layers), tp_size
+        self._shape = HeadShape.of(traced.calls).sharded(tp_size)
 
     def __call__(
         self,
@@ -36,13 +38,15 @@ class StepAttention:
         mask: torch.Tensor | None,
         keywords: dict[str, Any],
     ) -> torch.Tensor:
-        """Map q [1, Hq, T, D], k and v [1, Hkv, T, D] to [1, T, Hq, D]."""
+        """Map q [1, h, T, d], k [1, g, T, d] and v [1, g, T, e] to [1, T, h, e]; see `HeadShape`."""
         layer, call = self._layers[module]
         if module in self._unchecked:
             self._check(module, call, q, k, v, mask, keywords)
             self._unchecked.discard(module)
-        q, k, v = (each[0].transpose(0, 1).contiguous() for each in (q, k, v))
-        return layer.forward(q, k, v, self.attend)[None]
+        num_q_heads, value_head_dim = q.shape[1], v.shape[3]
+        q, k, v = self._shape.fit(*(each[0].transpose(0, 1) for each in (q, k, v)))
+        out = layer.forward(q, k, v, self.attend)
+        return self._shape.crop(out, num_q_heads, value_head_dim)[None]
 
     def _check(
         self,

@@ -192,11 +192,6 @@ def _trace(raw: str) -> Traced:
             raise ModelFormatError("its config has no max_position_embeddings, which bounds the context")
         if len({call.module for call in calls}) < len(calls):
             raise ModelFormatError("a module attends several times per step")
-        sizes = {(call.num_q_heads, call.num_kv_heads, call.head_dim, call.value_head_dim) for call in calls}
-        if len(sizes) > 1:
-            raise ModelFormatError(
-                f"its layers have different heads {sorted(sizes)} (query heads, KV heads, sizes of K and V)"
-            )
     except ModelFormatError as error:
         raise ModelFormatError(f"--model-impl transformers cannot run {name}: {error}") from error
     return Traced(config, calls)
