@@ -221,6 +221,8 @@ PARTS = st.sampled_from(
         *('{"name": "get", "arguments": {', '{"name": "put", "parameters": {}}', '"x": 1', "}}", "text", "é"),
         *(CALL, LIST, '{"arguments": {}, "name": "get"}'),
         *("<function=get>", "<parameter=text>", "<parameter=n>", "\n", "</parameter>", "</function>", "12"),
+        *("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "functions.get:0", "<|tool_call_argument_begin|>"),
+        *("<|tool_call_end|>", "<|tool_calls_section_end|>", "<|tool_call"),
         *("[CALL_ID]", "[ARGS]", "get", "[TOOL_CALLS]get[ARGS]{"),
         *("get\n", "<arg_key>text</arg_key>", "<arg_key>n</arg_key>\n", "<arg_value>", "</arg_value>"),
     ]
@@ -282,6 +284,7 @@ def test_the_tool_parser_is_detected_from_the_template() -> None:
     assert detect_tool_parser("{{- '[TOOL_CALLS] [' }}") == "mistral"
     assert detect_tool_parser("{{- '[TOOL_CALLS]' + name + '[ARGS]' }}") == "mistral_v11"
     assert detect_tool_parser("{{- ' to=functions.' + name + '<|channel|>commentary json<|message|>' }}") == "gpt_oss"
+    assert detect_tool_parser("{{ id }}<|tool_call_argument_begin|>{{ arguments }}") == "kimi_k2"
     assert detect_tool_parser("{{ messages }}") is None
 
 
@@ -564,6 +567,11 @@ LONG_OUTPUTS = {
     "key of GLM": (parser("glm45"), "<tool_call>get<arg_key>" + "x" * 1_000_000),
     "headers of Mistral": (parser("mistral_v11"), ("[TOOL_CALLS]" + "x" * 64 + "[CALL_ID]" + "x" * 64 + "[") * 7_000),
     "arguments of Mistral": (parser("mistral_v11"), "[TOOL_CALLS]get[ARGS]" + "{[" * 500_000),
+    "headers of Kimi": (parser("kimi_k2"), ("<|tool_call_begin|>functions." + "x" * 64 + ":1 <|tool_call_a") * 10_000),
+    "arguments of Kimi": (
+        parser("kimi_k2"),
+        "<|tool_call_begin|>f:0<|tool_call_argument_begin|>" + "<|tool_call_en" * 70_000,
+    ),
     "arguments of harmony": (harmony_with_tools(), " to=functions.f<|message|>" + "x" * 1_000_000),
 }
 

@@ -148,6 +148,7 @@ def test_required_calls_fit_their_schema(format: str) -> None:
 
 
 UNCONSTRAINED = {
+    "kimi_k2": '<|tool_call_begin|>functions.unit:0<|tool_call_argument_begin|>{"u": 5}<|tool_call_end|>',
     "mistral_v11": '[TOOL_CALLS]unit[ARGS]{"u": 5}',
     "glm45": "<tool_call>unit\n<arg_key>u</arg_key>\n<arg_value>5</arg_value>\n</tool_call>",
     "gpt_oss": '<|channel|>commentary to=functions.unit <|constrain|>json<|message|>{"u": 5}',

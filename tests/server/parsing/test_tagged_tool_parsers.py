@@ -97,6 +97,30 @@ MISTRAL: dict[str, tuple[str, tuple[str, Calls]]] = {
     "a repeated tag": ("[TOOL_CALLS]get[TOOL_CALLS]get[ARGS]{}", ("[TOOL_CALLS]get", [("get", "{}")])),
 }  # fmt: skip
 
+
+def kimi(call_id: str, arguments: str) -> str:
+    return f"<|tool_call_begin|>{call_id}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"
+
+
+BEGIN, END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+KIMI_ONE = kimi("functions.get:0", '{"a": "<b>"}')
+KIMI: dict[str, tuple[str, tuple[str, Calls]]] = {
+    "plain text": ("Use <b> or <|tool|>.\n", ("Use <b> or <|tool|>.\n", [])),
+    "one call": (BEGIN + KIMI_ONE + END, ("", [("get", '{"a": "<b>"}')])),
+    "two calls": (BEGIN + KIMI_ONE + kimi("functions.f:1", "{}") + END, ("", [("get", '{"a": "<b>"}'), ("f", "{}")])),
+    "two sections": ((BEGIN + kimi("functions.get:0", "{}") + END) * 2, ("", [("get", "{}")] * 2)),
+    "text around": (f"I look. {BEGIN}{kimi('functions.get:0', '{}')}{END} Done.", ("I look. Done.", [("get", "{}")])),
+    "spaces": (f"{BEGIN}\n{kimi(' functions.get:0 ', ' {}')}\n{END}", ("", [("get", " {}")])),
+    "no prefix": (BEGIN + kimi("get:0", "{}") + END, ("", [("get", "{}")])),
+    "no index": (BEGIN + kimi("functions.get", "{}") + END, ("", [("get", "{}")])),
+    "no section": (kimi("functions.get:0", "{}"), ("", [("get", "{}")])),
+    "cut in the arguments": (BEGIN + KIMI_ONE.partition("b>")[0], ("", [("get", '{"a": "<')])),
+    "cut in the name": (f"a {BEGIN}<|tool_call_begin|>functions.g", (f"a {BEGIN}<|tool_call_begin|>functions.g", [])),
+    "no name": (BEGIN + kimi("", "{}"), (BEGIN + kimi("", "{}"), [])),
+    "an empty section": (BEGIN + END, (BEGIN + END, [])),
+    "a repeated tag": (BEGIN + BEGIN + KIMI_ONE, (BEGIN, [("get", '{"a": "<b>"}')])),
+}  # fmt: skip
+
 VALUES = [
     ("n", "3", "3"),
     ("n", " -3\n", "-3"),
@@ -151,6 +175,17 @@ def test_mistral_v11(name: str) -> None:
     assert parse(parser("mistral_v11"), [text]) == ("", content, calls)
 
 
+@pytest.mark.parametrize("name", KIMI)
+def test_kimi_k2(name: str) -> None:
+    text, (content, calls) = KIMI[name]
+    assert parse(parser("kimi_k2"), [text]) == ("", content, calls)
+
+
+def test_calls_of_kimi_keep_their_ids() -> None:
+    calls = parser("kimi_k2").push(KIMI_ONE + kimi("functions.put:1", "{}"), finished=True).tool_calls
+    assert [each.id for each in calls] == ["functions.get:0", "functions.put:1"]
+
+
 @pytest.mark.parametrize(("key", "text", "expected"), VALUES)
 def test_values_become_json_as_the_schema_asks(key: str, text: str, expected: str) -> None:
     [(_, arguments)] = parse(parser("qwen3_coder"), [qwen("get", **{key: text})])[2]
@@ -202,6 +237,7 @@ def test_texts_are_passed_on_as_they_come() -> None:
         ("qwen3_coder", ONE.removesuffix("</tool_call>") + ONE),
         ("glm45", f"{GLM_ONE}\n{GLM_ONE}"),
         ("mistral_v11", f"[TOOL_CALLS]get[ARGS]{ONE_JSON}" * 2),
+        ("kimi_k2", kimi("functions.get:0", ONE_JSON) * 2),
     ],
 )
 def test_without_parallel_tool_calls_there_is_one_call(format: str, text: str) -> None:

@@ -131,7 +131,18 @@ class ServerOptions:
     tool_call_parser: str = option(
         "auto",
         "Format of the model's tool calls; auto detects it from the chat template.",
-        choices=("auto", "none", "glm45", "gpt_oss", "hermes", "llama3_json", "mistral", "mistral_v11", "qwen3_coder"),
+        choices=(
+            "auto",
+            "none",
+            "glm45",
+            "gpt_oss",
+            "hermes",
+            "kimi_k2",
+            "llama3_json",
+            "mistral",
+            "mistral_v11",
+            "qwen3_coder",
+        ),
     )
     reasoning_parser: str | None = option(
         None,

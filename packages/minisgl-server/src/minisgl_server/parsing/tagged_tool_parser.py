@@ -1,4 +1,4 @@
-"""Parses tool calls whose function names are between tags, and not in JSON: those of Qwen3-Coder, GLM and Mistral."""
+"""Parses tool calls whose function names are between tags, and not in JSON: those of Qwen3-Coder, GLM, Mistral and Kimi."""
 
 import re
 from collections.abc import Callable, Collection, Generator
@@ -31,17 +31,21 @@ class TaggedToolParser(ToolParser):
     """
     header_ends: ClassVar[tuple[str, ...]]
     """Texts that end a header."""
+    unsafe_begins: ClassVar[tuple[str, ...]] = ()
+    """Texts that begin a call only if the name is that of a tool, as other text may have them."""
+    call_ends: ClassVar[tuple[str, ...]]
+    """Tags after the arguments."""
 
     def _read_calls(self, tag: str, char: str, known: Collection[str] | None) -> Generator[None, str, str]:
-        """Read a header and the call. Without the usual tag, the name must be that of a tool."""
+        """Read a header and the call."""
         text = tag
         while char and (match := self.header.fullmatch(text + char)):
             text += char
             if text.endswith(self.header_ends):
-                if tag != self.begin and match["name"] not in self._functions:
+                if tag in self.unsafe_begins and match["name"] not in self._functions:
                     self._add(text)
                     return (yield)
-                self._add_call(match["name"])
+                self._add_call(match["name"], match.groupdict().get("id"))
                 end = next(each for each in self.header_ends if text.endswith(each))
                 following = yield from self._read_arguments(match["name"], end)
                 self._flush_arguments()
@@ -57,7 +61,10 @@ class TaggedToolParser(ToolParser):
 
     def _read_arguments(self, name: str, tag: str) -> Generator[None, str, str]:
         """Read the arguments after a header, whose last tag is given. Return the text to go on with."""
-        raise NotImplementedError
+        if (yield from self._read_to(self.call_ends, self._arguments.append)) is None:
+            return ""
+        self.is_done = not self._parallel
+        return (yield from self._read_after())
 
     @staticmethod
     def _read_to(
@@ -95,8 +102,6 @@ class XmlToolParser(TaggedToolParser):
     """Tag before a value, if another tag ends the name."""
     value_ends: ClassVar[tuple[str, ...]]
     """Texts that end a value."""
-    call_ends: ClassVar[tuple[str, ...]]
-    """Tags after the last value."""
 
     def _read_arguments(self, name: str, tag: str | None) -> Generator[None, str, str]:
         self._arguments.append("{")
@@ -145,7 +150,7 @@ class Qwen3CoderParser(XmlToolParser):
     """
 
     begin = "<tool_call>"
-    other_begins = ("<function=",)
+    other_begins = unsafe_begins = ("<function=",)
     end = "</tool_call>"
     parameter = "<parameter="
     key_end = ">"
@@ -203,3 +208,24 @@ class MistralV11Parser(TaggedToolParser):
                 return (yield)
             char = yield
         return ""
+
+
+class KimiK2Parser(TaggedToolParser):
+    """Format ``<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`` of Kimi K2.
+
+    Tags surround a section of calls. The call ids are those of the model, because its chat template shows them as names.
+    """
+
+    begin = "<|tool_calls_section_begin|>"
+    other_begins = ("<|tool_call_begin|>",)
+    end = "<|tool_calls_section_end|>"
+    call_ends = ("<|tool_call_end|>",)
+    header_ends = ("<|tool_call_argument_begin|>",)
+    inner_tags = (*other_begins, *header_ends, *call_ends)
+    header = re.compile(
+        rf"(?:{re.escape(begin)}{_SPACE})?"
+        + _partial(
+            "<|tool_call_begin|>",
+            rf"{_SPACE}(?:(?P<id>(?:functions\.)?{_NAME}(?::\d{{0,8}})?){_SPACE}{_partial(header_ends[0])})?",
+        )
+    )

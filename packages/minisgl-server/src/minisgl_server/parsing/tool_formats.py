@@ -1,6 +1,6 @@
 """Formats of tool calls, by name, and their detection."""
 
-from minisgl_server.parsing.tagged_tool_parser import Glm45Parser, MistralV11Parser, Qwen3CoderParser
+from minisgl_server.parsing.tagged_tool_parser import Glm45Parser, KimiK2Parser, MistralV11Parser, Qwen3CoderParser
 from minisgl_server.parsing.tool_parser import (
     HarmonyToolParser,
     HermesParser,
@@ -13,6 +13,7 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "glm45": Glm45Parser,
     "gpt_oss": HarmonyToolParser,
     "hermes": HermesParser,
+    "kimi_k2": KimiK2Parser,
     "llama3_json": Llama3JsonParser,
     "mistral": MistralParser,
     "mistral_v11": MistralV11Parser,
@@ -31,6 +32,8 @@ def detect_tool_parser(template: str) -> str | None:
         return "llama3_json"
     if "[TOOL_CALLS]" in template:
         return "mistral_v11" if "[ARGS]" in template else "mistral"
+    if "<|tool_call_argument_begin|>" in template:
+        return "kimi_k2"
     if "<|channel|>" in template and "functions." in template:
         return "gpt_oss"
     return None

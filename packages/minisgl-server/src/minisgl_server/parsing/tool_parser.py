@@ -168,10 +168,10 @@ class ToolParser:
         self._show(text)
         return ""
 
-    def _add_call(self, name: str) -> None:
-        """Add a new call."""
+    def _add_call(self, name: str, call_id: str | None = None) -> None:
+        """Add a new call, with a random id if none is given."""
         self._space = []
-        call_id = self.call_id_format.format(uuid.uuid4().hex)
+        call_id = call_id or self.call_id_format.format(uuid.uuid4().hex)
         self._calls.append(ToolCallDelta(index=self.num_calls, id=call_id, name=name, arguments=""))
         self.num_calls += 1
 
