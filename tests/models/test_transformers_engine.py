@@ -75,6 +75,19 @@ def test_unusual_modules_and_configs(model_type: str, changes: dict[str, Any], t
         assert_greedy(reference, PROMPTS[1], llm.generate(PROMPTS[1], GREEDY)[0].token_ids)
 
 
+def test_an_architecture_named_after_its_config_class_runs(tmp_path: Path) -> None:
+    pytest.importorskip("transformers.models.internlm3")
+    reference = random_reference(config_of("internlm3", head_dim=8, attention_bias=True, mlp_bias=True))
+    model = saved(reference, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    published = {"qkv_bias": config.pop("attention_bias"), "bias": config.pop("mlp_bias")}
+    config |= {"architectures": ["InternLM3ForCausalLM"], **published}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with new_llm(model) as llm:
+        assert_greedy(reference, PROMPTS[1], llm.generate(PROMPTS[1], GREEDY)[0].token_ids)
+
+
 def test_llama_equals_its_provider(tmp_path: Path) -> None:
     reference = random_reference(config_of("llama"))
     model, tokens = saved(reference, tmp_path), {}

@@ -7,7 +7,7 @@ values of tensors on the host, as CUDA graphs forbid, fails here.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -99,9 +99,7 @@ def transformers_config(raw: Mapping[str, Any]) -> Any:
         raise ModelFormatError(
             "config: model_type is missing; --model-impl transformers needs a Hugging Face folder, not a GGUF file"
         )
-    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
-    known = (known,) if isinstance(known, str) else known
-    if not known or architecture not in known:
+    if architecture not in _architectures(model_type):
         raise ModelFormatError(
             f"transformers has no causal LM {architecture} of model_type {model_type!r}; --model-impl transformers runs causal"
             " LMs of the installed transformers, and no code of a checkpoint"
@@ -113,6 +111,18 @@ def transformers_config(raw: Mapping[str, Any]) -> Any:
         return kind.from_dict(plain)
     except Exception as error:
         raise ModelFormatError(f"config: transformers refuses it: {one_line(error):.300}") from error
+
+
+def _architectures(model_type: str) -> Set[str]:
+    """Return the names of the causal LM of a model type: that of its class, and that of its config.
+
+    InternLM3's checkpoints are of InternLM3ForCausalLM, for which transformers has InternLM3Config and LlamaForCausalLM.
+    """
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+    if not known:
+        return frozenset()
+    config = CONFIG_MAPPING[model_type].__name__.removesuffix("Config")
+    return {*((known,) if isinstance(known, str) else known), f"{config}ForCausalLM"}
 
 
 def _check_values(raw: Mapping[str, Any], kind: Any) -> None:
