@@ -145,7 +145,17 @@ def test_an_lm_head_that_differs_from_the_embedding_is_used(gpt2: str, tmp_path:
             {"mamba_n_heads": 8, "mamba_d_head": 8},
             "state per request",
         ),  # its config.json has {"__float__": "Infinity"}
+        ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, "state per request"),
+        ("qwen3_next", {"num_experts": 4}, "state per request"),
         ("llama4_text", {"head_dim": 8}, "chunked attention"),
+        ("deepseek_v32", {**MLA, "q_lora_rank": 16, "index_head_dim": 8, "n_routed_experts": 4}, "passes indices"),
+        ("glm_moe_dsa", {**MLA, "q_lora_rank": 16, "index_head_dim": 8, "n_routed_experts": 4}, "passes indices"),
+        ("jetmoe", {}, "reads tensors on the CPU"),
+        (
+            "longcat_flash",
+            {**MLA, "num_layers": 2, "q_lora_rank": 16, "n_routed_experts": 4},
+            "reads tensors on the CPU",
+        ),
         ("t5", {}, "no causal LM T5ForConditionalGeneration"),
         ("bert", {"is_decoder": True}, "no causal LM BertForMaskedLM"),
         ("stablelm", {"is_causal": False}, "is_causal"),
@@ -164,7 +174,12 @@ def test_unsupported_models_are_refused(model_type: str, changes: dict[str, Any]
         "bert": "BertForMaskedLM",
         "t5": "T5ForConditionalGeneration",
         "llama4_text": "Llama4",
+        "deepseek_v32": "DeepseekV32",
+        "glm_moe_dsa": "GlmMoeDsa",
         "gptj": "GPTJ",
+        "jetmoe": "JetMoe",
+        "longcat_flash": "LongcatFlash",
+        "qwen3_next": "Qwen3Next",
         "minimax": "MiniMax",
         "xglm": "XGLM",
         "stablelm": "StableLm",
@@ -189,7 +204,7 @@ def test_batch_dependent_rope_frequencies_are_refused(tmp_path: Path) -> None:
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, **factors}
     reference = random_reference(config_of("phi3", rope_parameters=rope, original_max_position_embeddings=64))
     model = saved(reference, tmp_path)
-    with pytest.raises(ModelFormatError, match=r"the other tokens of the batch|reads tensors on the host") as caught:
+    with pytest.raises(ModelFormatError, match=r"the other tokens of the batch|reads tensors on the CPU") as caught:
         new_llm(model, model_impl="transformers")
     if "--max-seq-len-override" not in str(caught.value):
         return  # transformers 5.17 reads the largest position on the host, so the model is refused for any context

@@ -274,8 +274,9 @@ def _calls(model: Any) -> tuple[AttentionCall, ...]:
             raise ModelFormatError(_STATE) from error
         cause = one_line_with_type(error)
         raise ModelFormatError(
-            f"a forward on the meta device fails, as it does if the model reads tensors on the CPU (RoPE that depends on the"
-            f" longest sequence) or needs a KV cache of transformers: {cause:.300}"
+            "a forward on the meta device fails, as it does if the model reads tensors on the CPU (RoPE that depends on the"
+            " longest sequence, experts with as many rows as the router selects) or needs a KV cache of transformers:"
+            f" {cause:.300}"
         ) from error
     return tuple(calls)
 
