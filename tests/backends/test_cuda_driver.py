@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-import ctypes
+from ctypes import c_float, c_int, c_uint64
 
 import pytest
 import torch
 
-from minisgl_backends.cuda.driver import c_values, mappable
+from minisgl_backends.cuda.driver import TensorMap, kernel_parameters, mappable
 
 
-def test_arguments_have_the_size_that_the_kernel_reads() -> None:
+def test_parameters_are_what_the_kernel_reads() -> None:
     x = torch.zeros(1)
-    values = c_values((x, None, 7, 0.5))
-    assert [value.value for value in values] == [x.data_ptr(), 0, 7, 0.5]
-    assert [ctypes.sizeof(value) for value in values] == [8, 8, 4, 4]
+    tensor_map = TensorMap.__new__(TensorMap)  # without a driver
+    tensor_map.address = 64
+    words = kernel_parameters((x, None, 7, -7, 0.1, -0.5, tensor_map, True))
+    addresses = words[8:]
+    types = c_uint64, c_uint64, c_int, c_int, c_float, c_float
+    found = [each.from_address(address).value for each, address in zip(types, addresses, strict=False)]
+    assert found == [x.data_ptr(), 0, 7, -7, c_float(0.1).value, -0.5]
+    assert addresses[6] == 64
+    assert c_int.from_address(addresses[7]).value == 1
+    assert len(addresses) == 8
+
+
+def test_an_argument_of_another_type_is_an_error() -> None:
+    with pytest.raises(AttributeError):
+        kernel_parameters(("7",))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])

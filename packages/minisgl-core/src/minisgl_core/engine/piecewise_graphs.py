@@ -126,11 +126,11 @@ class PiecewiseGraphs(CapturedSizes[_Captured]):
             self._logits_index[num_sampled:].zero_()  # indices of an earlier, larger step could be out of range
         for graph, call in zip(captured.graphs, captured.calls, strict=False):
             graph.replay()
-            q, k, v = call.q[:count], call.k[:count], call.v[:count]
+            q, out = call.q[:count], call.out[:count]
             if call.is_stored:
-                self._attention.attend_stored(q, call.layer, plan, call.out[:count])
+                self._attention.attend_stored(q, call.layer, plan, out)
             else:
-                call.out[:count] = self._attention.forward(q, k, v, call.layer, plan)
+                out.copy_(self._attention.forward(q, call.k[:count], call.v[:count], call.layer, plan))
         captured.graphs[-1].replay()
         return captured.hidden[: num_sampled if self._uses_logits_index(size) else count]
 
