@@ -123,8 +123,7 @@ class EngineLoop:
             return 0.0
         oldest = self._in_flight[0]
         now = time.monotonic()
-        began_s = max(oldest.launched_s, self._last_done_s)
-        left_s = began_s + self.scheduler.step_times.predict(*oldest.sizes) - _LEAD_S - self._host_s - now
+        left_s = self._predict_done(oldest) - _LEAD_S - self._host_s - now
         if left_s < _POLL_S / 2 or oldest.done_s:
             return 0.0
         if oldest.pending.is_done():  # it ended since the last check, up to `_POLL_S` ago
@@ -154,6 +153,14 @@ class EngineLoop:
             outputs += self._process(self._in_flight.popleft())
         return outputs
 
+    def _began(self, step: _InFlight) -> float:
+        """Return the time when the oldest step in flight began."""
+        return max(step.launched_s, self._last_done_s)
+
+    def _predict_done(self, step: _InFlight) -> float:
+        """Return the expected end of the oldest step in flight."""
+        return self._began(step) + self.scheduler.step_times.predict(*step.sizes)
+
     def _execute_model(self, plan: BatchPlan) -> ForwardOutput:
         if self.hooks.batch_scheduled is not None:
             scheduler = self.scheduler
@@ -169,13 +176,15 @@ class EngineLoop:
         return self.model_runner.sample_tokens(forward_output, masks)
 
     def _process(self, oldest: _InFlight) -> Outputs:
+        # If the result has arrived unnoticed, such as during the launch of the next step's prompts, it is not known when.
+        is_late = not oldest.done_s and not self._is_pipeline and oldest.pending.is_done()
         plan, result = oldest.plan, oldest.pending.result()
         if self._receive_result is not None:
             result = self._receive_result()
         done_s = oldest.done_s or time.monotonic()
-        seconds = max(0.0, done_s - max(oldest.launched_s, self._last_done_s))
-        self.scheduler.step_times.observe(*oldest.sizes, seconds, oldest.launch_s)
-        self._last_done_s = done_s
+        seconds = max(0.0, done_s - self._began(oldest))
+        self.scheduler.step_times.observe(*oldest.sizes, seconds, oldest.launch_s, is_upper_bound=is_late)
+        self._last_done_s = min(done_s, self._predict_done(oldest)) if is_late else done_s
         outputs = self.scheduler.process(plan, result)
         if self.hooks.batch_finished is not None:
             self.hooks.batch_finished(plan=plan, result=result, state=self.scheduler)

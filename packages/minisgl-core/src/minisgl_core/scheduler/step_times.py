@@ -1,7 +1,8 @@
 """Estimates of the duration of steps, from the steps before.
 
-The estimate is the duration of the decodes alone, plus a time per prompt token. Both are medians of the last few steps,
-so that single slow steps, such as the first ones, do not count.
+The GEMMs of a step take the longer of two times: that of reading all weights, and that of multiplying all tokens. The first is
+estimated as the duration of the smallest decode steps, the second as a time per token. To them is added by how much larger decode
+steps exceed the smallest ones, for K and V. All are medians of the last few steps, so that single slow steps do not count.
 """
 
 from collections import defaultdict, deque
@@ -11,8 +12,8 @@ _NUM_KEPT = 5
 """Recent steps whose median is an estimate."""
 _DECODES_PER_GROUP = 8
 """Decode steps share an estimate if their numbers of requests round up to the same multiple of this."""
-_MIN_TOKENS = 16
-"""Minimum number of prompt tokens of a step that updates the estimate of the time per prompt token."""
+_LIMITED_BY_WEIGHTS = 1.25
+"""GEMMs that take less than this times as long as reading the weights may be limited by that, not by their tokens."""
 MIN_CHUNK = 64
 """Smallest limit of prompt tokens per step, and the limit until a step with prompt tokens has run."""
 
@@ -31,7 +32,15 @@ class StepTimes:
         self._launch_s = 0.0
         """Time to launch the newest step with prompt tokens."""
 
-    def observe(self, num_decodes: int, num_prompt_tokens: int, seconds: float, launch_s: float = 0.0) -> None:
+    def observe(
+        self,
+        num_decodes: int,
+        num_prompt_tokens: int,
+        seconds: float,
+        launch_s: float = 0.0,
+        *,
+        is_upper_bound: bool = False,
+    ) -> None:
         """Record the duration of a step.
 
         Args:
@@ -39,24 +48,26 @@ class StepTimes:
             num_prompt_tokens: its prompt tokens.
             seconds: its duration.
             launch_s: time that the host took to launch it; 0 if steps do not overlap.
+            is_upper_bound: the step may have been faster.
         """
         if num_prompt_tokens == 0:
-            self._decode_s[_group(num_decodes)].append(seconds)
+            known = self._decode_s[_group(num_decodes)]
+            known.append(min(seconds, median(known)) if is_upper_bound and known else seconds)
             return
         self._launch_s = launch_s
-        if num_prompt_tokens >= _MIN_TOKENS:
-            token_s = max(seconds - self._decode_time(num_decodes), 0.0) / num_prompt_tokens
-            if launch_s > seconds / 2 and self._token_s:
-                # The device has waited for the launch, and might have been faster.
-                token_s = min(token_s, median(self._token_s))
-            self._token_s.append(token_s)
+        gemm_s = max(seconds - self._attention_time(num_decodes), 0.0)
+        token_s = gemm_s / (num_decodes + num_prompt_tokens)
+        has_waited = launch_s > seconds / 2  # the device, for the launch
+        if is_upper_bound or has_waited or gemm_s < _LIMITED_BY_WEIGHTS * self._weights_time():
+            token_s = min(token_s, median(self._token_s or [token_s]))
+        self._token_s.append(token_s)
 
     def predict(self, num_decodes: int, num_prompt_tokens: int) -> float:
         """Return the expected duration of a step in seconds, 0 if unknown."""
-        decode_s = self._decode_time(num_decodes)
         if num_prompt_tokens == 0 or not self._token_s:
-            return decode_s
-        return decode_s + num_prompt_tokens * median(self._token_s)
+            return self._decode_time(num_decodes)
+        tokens_s = (num_decodes + num_prompt_tokens) * median(self._token_s)
+        return self._attention_time(num_decodes) + max(self._weights_time(), tokens_s)
 
     def prompt_tokens(self, num_decodes: int, limit: int) -> int:
         """Return how many prompt tokens, at most `limit`, a step with these decodes may have.
@@ -68,14 +79,25 @@ class StepTimes:
             return limit
         if not self._token_s:
             return min(limit, MIN_CHUNK)
-        decode_s, token_s = self._decode_time(num_decodes), median(self._token_s)
-        seconds = max(self._max_step_s - decode_s, decode_s, self._launch_s)
-        return limit if seconds >= limit * token_s else min(limit, max(MIN_CHUNK, int(seconds / token_s)))
+        decode_s = self._decode_time(num_decodes)
+        step_s = max(self._max_step_s, decode_s + max(decode_s, self._launch_s))
+        tokens_s, token_s = step_s - self._attention_time(num_decodes), median(self._token_s)
+        if tokens_s >= (num_decodes + limit) * token_s:
+            return limit
+        return min(limit, max(MIN_CHUNK, int(tokens_s / token_s) - num_decodes))
 
     def _decode_time(self, num_decodes: int) -> float:
         """Return the expected duration of a decode step; 0 without decodes or if unknown."""
         known = self._decode_s.get(_group(num_decodes)) if num_decodes else None
         return median(known) if known else 0.0
+
+    def _weights_time(self) -> float:
+        """Return the duration of the smallest known decode steps; 0 if unknown."""
+        return median(self._decode_s[min(self._decode_s)]) if self._decode_s else 0.0
+
+    def _attention_time(self, num_decodes: int) -> float:
+        """Return by how much a decode step takes longer than the smallest ones."""
+        return max(self._decode_time(num_decodes) - self._weights_time(), 0.0)
 
 
 def _group(num_decodes: int) -> int:
