@@ -43,7 +43,6 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "arcee": {},
     "aria_text": {"moe_num_experts": 4, "moe_topk": 2},
     "biogpt": {},
-    "bitnet": {},
     "cohere2": WINDOWS,
     "cohere2_moe": {**MOE, **WINDOWS},
     "ctrl": {},

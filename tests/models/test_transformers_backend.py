@@ -130,6 +130,34 @@ class TestGemma4(Generic):
     }
 
 
+class TestDeepseekV3(Generic):
+    """Multi-head latent attention, with values smaller than keys, and experts."""
+
+    __test__ = True
+    model_type = "deepseek_v3"
+    changes: ClassVar = {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "head_dim": 4,
+        "v_head_dim": 10,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    }
+
+    def test_ranks_with_a_plan_for_experts_are_refused(self) -> None:
+        with pytest.raises(
+            InvalidValueError, match=r"--tp=2 .*the tensor-parallel plan of DeepseekV3ForCausalLM has 'packed"
+        ):
+            run_ranks(2, self._load)
+
+
 class TestGptOss(Generic):
     """Attention sinks and experts."""
 

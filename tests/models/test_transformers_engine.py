@@ -232,6 +232,15 @@ def test_quantized_layers_are_refused(gpt2: str) -> None:
         new_llm(gpt2, quantization="fp8")
 
 
+def test_ternary_weights_are_refused(gpt2: str, tmp_path: Path) -> None:
+    config = json.loads(Path(gpt2, "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitnet", "linear_class": "autobitlinear"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(load_file(f"{gpt2}/model.safetensors"), tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelFormatError, match="quant_method 'bitnet'"):
+        new_llm(str(tmp_path))
+
+
 def test_pipeline_stages_are_refused_with_the_flag(gpt2: str) -> None:
     with pytest.raises(InvalidValueError, match=r"--pp=2 .*must be 1 with --model-impl transformers\. Use --tp, or"):
         new_llm(gpt2, pp=2)
