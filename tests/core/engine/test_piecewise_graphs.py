@@ -65,6 +65,7 @@ class FusedKvStore(AttentionBackend):
 @pytest.fixture(params=["storing", "stored apart"])
 def model_runner(request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
     model_runner = tiny.new_loop(**OPTIONS).model_runner
+    model_runner.free_graphs()  # decode graphs would run decode steps, and with the attention that they have captured
     was = model_runner.platform, model_runner.attention, model_runner._ops
     model_runner.platform = CpuPlatform()
     if request.param == "stored apart":
