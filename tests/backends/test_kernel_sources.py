@@ -25,7 +25,8 @@ SOURCES = {
 
 
 def kernels_defined(source: str) -> set[str]:
-    return set(re.findall(r'extern "C" __global__[^(]*\([^)]*\)\s*(\w+)\(', source))
+    bounds = r"\w+(?:\([^)]*\))?"  # registers or threads per thread block, or a macro of them
+    return set(re.findall(rf'extern "C" __global__ void\s+(?:{bounds}\s+)?(\w+)\(', source))
 
 
 def strings_passed(module: Path, function: str) -> set[str]:
