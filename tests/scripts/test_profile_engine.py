@@ -15,9 +15,8 @@ PROGRAMS = ROOT / "packages/minisgl-backends/src/minisgl_backends/cuda"
 def test_every_cuda_kernel_has_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "scripts")
     kind_of = importlib.import_module("profile_engine").kind_of
-    launched = [
-        re.findall(r'extern "C" __global__[^(]*\([^)]*\)\s*(\w+)\(', path.read_text()) for path in PROGRAMS.glob("*.cu")
-    ]
+    defined = r'extern "C" __global__ void \w+(?:\([^)]*\))?\s+(\w+)\('
+    launched = [re.findall(defined, path.read_text()) for path in PROGRAMS.glob("*.cu")]
     kinds = {name: kind_of(name) for (name,) in launched}
     attention, gemms = ("decode", "prefill"), ("small_m_gemm", "gated_gemm", "int4_gemm")
     assert kinds == dict.fromkeys(attention, "attention") | dict.fromkeys(gemms, "GEMM")
