@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -121,3 +122,26 @@ def test_no_exception_is_raised_after_rendering(monkeypatch: pytest.MonkeyPatch)
             stopped += 1
         sum(range(100))
     assert stopped
+
+
+STOPPED_THEN_TRACED = """
+import sys
+from minisgl_core.text import render_limit
+
+def spin():
+    while True:
+        pass
+
+render_limit.MAX_SECONDS = 0.1
+try:
+    render_limit.run_limited(spin)
+except render_limit.RenderLimitError:
+    sys.settrace(lambda *_: None)
+    (lambda: print("traced"))()
+"""
+
+
+def test_functions_can_be_traced_after_a_stop() -> None:
+    """A process in which they cannot never ends, and ignores Python's signal handlers."""
+    done = subprocess.run([sys.executable, "-c", STOPPED_THEN_TRACED], stdout=subprocess.PIPE, text=True, timeout=60)
+    assert done.stdout == "traced\n"

@@ -1,5 +1,6 @@
 """Limits on time and memory of a chat template, which is a program from a checkpoint."""
 
+import contextlib
 import ctypes
 import math
 import resource
@@ -68,13 +69,18 @@ class _Watchdog:
                 threading.Thread(target=self._watch, name="template watchdog", daemon=True).start()
 
     def end(self, render: _Render) -> None:
-        """Stop watching a render, and cancel an exception that was not raised yet."""
+        """Stop watching a render of this thread, and swallow an exception that was not raised yet.
+
+        It is replaced and raised, not cancelled. In CPython 3.11, a cancelled exception stays signalled in the process, and the
+        next function that a debugger or a profiler traces never begins.
+        """
         with self._lock:
             if self._renders == {render}:
                 resource.setrlimit(resource.RLIMIT_DATA, self._data_limits)
             self._renders.discard(render)
             if render.stopped_by:
-                _raise_in(render.thread, None)  # the template may have ended before the exception was raised
+                with contextlib.suppress(_Stop):  # the template may have ended before the exception was raised
+                    _raise_in(render.thread)
 
     def _limit_memory(self) -> None:
         """Let the process allocate no more than `MAX_GROWTH_BYTES` while templates run."""
@@ -109,7 +115,7 @@ class _Watchdog:
             render.stopped_by = _memory_message()
         if render.stopped_by:
             render.stopped_s = now_s
-            _raise_in(render.thread, _Stop)
+            _raise_in(render.thread)
 
 
 _watchdog = _Watchdog()
@@ -139,6 +145,5 @@ def _memory_message() -> str:
     return f"the template took more than {MAX_GROWTH_BYTES // 2**20} MiB of memory"
 
 
-def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
-    exception = None if kind is None else ctypes.py_object(kind)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), exception)
+def _raise_in(thread: int) -> None:
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_Stop))
