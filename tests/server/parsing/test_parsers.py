@@ -541,6 +541,15 @@ def test_tokens_of_harmony_analysis_are_counted() -> None:
     assert (parsed.reasoning, parsed.content, parser.num_reasoning_tokens) == ("Look < it up.", "", 9)
 
 
+LONG_REFERENCES = {"anyOf": [{"$ref": "#" + "/" * 100_000}] * 60}
+LONG_ENUMERATIONS = {"anyOf": [{"enum": list(range(1000))}] * 60}
+
+
+def qwen3_coder(properties: Any) -> ChatOutputParser:
+    """Parse calls of a function whose arguments all have a schema."""
+    return ChatOutputParser(None, TOOL_PARSERS["qwen3_coder"]({"f": {"additionalProperties": properties}}, True))
+
+
 LONG_OUTPUTS = {
     "arguments": (
         parser("hermes"),
@@ -562,6 +571,11 @@ LONG_OUTPUTS = {
         "<function=get><parameter=n>1</parameter>" + "<parameter=n>1</parameter>" * 40_000,
     ),
     "key": (parser("qwen3_coder"), "<function=get><parameter=" + "x" * 1_000_000),
+    "references": (
+        qwen3_coder(LONG_REFERENCES),
+        "<function=f>" + "".join(f"<parameter={key}>1</parameter>" for key in range(5000)),
+    ),
+    "enumerations": (qwen3_coder(LONG_ENUMERATIONS), "<function=f>" + "<parameter=a>1</parameter>" * 40_000),
     "headers of XML": (parser("qwen3_coder"), ("<tool_call>" + " " * 16 + "<function=" + "x" * 64) * 10_000),
     "headers of GLM": (parser("glm45"), ("<tool_call>" + " " * 16 + "x" * 64 + " " * 16 + "</tool_cal") * 10_000),
     "key of GLM": (parser("glm45"), "<tool_call>get<arg_key>" + "x" * 1_000_000),

@@ -209,6 +209,31 @@ def test_the_schema_of_additional_properties_is_used() -> None:
     }
 
 
+ZIP = {"properties": {"zip": {"type": "string"}}}
+REFERENCE = {"allOf": [{"$ref": "#/$defs/A"}, {"pattern": "^1"}]}
+CODES = [str(number) for number in range(100)]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "types"),
+    [
+        ({"$ref": "#/definitions/A", "definitions": {"A": ZIP}}, {"string"}),
+        ({"allOf": [ZIP, {"required": ["zip"]}]}, {"string"}),
+        ({"anyOf": [ZIP, {"additionalProperties": {"type": "null"}}]}, {"string", "null"}),
+        ({"properties": {"zip": REFERENCE}, "$defs": {"A": {"type": "string"}}}, {"string"}),
+        ({"properties": {"zip": {"type": ["string", "null"], "anyOf": [{"type": "string"}, {"type": "integer"}]}}}, {"string"}),
+        ({"properties": {"zip": {"allOf": [{"type": "number"}, {"type": "integer"}]}}}, {"integer"}),
+        ({"properties": {"zip": {"enum": [*CODES, None]}}}, {"string", "null"}),
+    ],
+)  # fmt: skip
+def test_combined_schemas_allow_the_types_of_all_of_them(parameters: Any, types: set[str]) -> None:
+    assert argument_types(parameters, "zip") == types
+
+
+def test_enumerations_that_are_too_long_allow_any_type() -> None:
+    assert argument_types({"properties": {"zip": {"enum": CODES * 11}}}, "zip") >= {"string", "integer"}
+
+
 TEXTS = st.text().filter(lambda text: "</" not in text)
 """Texts without end tags, which the formats cannot write."""
 

@@ -1,7 +1,7 @@
 """Converts the text of an argument to JSON, as the JSON schema of a function's parameters asks."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from pydantic_core import from_json
@@ -19,48 +19,68 @@ _TYPES: dict[type, str] = {
 }
 _MAX_SCHEMAS = 64
 """Maximum number of schemas to follow for one argument. They may refer to each other, and a client may send any."""
+_MAX_VALUES = 1024
+"""Maximum number of values of an enumeration to inspect, and of characters of a reference."""
 
 
 def argument_types(parameters: Any, name: str) -> frozenset[str]:
     """Return the JSON types that the schema of a function's parameters allows for an argument; all if it does not tell."""
-    schema = parameters if isinstance(parameters, Mapping) else {}
-    properties = schema.get("properties")
-    found = properties.get(name) if isinstance(properties, Mapping) else None
-    types: set[str] = set()
-    pending = [schema.get("additionalProperties") if found is None else found]
-    for _ in range(_MAX_SCHEMAS):
-        if not pending:
-            return frozenset(types)
-        new, more = _types(pending.pop(), schema)
-        types |= new
-        pending += more[:_MAX_SCHEMAS]
-    return _ANY
+    schemas = _Schemas(parameters)
+
+    def types(schema: Mapping[str, Any]) -> frozenset[str]:
+        properties = schema.get("properties")
+        found = properties.get(name) if isinstance(properties, Mapping) else None
+        return schemas.types(schema.get("additionalProperties") if found is None else found, _own_types)
+
+    return schemas.types(parameters, types)
 
 
-def _types(schema: Any, root: Mapping[str, Any]) -> tuple[frozenset[str], list[Any]]:
-    """Return the types that a schema allows, and the schemas whose types it allows, too."""
-    if not isinstance(schema, Mapping):
-        return _ANY, []
-    if isinstance(types := schema.get("type"), str):
-        return frozenset({types}), []
-    if isinstance(types, list):
-        return frozenset(filter(lambda each: isinstance(each, str), types)), []
-    if isinstance(values := schema.get("enum", [schema["const"]] if "const" in schema else None), list):
-        return frozenset(_TYPES[type(value)] for value in values[:_MAX_SCHEMAS]), []
-    if isinstance(reference := schema.get("$ref"), str):
-        return frozenset(), [_resolve(reference, root)]
-    for keyword in ("anyOf", "oneOf", "allOf"):
-        if isinstance(schemas := schema.get(keyword), list) and schemas:
-            return frozenset(), schemas
-    return _ANY, []
+class _Schemas:
+    """Follows references and combined schemas, up to `_MAX_SCHEMAS`. Those beyond allow any type."""
+
+    def __init__(self, root: Any) -> None:
+        self._root, self._num_left = root, _MAX_SCHEMAS
+
+    def types(self, schema: Any, own_types: Callable[[Mapping[str, Any]], frozenset[str]]) -> frozenset[str]:
+        """Return the types that a schema and those it refers to allow together, if `own_types` returns those of each."""
+        self._num_left -= 1
+        if self._num_left < 0 or not isinstance(schema, Mapping):
+            return _ANY
+        types = own_types(schema)
+        if isinstance(reference := schema.get("$ref"), str):
+            types &= self.types(self._resolve(reference), own_types)
+        if isinstance(schemas := schema.get("allOf"), list):
+            types = types.intersection(*(self.types(each, own_types) for each in schemas[:_MAX_SCHEMAS]))
+        for keyword in ("anyOf", "oneOf"):
+            if isinstance(schemas := schema.get(keyword), list) and 0 < len(schemas) <= _MAX_SCHEMAS:
+                types &= frozenset().union(*(self.types(each, own_types) for each in schemas))
+        return types
+
+    def _resolve(self, reference: str) -> Any:
+        """Return the schema of a reference such as ``#/$defs/unit``, or None."""
+        if len(reference) > _MAX_VALUES:
+            return None
+        found = self._root
+        for name in reference.removeprefix("#").split("/", _MAX_SCHEMAS)[1:]:
+            found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+        return found
 
 
-def _resolve(reference: str, root: Mapping[str, Any]) -> Any:
-    """Return the schema of a reference such as ``#/$defs/unit``, or None."""
-    found: Any = root
-    for name in reference.removeprefix("#").split("/")[1:_MAX_SCHEMAS]:
-        found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
-    return found
+def _own_types(schema: Mapping[str, Any]) -> frozenset[str]:
+    """Return the types that the keywords ``type``, ``enum`` and ``const`` of a schema allow."""
+    allowed, types = _ANY, schema.get("type")
+    if isinstance(types := [types] if isinstance(types, str) else types, list):
+        allowed &= _with_integers(each for each in types[:_MAX_SCHEMAS] if isinstance(each, str))
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(values, list) and len(values) <= _MAX_VALUES:
+        allowed &= _with_integers(_TYPES[type(value)] for value in values)
+    return allowed
+
+
+def _with_integers(types: Iterable[str]) -> frozenset[str]:
+    """Return types as a set. Integers are numbers, too."""
+    found = frozenset(types)
+    return found | {"integer"} if "number" in found else found
 
 
 def to_json(text: str, types: frozenset[str]) -> str:
@@ -72,10 +92,9 @@ def to_json(text: str, types: frozenset[str]) -> str:
         value = from_json(literal, allow_inf_nan=False)
     except ValueError:  # also for half of a surrogate pair, and if nested too deeply
         return quoted(text)
-    is_number = "number" in types and type(value) is int
     is_integer = "integer" in types and type(value) is float and value.is_integer()
     is_allowed = _TYPES[type(value)] in types and not isinstance(value, str)
-    return literal if is_allowed or is_number or is_integer else quoted(text)
+    return literal if is_allowed or is_integer else quoted(text)
 
 
 def quoted(text: str) -> str:

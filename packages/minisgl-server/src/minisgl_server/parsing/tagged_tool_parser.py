@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Collection, Generator
+from functools import cache, cached_property
 from typing import ClassVar
 
 from minisgl_core.text.stop import StopFinder
@@ -103,6 +104,11 @@ class XmlToolParser(TaggedToolParser):
     value_ends: ClassVar[tuple[str, ...]]
     """Texts that end a value."""
 
+    @cached_property
+    def _types(self) -> Callable[[str, str], frozenset[str]]:
+        """Function that returns the types of a function's argument. It reads each schema once."""
+        return cache(lambda function, argument: argument_types(self._functions.get(function), argument))
+
     def _read_arguments(self, name: str, tag: str | None) -> Generator[None, str, str]:
         self._arguments.append("{")
         separator = ""
@@ -113,8 +119,7 @@ class XmlToolParser(TaggedToolParser):
                 tag = yield from self._read_to((self.value_begin,), str)
             if tag is not None:
                 argument = "".join(key).strip()
-                types = argument_types(self._functions.get(name), argument)
-                tag = yield from self._read_value(f"{separator}{quoted(argument)}: ", types)
+                tag = yield from self._read_value(f"{separator}{quoted(argument)}: ", self._types(name, argument))
             if tag is not None:
                 tag = yield from self._read_to((self.parameter, *self.call_ends), str)
             separator = ", "
