@@ -127,6 +127,21 @@ def test_output_to_a_full_disk_fails_with_one_line(arguments):
     assert (done.returncode, done.stderr) == (1, "minisgl: the output cannot be written: the disk is full.\n")
 
 
+def test_a_full_disk_names_the_file_that_cannot_be_written(site):
+    command = """
+import click, errno, os
+
+@click.command()
+def run():
+    print("ran")
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/dev/shm/batch")
+"""
+    site.install("stranger", {"commands": {"dance": "stranger_cli:run"}}, stranger_cli=command)
+    result = site.run("dance")
+    assert (result.status, result.output) == (1, "ran\n")
+    assert result.error == "minisgl: /dev/shm/batch cannot be written: the disk is full.\n"
+
+
 def test_hooks_add_options_to_commands_but_not_groups(site):
     hooks = """
 import click

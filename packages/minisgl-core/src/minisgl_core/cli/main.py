@@ -68,16 +68,18 @@ class MinisglGroup(click.Group):
         try:
             return super().main(*args, **extra)
         except (MinisglError, OSError) as error:
-            is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC
-            if not extra.get("standalone_mode", True) or not (is_full or isinstance(error, MinisglError)):
+            full = error if isinstance(error, OSError) and error.errno == errno.ENOSPC else None
+            if not extra.get("standalone_mode", True) or not (full or isinstance(error, MinisglError)):
                 raise
-            if is_full:  # the rest of the output, which Python flushes at exit, would fail again
+            if full and full.filename is None:  # the rest of the output, which Python flushes at exit, would fail again
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             if os.environ.get("MINISGL_DEBUG") == "1":
                 traceback.print_exc()
             else:
-                message = "the output cannot be written: the disk is full." if is_full else _printable(str(error))
-                click.echo(f"minisgl: {message}", err=True)
+                message = str(error)
+                if full:
+                    message = f"{full.filename or 'the output'} cannot be written: the disk is full."
+                click.echo(f"minisgl: {_printable(message)}", err=True)
             sys.exit(2 if isinstance(error, USER_ERRORS) else 1)
 
 
