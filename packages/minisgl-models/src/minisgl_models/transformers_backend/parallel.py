@@ -107,17 +107,20 @@ def check_tp_size(model: Any, traced: Traced, build: BuildContext) -> None:
     if build.tp_size == 1:
         return
     name = type(model).__name__
-    num_q_heads, num_kv_heads = (
-        math.gcd(*(getattr(call, key) for call in traced.calls)) for key in ("num_q_heads", "num_kv_heads")
-    )
+    q_heads, kv_heads = ({getattr(call, key) for call in traced.calls} for key in ("num_q_heads", "num_kv_heads"))
+    num_q_heads, num_kv_heads = math.gcd(*q_heads), math.gcd(*kv_heads)  # a size divides the heads of all layers
     if not any(style == "rowwise" for style in _plan(model).values()):
         raise InvalidValueError(
             "--tp", build.tp_size, f"1: {name} has no tensor-parallel plan in transformers (base_model_tp_plan)"
         )
     allowed = [size for size in allowed_tp_sizes(num_q_heads, num_kv_heads) if num_kv_heads % size == 0]
     if build.tp_size not in allowed:
-        heads = f"{num_q_heads} query heads, {num_kv_heads} KV heads"
+        heads = f"{_joined(q_heads)} query heads, {_joined(kv_heads)} KV heads"
         raise InvalidValueError("--tp", build.tp_size, f"one of {', '.join(map(str, allowed))} for {name} ({heads})")
+
+
+def _joined(nums: Set[int]) -> str:
+    return " and ".join(map(str, sorted(nums)))
 
 
 def _plan(model: Any) -> Mapping[str, str]:
