@@ -812,6 +812,20 @@ def test_log_probabilities_of_a_text_begin_after_the_reasoning(engine_tokenizer:
     assert shown == [("Yes or no? Yes", ""), ("Yes or no", "Yes or no")]
 
 
+@pytest.mark.parametrize("text", ["Yes ", "think"])
+def test_log_probabilities_begin_after_the_last_tag(engine_tokenizer: Any, text: str) -> None:
+    """All tokens arrive at once, and a part of a stop string after the text is held back."""
+    rig = Rig(engine_tokenizer, "hermes", "qwen3")
+    rig.submit(text=None, messages=QUESTION, sampling=SamplingParams(max_tokens=100, logprobs=0, stop="STOP"))
+    token_ids = engine_tokenizer(f"<think>\nYes or no? Yes\n</think>\n\n{text}ST")["input_ids"]
+    rig.output(token_ids, logprobs=[TokenLogprobs(Logprob(token, -1.0, 1), []) for token in token_ids])
+    segments = Segments()
+    for piece in rig.take():
+        segments.push(piece)
+    shown = [(each.content, "".join(entry["token"] for entry in each.logprobs)) for each in segments.all]
+    assert shown == [("Yes or no? Yes", ""), (text, f"{text}ST")]
+
+
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_held_output_is_returned_in_parts(engine_tokenizer: Any, is_streamed: bool) -> None:
     """Text that may become a tool call is withheld, and with a router all output of requests without streaming."""

@@ -83,7 +83,11 @@ class Segments:
 def _without_tags(logprobs: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
     """Return the entries from the token on in which `text` begins; before it are tags of reasoning content or tool calls."""
     data, wanted = b"".join(bytes(each["bytes"]) for each in logprobs), text.encode()
-    begin = len(data) - len(wanted) if data.endswith(wanted) else data.find(wanted)
+    if data.endswith(wanted):
+        begin = len(data) - len(wanted)
+    else:  # the end may be held back; reasoning content, calls and tags before the text may contain the same characters
+        last = data.rfind(wanted)
+        begin = data.find(wanted, max(data.rfind(closing, 0, last) for closing in (b">", b"]", b"}")) + 1)
     for index, each in enumerate(logprobs):
         if begin < len(each["bytes"]):
             return logprobs[index:]
