@@ -35,9 +35,9 @@ def new_llm(model: str, tp: int, **options: Any) -> LLM:
 
 
 def children() -> list[psutil.Process]:
-    """Return this process's children, without Python's multiprocessing helpers and servers that other tests share."""
+    """Return this process's children, without Python's multiprocessing helpers and those that other tests share."""
     found = [(child, " ".join(child.cmdline())) for child in psutil.Process().children() if child.is_running()]
-    others = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "launch")
+    others = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "launch", "grammar check")
     return [child for child, line in found if not any(other in line for other in others)]
 
 
