@@ -281,8 +281,17 @@ def test_responses_have_request_ids(guarded: Any, authenticated: httpx.Client) -
     [access] = [line for line in ours if line["logger"] == "minisgl_server.api.http.request_log"]
     assert (access["status"], access["prompt_tokens"], access["output_tokens"]) == (200, 1, 2)
     assert access["duration_s"] > 0
-    [cut] = [line for line in lines(guarded) if line.get("client_gone") and line["path"] == "/v1/completions"]
-    assert cut["status"] == 200
+
+
+def test_the_log_names_requests_whose_client_left(guarded: Any, authenticated: httpx.Client) -> None:
+    body = {"prompt": "x", "max_tokens": 16000, "ignore_eos": True, "stream": True}
+    headers = {"X-Request-Id": "leaves"}
+    with authenticated.stream("POST", "/v1/completions", json=body, headers=headers) as response:
+        chunks = response.iter_lines()  # kept, as a dropped iterator disconnects
+        next(chunks)
+    while not (left := [line for line in lines(guarded) if line.get("client_gone") and line["request_id"] == "leaves"]):
+        time.sleep(0.02)
+    assert [(line["path"], line["status"]) for line in left] == [("/v1/completions", 200)]
 
 
 def test_plugin_routes_need_the_flag_and_the_api_key(
