@@ -27,6 +27,7 @@ WIDER: dict[str, Any] = {
 RESIZED = {"head_dim": 64, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128, "sliding_window": 33}
 """Sizes that GPU kernels need, for architectures with these keys."""
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=0, prompt_logprobs=0)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 RANDOM = torch.randint(3, VOCAB, (6, 300), generator=torch.Generator().manual_seed(4)).tolist()
 PROMPTS = [RANDOM[0], RANDOM[1][:1], RANDOM[2][:17], RANDOM[0][:64] + RANDOM[3][:5], RANDOM[4][:130], RANDOM[5][:33]]
 
@@ -41,6 +42,10 @@ def gpu_config(model_type: str, changes: dict[str, Any]) -> Any:
 CONFIGS = {each.model_type: each.changes for each in reversed(architectures.Small.__subclasses__())}
 del CONFIGS["gemma3"]  # its text model is gemma3_text
 OTHERS = {name: changes for name, changes in by_transformers.ARCHITECTURES.items() if "layers" not in str(changes)}
+EXPERTS: dict[str, dict[str, Any]] = {
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
+    "granitemoe": {"num_local_experts": 8, "num_experts_per_tok": 2},
+}
 
 
 def logprobs_of(model: Any, ids: list[int]) -> torch.Tensor:
@@ -88,3 +93,17 @@ class TestOnOneGpu:
     @pytest.mark.parametrize("model_type", OTHERS)
     def test_errors_of_the_transformers_backend_are_as_small(self, model_type: str, tmp_path: Path) -> None:
         check_spread(model_type, OTHERS[model_type], tmp_path, model_impl="transformers")
+
+    @pytest.mark.parametrize("model_type", EXPERTS)
+    def test_experts_of_the_transformers_backend_run(self, model_type: str, tmp_path: Path) -> None:
+        """With CUDA graphs if they can be captured, else without."""
+        check_spread(model_type, EXPERTS[model_type], tmp_path, model_impl="transformers")
+
+    @pytest.mark.parametrize("model_type", ["stablelm", "cohere", "gpt_neox"])
+    def test_cuda_graphs_keep_the_tokens_of_transformers_modules(self, model_type: str, tmp_path: Path) -> None:
+        random_reference(gpu_config(model_type, {})).save_pretrained(tmp_path)
+        found = []
+        for limits in ({"cuda_graph_max_bs": 0}, {"cuda_graph_max_bs": 8}):
+            with LLM(str(tmp_path), dtype="float32", num_pages=256, page_size=16, **limits) as llm:
+                found.append([output.token_ids for output in llm.generate(PROMPTS, GREEDY)])
+        assert found[0] == found[1]

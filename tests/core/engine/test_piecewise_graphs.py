@@ -17,6 +17,7 @@ from transformers import Qwen3MoeConfig
 from minisgl_core.contracts.attention import AttentionBackend, AttentionBatch, AttentionCapabilities, AttentionLayer
 from minisgl_core.contracts.model import Attend
 from minisgl_core.contracts.ops import Ops, RotaryOps
+from minisgl_core.engine.build import capture_graphs
 from minisgl_core.engine.model_runner import ModelRunner
 from minisgl_core.engine.piecewise_graphs import PiecewiseGraphs, piecewise_sizes
 from minisgl_core.errors import InvalidValueError, MinisglError
@@ -182,6 +183,16 @@ def test_a_failed_capture_names_a_remedy(model_runner: ModelRunner) -> None:
         "piecewise CUDA graphs cannot be captured: RuntimeError: operation not permitted"
         " (--piecewise-cuda-graph-max-tokens 0 captures none)"
     )
+
+
+def test_a_failed_capture_may_leave_no_graphs(model_runner: ModelRunner, caplog: pytest.LogCaptureFixture) -> None:
+    assert capture_graphs(model_runner, [], [8], progress=False, may_fail=True)
+    model_runner.platform = FailsToCapture()
+    with pytest.raises(MinisglError, match="operation not permitted"):
+        capture_graphs(model_runner, [], SIZES, progress=False, may_fail=False)
+    assert not capture_graphs(model_runner, [], SIZES, progress=False, may_fail=True)
+    assert "steps run without CUDA graphs, which takes longer: piecewise CUDA graphs cannot be captured" in caplog.text
+    assert model_runner._piecewise is None
 
 
 @pytest.mark.parametrize("most", [1, 15, 16, 17, 100, 512, 8448])

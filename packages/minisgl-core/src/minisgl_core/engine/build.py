@@ -31,7 +31,7 @@ from minisgl_core.engine.model_runner import ModelRunner
 from minisgl_core.engine.model_runner_factory import ModelRunnerFactory
 from minisgl_core.engine.rank_groups import RankGroups, join_groups
 from minisgl_core.engine.startup_timer import StartupTimer
-from minisgl_core.errors import PluginError
+from minisgl_core.errors import MinisglError, PluginError
 from minisgl_core.platforms.selection import pick_platform, preferred_by
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Registry
@@ -115,17 +115,18 @@ def build_model_runner(
             graphs = factory.decode_graph_sizes()
             piecewise = factory.piecewise_graph_sizes(bool(graphs))
             # On a CPU, a decode batch is captured when its size first occurs, and graphs take no memory of a device.
-            num_decode_captures = 0 if platform.has_host_graphs else len(graphs)
             num_captures = 0 if platform.has_host_graphs else len(graphs) + len(piecewise)
             pool = size_pool(factory.smallest_pool, config, platform, groups, factory.run_profile_batch, num_captures)
             max_seq_len = min(factory.max_seq_len, (pool.num_pages - 1) * pool.page_size)
             timer.done("sized the memory")
             model_runner = factory.model_runner(pool, max_seq_len)
-            if graphs:
-                model_runner.capture_decode_graphs(graphs, progress and rank == 0)
-            if piecewise:
-                model_runner.capture_piecewise_graphs(piecewise, progress and rank == 0)
+            limits = config.scheduler
+            is_default = limits.cuda_graph_max_bs == limits.piecewise_cuda_graph_max_tokens == AUTO
+            may_fail = is_default and checkpoint.provider == TRANSFORMERS
+            if not capture_graphs(model_runner, graphs, piecewise, progress and rank == 0, may_fail=may_fail):
+                num_captures, piecewise = 0, []
             platform.synchronize()
+            num_decode_captures = max(num_captures - len(piecewise), 0)
             timer.done(f"captured {num_decode_captures} decode graphs and {len(piecewise)} sizes of piecewise graphs")
         except BaseException:
             if model_runner is not None:
@@ -134,6 +135,28 @@ def build_model_runner(
             raise
     info = _info(checkpoint, resolved, sampling, pool.num_pages, max_seq_len, hardware, timer)
     return BuiltModelRunner(model_runner, config, checkpoint, info)
+
+
+def capture_graphs(
+    model_runner: ModelRunner, decode_sizes: list[int], piecewise_sizes: list[int], progress: bool, *, may_fail: bool
+) -> bool:
+    """Capture CUDA graphs of these sizes. Return False if that fails and `may_fail`; steps then run without graphs.
+
+    Raises:
+        MinisglError: a graph cannot be captured, and not `may_fail`.
+    """
+    try:
+        if decode_sizes:
+            model_runner.capture_decode_graphs(decode_sizes, progress)
+        if piecewise_sizes:
+            model_runner.capture_piecewise_graphs(piecewise_sizes, progress)
+    except MinisglError as error:
+        if not may_fail:
+            raise
+        logger.warning("steps run without CUDA graphs, which takes longer: %s", error)
+        model_runner.free_graphs()
+        return False
+    return True
 
 
 def resolve_options(
@@ -156,8 +179,10 @@ def resolve_options(
     checkpoint = open_checkpoint(config, registry)
     is_transformers = checkpoint.provider == TRANSFORMERS
     config = config.with_flat(model_impl=TRANSFORMERS if is_transformers else "minisgl")
-    if is_transformers and config.scheduler.cuda_graph_max_bs == AUTO:
-        config = config.with_flat(cuda_graph_max_bs=0)  # capture of transformers' modules has not been run on a GPU
+    if is_transformers and platform_class.has_host_graphs and config.scheduler.cuda_graph_max_bs == AUTO:
+        config = config.with_flat(
+            cuda_graph_max_bs=0
+        )  # graphs on the host must not have experts, and these are not known
     if is_transformers and checkpoint.config.quantization:
         config = config.with_flat(quantization="none")
     resolved = resolve(
