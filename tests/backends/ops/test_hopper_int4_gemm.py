@@ -156,9 +156,10 @@ class TestOnHopper:
         [(scales, rows) for scales, most in MAX_PAIRED_ROWS.items() for rows in ROW_SIZES if rows <= most],
     )
     @pytest.mark.parametrize("half", [0, 1])
-    def test_an_sm_holds_no_two_blocks_of_one_half(self, half: int, rows: int, scales: int) -> None:
+    @pytest.mark.parametrize("is_plain", [True, False])
+    def test_an_sm_holds_no_two_blocks_of_one_half(self, half: int, rows: int, scales: int, is_plain: bool) -> None:
         device = torch.device("cuda")
-        variant = Variant(rows, 2, 1, scales, gated=False, has_bias=False, half=half)
+        variant = Variant(rows, 2, 1, scales, gated=not is_plain, has_bias=not is_plain, half=half)
         _, max_blocks = load_kernel(variant, "int4_gemm", device, variant.resources)
         assert max_blocks <= torch.cuda.get_device_properties(device).multi_processor_count
 

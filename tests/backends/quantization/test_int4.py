@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from int4_checkpoints import FORMATS, awq, compressed_int4, gptq, pack_compressed, pack_words
 
 from minisgl_backends.moe.torch_kernel import TorchMoe
-from minisgl_backends.quantization.int4 import Int4
+from minisgl_backends.quantization.int4 import Int4, Int4Linear
 from minisgl_core.contracts.checkpoint_quantization import CheckpointQuantization
 from minisgl_core.contracts.layer_methods import ExpertsSpec, LinearPart, LinearSpec
 from minisgl_core.contracts.moe import MoeSpec
@@ -308,6 +308,19 @@ def test_fused_parts_with_different_quantization_are_refused() -> None:
         Int4(spec, Ops.of(CPU, torch.float32)).linear(
             LinearSpec("l", parts, Shard.whole(64), False, False, torch.float32, CPU)
         )
+
+
+def test_layers_take_the_halves_of_an_sm_in_turn() -> None:
+    halves = []
+    provider = Int4(QuantizationSpec(torch.float32, CPU), Ops.of(CPU, torch.float32))
+    provider._prepare_on_gpu = lambda weight, bias, half: halves.append(half)
+    for name in "abc":
+        parts = (LinearPart(name, Shard.whole(16)),)
+        method = provider.linear(LinearSpec(name, parts, Shard.whole(64), False, False, torch.float32, CPU))
+        assert isinstance(method, Int4Linear)
+        method.weight.zero_()
+        method.prepare()
+    assert halves == [0, 1, 0]
 
 
 def test_unsupported_specs_are_refused() -> None:

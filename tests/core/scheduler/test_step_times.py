@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -130,15 +131,7 @@ class Constant(StepTimes):
             self._decode_s[group].append(decode_s)
         self._token_s.append(1e-4)
 
-    def observe(
-        self,
-        num_decodes: int,
-        num_prompt_tokens: int,
-        seconds: float,
-        launch_s: float = 0.0,
-        *,
-        is_upper_bound: bool = False,
-    ) -> None:
+    def observe(self, *arguments: Any, **options: Any) -> None:
         pass
 
 

@@ -1,9 +1,9 @@
 """ctypes bindings of CUDA driver functions that torch has no API for: kernel launch with PDL and clusters, TMA maps."""
 
 import ctypes
-import struct
+import sys
 from collections.abc import Mapping, Sequence
-from ctypes import POINTER, c_char_p, c_int, c_uint, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_float, c_int, c_uint, c_uint32, c_uint64, c_void_p
 from functools import cache
 from typing import Any, ClassVar
 
@@ -120,10 +120,8 @@ class Kernel:
             num_blocks: a multiple of the cluster size.
             arguments: see `Argument`.
         """
-        key = (
-            num_blocks,
-            torch.cuda.current_stream(self._device).cuda_stream,
-        )  # without a device, it would look for GPUs
+        # Without a device, torch would look for GPUs at each launch.
+        key = num_blocks, torch.cuda.current_stream(self._device).cuda_stream
         if (config := self._configs.get(key)) is None:
             config = self._configs[key] = self._config(*key)
         words = kernel_parameters(arguments)
@@ -212,7 +210,7 @@ def kernel_parameters(arguments: Sequence[Argument]) -> ctypes.Array[c_uint64]:
     words[:num] = [
         each.data_ptr() if isinstance(each, torch.Tensor)
         else each if isinstance(each, int)  # the kernel reads the first 4 bytes
-        else int.from_bytes(struct.pack("<f", each), "little") if isinstance(each, float)
+        else int.from_bytes(c_float(each), sys.byteorder) if isinstance(each, float)
         else 0 if each is None
         else each.address
         for each in arguments

@@ -1,9 +1,9 @@
 """``--quantization int4``: 4-bit integer weights with a scale per output channel and group of inputs (W4A16)."""
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import cycle, repeat
+from itertools import cycle
 
 from minisgl_backends.kernels.device import packed_gemm_unsupported
 from minisgl_backends.kernels.int4_weight import Int4Weight, quantize_groups, torch_int4_linear
@@ -63,7 +63,8 @@ class Int4(Quantization):
 
     def __init__(self, spec: QuantizationSpec, ops: Ops) -> None:
         super().__init__(spec, ops)
-        self._prepares: Iterator[Prepare] = repeat(torch_int4_linear)  # of the layers in the order in which they run
+        self._prepare_on_gpu: Callable[..., LinearOp] | None = None
+        self._halves = cycle((0, 1))
         if spec.device.type == "cuda":
             from minisgl_backends.cuda.requirements import hopper_missing
             from minisgl_backends.cuda.small_m_gemm import StreamKWorkspace
@@ -71,10 +72,20 @@ class Int4(Quantization):
             from minisgl_backends.quantization import int4_gpu
 
             stream_k_workspace = None if hopper_missing(spec.device, spec.dtype) else StreamKWorkspace(spec.device)
-            prepare = partial(
+            self._prepare_on_gpu = partial(
                 int4_gpu.prepare, workspace=SplitKWorkspace(spec.device), stream_k_workspace=stream_k_workspace
             )
-            self._prepares = cycle(partial(prepare, half=half) for half in (0, 1))
+
+    def _next_prepare(self) -> Prepare:
+        """Return the function that prepares the next layer, in the order in which layers run.
+
+        On Hopper GPUs, GEMMs that follow each other take different halves of an SM.
+        """
+        return (
+            torch_int4_linear
+            if self._prepare_on_gpu is None
+            else partial(self._prepare_on_gpu, half=next(self._halves))
+        )
 
     def linear(self, spec: LinearSpec) -> LinearMethod:
         """Return the method for a layer of a 16-bit checkpoint, or of one with 4-bit integers.
@@ -90,9 +101,9 @@ class Int4(Quantization):
                     "%s is not quantized: int4 needs a multiple of 32 inputs, not %d", spec.name, spec.in_features
                 )
                 return super().linear(spec)
-            return Int4Linear(spec, self.ops, group, next(self._prepares))
+            return Int4Linear(spec, self.ops, group, self._next_prepare())
         found = _format_of(stored, spec.name, spec.parts)
-        return super().linear(spec) if found is None else CheckpointInt4Linear(spec, found, next(self._prepares))
+        return super().linear(spec) if found is None else CheckpointInt4Linear(spec, found, self._next_prepare())
 
     def experts(self, spec: ExpertsSpec, kernel: type[MoeKernel]) -> ExpertsMethod:
         """Return the method of one layer's experts, of a 16-bit checkpoint or of one with 4-bit integers.

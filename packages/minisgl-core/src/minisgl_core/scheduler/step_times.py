@@ -1,8 +1,12 @@
 """Estimates of the duration of steps, from the steps before.
 
-The GEMMs of a step take the longer of two times: that of reading all weights, and that of multiplying all tokens. The first is
-estimated as the duration of the smallest decode steps, the second as a time per token. To them is added by how much larger decode
-steps exceed the smallest ones, for K and V. All are medians of the last few steps, so that single slow steps do not count.
+The duration of a step is ``max(weights, tokens * token) + attention``:
+
+- ``weights`` is the duration of the smallest decode steps, which read all weights for few tokens,
+- ``token`` is the time per token of steps with prompts,
+- ``attention`` is by how much decode steps with as many requests exceed ``weights``, since they read K and V.
+
+All are medians of the last few steps, so that single slow steps do not count.
 """
 
 from collections import defaultdict, deque
@@ -51,16 +55,14 @@ class StepTimes:
             is_upper_bound: the step may have been faster.
         """
         if num_prompt_tokens == 0:
-            known = self._decode_s[_group(num_decodes)]
-            known.append(min(seconds, median(known)) if is_upper_bound and known else seconds)
+            _append(self._decode_s[_group(num_decodes)], seconds, is_upper_bound)
             return
         self._launch_s = launch_s
         gemm_s = max(seconds - self._attention_time(num_decodes), 0.0)
         token_s = gemm_s / (num_decodes + num_prompt_tokens)
         has_waited = launch_s > seconds / 2  # the device, for the launch
-        if is_upper_bound or has_waited or gemm_s < _LIMITED_BY_WEIGHTS * self._weights_time():
-            token_s = min(token_s, median(self._token_s or [token_s]))
-        self._token_s.append(token_s)
+        is_limited_by_weights = gemm_s < _LIMITED_BY_WEIGHTS * self._weights_time()
+        _append(self._token_s, token_s, is_upper_bound or has_waited or is_limited_by_weights)
 
     def predict(self, num_decodes: int, num_prompt_tokens: int) -> float:
         """Return the expected duration of a step in seconds, 0 if unknown."""
@@ -98,6 +100,12 @@ class StepTimes:
     def _attention_time(self, num_decodes: int) -> float:
         """Return by how much a decode step takes longer than the smallest ones."""
         return max(self._decode_time(num_decodes) - self._weights_time(), 0.0)
+
+
+def _append(times: deque[float], seconds: float, is_upper_bound: bool) -> None:
+    """Add a time. An upper bound is added only if it is below the estimate, or the first."""
+    if not is_upper_bound or not times or seconds < median(times):
+        times.append(seconds)
 
 
 def _group(num_decodes: int) -> int:
