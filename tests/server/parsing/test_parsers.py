@@ -258,6 +258,7 @@ def test_results_do_not_depend_on_how_text_is_split(
 @settings(max_examples=200)
 @given(st.lists(PARTS, max_size=12), st.sampled_from(["hermes", "llama3_json", "mistral"]))
 @example(['{"name": "get", "arguments": {', "}", "{", "<think>"], "llama3_json")
+@example(["[TOOL_CALLS]", "["], "mistral")
 def test_no_text_is_lost(parts: list[str], format: str) -> None:
     """Without a call, all text is content. Otherwise the arguments of the calls are parts of the text."""
     text = "".join(parts)

@@ -244,7 +244,7 @@ class MistralParser(ToolParser):
         tag += "".join(space)
         if char == "[":
             char = yield
-            if char != "{" and not char.isspace():  # perhaps another tag, which has the bracket
+            if char and char != "{" and not char.isspace():  # perhaps another tag, which has the bracket
                 self._add(tag)
                 return f"[{char}"
             tag += "["
