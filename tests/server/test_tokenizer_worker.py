@@ -417,6 +417,23 @@ def test_chats_run_on_a_thread_after_a_slow_one(rig: Rig, monkeypatch: pytest.Mo
     assert threads == [here]
 
 
+def test_a_stalled_cpu_does_not_make_a_template_slow(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = list[str]()
+
+    def stall(worker: TokenizerWorker, message: Tokenize) -> Any:
+        threads.append(threading.current_thread().name)
+        time.sleep(0.3)
+        return [5], "x"
+
+    monkeypatch.setattr(TokenizerWorker, "encode", stall)
+    monkeypatch.setattr(tokenizer_queue, "_SLOW_S", 0.2)
+    queue = TokenizerQueue(rig.worker)
+    for name in "ab":
+        queue.add(Tokenize(request_id=name, sampling=SamplingParams(), messages=QUESTION))
+        queue.run_next()
+    assert threads == 2 * [threading.current_thread().name]
+
+
 def test_waiting_prompts_are_measured_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measuring a chat of thousands of messages takes milliseconds, and the queue is searched for each new message."""
     measured, num_chars = list[str](), Tokenize.num_chars
