@@ -36,6 +36,11 @@ QWEN: dict[str, tuple[str, tuple[str, Calls]]] = {
     "no first tag, unknown": ("<function=f>\n</function>", ("<function=f>\n</function>", [])),
     "no last tag": (ONE.removesuffix("</tool_call>"), ("", [("get", ONE_JSON)])),
     "no end of the function": ("<tool_call><function=get><parameter=n>3</parameter></tool_call>!", ("!", [("get", '{"n": 3}')])),
+    "no end of a value": (ONE.replace("\n</parameter>\n<parameter=n", "\n<parameter=n") + "!", ("!", [("get", ONE_JSON)])),
+    "no end of a text": (qwen("get", text="a").replace("</parameter>\n", "") + "!", ("!", [("get", '{"text": "a"}')])),
+    "no end of a number": (qwen("get", n="3").replace("</parameter>", "") + ONE, ("", [("get", '{"n": 3}'), ("get", ONE_JSON)])),
+    "no end of the call": (f"{ONE.partition('</function>')[0]}{qwen('put')}", ("", [("get", ONE_JSON), ("put", "{}")])),
+    "no end of a key": ("<tool_call><function=get><parameter=n</function>!", ("!", [("get", "{}")])),
     "newlines": (qwen("get", text="\n\n a \n"), ("", [("get", r'{"text": "\n\n a \n"}')])),
     "empty text": (qwen("get", text=""), ("", [("get", '{"text": ""}')])),
     "tags in a text": (qwen("get", text='</function> "<b>" \\'), ("", [("get", r'{"text": "</function> \"<b>\" \\"}')])),
@@ -71,7 +76,10 @@ GLM: dict[str, tuple[str, tuple[str, Calls]]] = {
     "unknown function": (glm("f", n="3"), ("", [("f", '{"n": 3}')])),
     "newlines in a text": (glm("get", text="\n a\n"), ("", [("get", r'{"text": "\n a\n"}')])),
     "tags in a text": (glm("get", text="</tool_call><arg_key>"), ("", [("get", '{"text": "</tool_call><arg_key>"}')])),
-    "no value": ("<tool_call>get\n<arg_key>n</arg_key>\n</tool_call>", ("", [("get", "{")])),
+    "no value": ("<tool_call>get\n<arg_key>n</arg_key>\n</tool_call>!", ("!", [("get", "{}")])),
+    "no tag of a value": (GLM_ONE.replace("<arg_value>a\nb</arg_value>", "a"), ("", [("get", '{"n": 3}')])),
+    "no end of a key": (GLM_ONE.replace("</arg_key>\n<arg_value>a", "", 1), ("", [("get", '{"n": 3}')])),
+    "no end of the call": (GLM_ONE.removesuffix("</tool_call>") + glm("put"), ("", [("get", ONE_JSON), ("put", "{}")])),
     "cut in a text": (GLM_ONE.partition("\nb")[0] + "</arg_", ("", [("get", '{"text": "a</arg_')])),
     "cut in a number": (glm("get", n="34").partition("4")[0], ("", [("get", "{")])),
     "cut after a value": (GLM_ONE.removesuffix("</tool_call>"), ("", [("get", ONE_JSON[:-1])])),
@@ -115,6 +123,8 @@ KIMI: dict[str, tuple[str, tuple[str, Calls]]] = {
     "no index": (BEGIN + kimi("functions.get", "{}") + END, ("", [("get", "{}")])),
     "no section": (kimi("functions.get:0", "{}"), ("", [("get", "{}")])),
     "cut in the arguments": (BEGIN + KIMI_ONE.partition("b>")[0], ("", [("get", '{"a": "<')])),
+    "no end of a call": (BEGIN + KIMI_ONE.removesuffix("<|tool_call_end|>") + END + "!", ("!", [("get", '{"a": "<b>"}')])),
+    "no end before a call": (KIMI_ONE.removesuffix("<|tool_call_end|>") + KIMI_ONE, ("", [("get", '{"a": "<b>"}')] * 2)),
     "cut in the name": (f"a {BEGIN}<|tool_call_begin|>functions.g", (f"a {BEGIN}<|tool_call_begin|>functions.g", [])),
     "no name": (BEGIN + kimi("", "{}"), (BEGIN + kimi("", "{}"), [])),
     "an empty section": (BEGIN + END, (BEGIN + END, [])),
@@ -234,8 +244,8 @@ def test_enumerations_that_are_too_long_allow_any_type() -> None:
     assert argument_types({"properties": {"zip": {"enum": CODES * 11}}}, "zip") >= {"string", "integer"}
 
 
-TEXTS = st.text().filter(lambda text: "</" not in text)
-"""Texts without end tags, which the formats cannot write."""
+TEXTS = st.text().filter(lambda text: "</" not in text and "<parameter=" not in text)
+"""Texts without tags that end a value, which the formats cannot write."""
 
 
 @given(TEXTS, TEXTS, st.integers(), st.none() | st.booleans() | st.floats(allow_nan=False, allow_infinity=False))

@@ -62,10 +62,21 @@ class TaggedToolParser(ToolParser):
 
     def _read_arguments(self, name: str, tag: str) -> Generator[None, str, str]:
         """Read the arguments after a header, whose last tag is given. Return the text to go on with."""
-        if (yield from self._read_to(self.call_ends, self._arguments.append)) is None:
+        return (yield from self._end_call((yield from self._read_to(self._ends, self._arguments.append))))
+
+    @property
+    def _ends(self) -> tuple[str, ...]:
+        """Tags that end a call: those after it, and those before the next one in case that they are missing."""
+        return (*self.call_ends, self.end, self.begin, *self.other_begins)
+
+    def _end_call(self, tag: str | None) -> Generator[None, str, str]:
+        """End a call at one of `_ends`, or at the end of the output. Return the text to go on with."""
+        if tag is None:
             return ""
         self.is_done = not self._parallel
-        return (yield from self._read_after())
+        if tag in (self.begin, *self.other_begins):
+            return tag
+        return (yield) if tag == self.end else (yield from self._read_after())
 
     @staticmethod
     def _read_to(
@@ -102,7 +113,7 @@ class XmlToolParser(TaggedToolParser):
     value_begin: ClassVar[str] = ""
     """Tag before a value, if another tag ends the name."""
     value_ends: ClassVar[tuple[str, ...]]
-    """Texts that end a value."""
+    """Texts that end a value. Some may end with the tag after the value, in case that its own is missing."""
 
     @cached_property
     def _types(self) -> Callable[[str, str], frozenset[str]]:
@@ -112,22 +123,21 @@ class XmlToolParser(TaggedToolParser):
     def _read_arguments(self, name: str, tag: str | None) -> Generator[None, str, str]:
         self._arguments.append("{")
         separator = ""
+        ends = (self.parameter, *self._ends)
         while tag == self.parameter:
             key: list[str] = []
-            tag = yield from self._read_to((self.key_end,), key.append)
-            if tag is not None and self.value_begin:
-                tag = yield from self._read_to((self.value_begin,), str)
-            if tag is not None:
+            tag = yield from self._read_to((self.key_end, *ends), key.append)
+            if tag == self.key_end and self.value_begin:
+                tag = yield from self._read_to((self.value_begin, *ends), str)
+            if tag in (self.key_end, self.value_begin):
                 argument = "".join(key).strip()
                 tag = yield from self._read_value(f"{separator}{quoted(argument)}: ", self._types(name, argument))
+                separator = ", "
             if tag is not None:
-                tag = yield from self._read_to((self.parameter, *self.call_ends), str)
-            separator = ", "
-        if tag is None:
-            return ""
-        self._arguments.append("}")
-        self.is_done = not self._parallel
-        return (yield) if tag == self.end else (yield from self._read_after())
+                tag = next(filter(tag.endswith, ends), None) or (yield from self._read_to(ends, str))
+        if tag is not None:
+            self._arguments.append("}")
+        return (yield from self._end_call(tag))
 
     def _read_value(self, key: str, types: frozenset[str]) -> Generator[None, str, str | None]:
         """Read a value and emit it after its key. Return its end tag, or None if the output ends before it."""
@@ -159,7 +169,7 @@ class Qwen3CoderParser(XmlToolParser):
     end = "</tool_call>"
     parameter = "<parameter="
     key_end = ">"
-    value_ends = ("\n</parameter>", "</parameter>")
+    value_ends = ("\n</parameter>", "</parameter>", "\n<parameter=", "\n</function>\n</tool_call>")
     call_ends = ("</function>", "</tool_call>")
     header_ends = ("<parameter=", "</function>")
     header = re.compile(
