@@ -196,6 +196,13 @@ def test_calls_of_kimi_keep_their_ids() -> None:
     assert [each.id for each in calls] == ["functions.get:0", "functions.put:1"]
 
 
+def test_call_ids_of_kimi_are_unique() -> None:
+    ids = ["get", "get", "functions.get:0", "functions.get:0", "functions.put:1", "functions.put:1", "functions.get:2"]
+    calls = parser("kimi_k2").push("".join(kimi(each, "{}") for each in ids), finished=True).tool_calls
+    assert len({each.id for each in calls}) == len(ids)
+    assert [each.id for each in calls[:3]] == ["get", "functions.get:0", "functions.get:1"]
+
+
 @pytest.mark.parametrize(("key", "text", "expected"), VALUES)
 def test_values_become_json_as_the_schema_asks(key: str, text: str, expected: str) -> None:
     [(_, arguments)] = parse(parser("qwen3_coder"), [qwen("get", **{key: text})])[2]

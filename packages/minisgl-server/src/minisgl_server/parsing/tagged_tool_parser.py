@@ -1,9 +1,10 @@
 """Parses tool calls whose function names are between tags, and not in JSON: those of Qwen3-Coder, GLM, Mistral and Kimi."""
 
 import re
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Mapping
 from functools import cache, cached_property
-from typing import ClassVar
+from itertools import count
+from typing import Any, ClassVar
 
 from minisgl_core.text.stop import StopFinder
 from minisgl_server.parsing.argument_values import STRING, argument_types, quoted, to_json
@@ -228,7 +229,8 @@ class MistralV11Parser(TaggedToolParser):
 class KimiK2Parser(TaggedToolParser):
     """Format ``<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`` of Kimi K2.
 
-    Tags surround a section of calls. The call ids are those of the model, because its chat template shows them as names.
+    Tags surround a section of calls. The call ids are those of the model, because its chat template shows them as names. An id
+    that repeats gets the next free index.
     """
 
     begin = "<|tool_calls_section_begin|>"
@@ -244,3 +246,15 @@ class KimiK2Parser(TaggedToolParser):
             rf"{_SPACE}(?:(?P<id>(?:functions\.)?{_NAME}(?::\d{{0,8}})?){_SPACE}{_partial(header_ends[0])})?",
         )
     )
+
+    def __init__(self, functions: Mapping[str, Any], parallel: bool, strict: Collection[str] = ()) -> None:
+        """Start to parse one output."""
+        super().__init__(functions, parallel, strict)
+        self._call_ids: set[str] = set()
+        self._indices = count()
+
+    def _add_call(self, name: str, call_id: str | None = None) -> None:
+        while call_id is None or call_id in self._call_ids:
+            call_id = f"functions.{name}:{next(self._indices)}"
+        self._call_ids.add(call_id)
+        super()._add_call(name, call_id)
