@@ -6,6 +6,7 @@ import copy
 import json
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import jsonschema
@@ -388,9 +389,10 @@ def test_earlier_calls_are_rendered_without_tools(engine_tokenizer: Any) -> None
 
 def test_earlier_calls_without_a_call_format_are_refused(engine_tokenizer: Any) -> None:
     assert render(engine_tokenizer, PLAIN, "auto", USED[:1]) == "user: Hi\n"
-    for messages, name in ((USED, "messages[1]"), (USED[2:], "messages[0]")):
+    formats = ["auto", *(name for name, kind in TOOL_PARSERS.items() if not kind.is_json)]
+    for format, (messages, name) in product(formats, ((USED, "messages[1]"), (USED[2:], "messages[0]"))):
         with pytest.raises(InvalidValueError, match="--tool-call-parser") as raised:
-            render(engine_tokenizer, PLAIN, "auto", messages)
+            render(engine_tokenizer, PLAIN, format, messages)
         assert raised.value.name == name
 
 

@@ -125,8 +125,8 @@ class ChatFormat:
         elif not self._template_has_calls:
             about_tools = (each.get("tool_calls") or each.get("role") == "tool" for each in messages)
             if (index := next((index for index, is_about in enumerate(about_tools) if is_about), None)) is not None:
-                parser = self._parser_for_tools(f"messages[{index}]", "a call or its result")
-                messages = render_calls_as_text(messages, parser)
+                field = (f"messages[{index}]", "a call or its result")
+                messages = render_calls_as_text(messages, self._parser_for_tools(*field), *field)
         return render_chat(
             self._tokenizer,
             messages,

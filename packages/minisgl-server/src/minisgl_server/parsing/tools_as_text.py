@@ -15,29 +15,34 @@ def describe_tools_in_system_prompt(
     """Return messages for a template without tools: calls become text, and the system prompt describes the tools.
 
     Raises:
-        InvalidValueError: calls are not JSON in the format of the parser, so that the model has to know it from its template.
+        InvalidValueError: see `render_calls_as_text`.
     """
-    if not parser.is_json:
-        allowed = (
-            "left out: the model's chat template does not show tools, and the format of --tool-call-parser requires it"
-        )
-        raise InvalidValueError(
-            "tools", "given", allowed, "Launch with --tool-call-parser hermes, or with --chat-template."
-        )
     prefix, suffix, _ = parser.call_delimiters
     call = f'{prefix}{{"name": <name of the function>, "{parser.arguments_key}": <object of its arguments>}}{suffix}'
     lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
     text = "\n".join(
         ["You can call these functions, each described by a JSON object:", *lines, "To call one, answer:", call]
     )
-    plain = render_calls_as_text(messages, parser)
+    plain = render_calls_as_text(messages, parser, "tools", "given")
     if plain and plain[0]["role"] in ("system", "developer"):
         return [{**plain[0], "content": f"{plain[0]['content']}\n\n{text}"}, *plain[1:]]
     return [{"role": "system", "content": text}, *plain]
 
 
-def render_calls_as_text(messages: Sequence[Mapping[str, Any]], parser: type[ToolParser]) -> list[dict[str, Any]]:
-    """Return messages for a template without tool calls: calls and their results become text."""
+def render_calls_as_text(
+    messages: Sequence[Mapping[str, Any]], parser: type[ToolParser], name: str, value: str
+) -> list[dict[str, Any]]:
+    """Return messages for a template without tool calls: calls and their results become text.
+
+    Raises:
+        InvalidValueError: calls are not JSON in the format of the parser, so that the model has to know it from its template. The
+            error has the name and the value of the field that needs the format.
+    """
+    if not parser.is_json:
+        allowed = (
+            "left out: the model's chat template does not show tools, and the format of --tool-call-parser requires it"
+        )
+        raise InvalidValueError(name, value, allowed, "Launch with --tool-call-parser hermes, or with --chat-template.")
     return [_as_text(message, parser) for message in plain_messages(messages)]
 
 
