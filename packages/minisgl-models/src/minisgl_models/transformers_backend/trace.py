@@ -257,12 +257,13 @@ def _calls(model: Any) -> tuple[AttentionCall, ...]:
     set_handler(model, record)
     may_have_state = _may_have_state(model)
     ids = torch.zeros((1, _NUM_TOKENS), dtype=torch.int64, device="meta")
+    mask = torch.ones_like(ids)
     try:
         with torch.inference_mode():
             hidden_states = detach_backbone(model)(
                 input_ids=ids,
                 # In a mask [1, T], transformers looks for padding on the host if it has code for layers with a state.
-                attention_mask=torch.ones_like(ids)[(None,) if may_have_state else ()],
+                attention_mask=mask[None] if may_have_state else mask,
                 position_ids=torch.arange(_NUM_TOKENS, device="meta")[None],
                 use_cache=False,
             )[0]

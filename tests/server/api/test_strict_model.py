@@ -1,0 +1,30 @@
+"""Types of fields of the request models."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import pytest
+from pydantic import BaseModel, TypeAdapter, create_model
+
+from minisgl_server.api.strict_model import ByType
+
+
+def model_of(kind: Any, default: Any = ...) -> type[BaseModel]:
+    return create_model("Model", type=(kind, default))
+
+
+def test_a_value_without_a_type_is_of_the_model_that_allows_it() -> None:
+    text, image = model_of(Literal["text"] | None, None), model_of(Literal["image"])
+    adapter = TypeAdapter(Annotated[text | image, ByType()])
+    assert [type(adapter.validate_python(each)) for each in ({}, {"type": "text"}, {"type": "image"})] == [
+        text,
+        text,
+        image,
+    ]
+
+
+@pytest.mark.parametrize("kind", [Literal["text", "input_text"], Literal["text", "input_text"] | None, str])
+def test_a_model_needs_exactly_one_type(kind: Any) -> None:
+    with pytest.raises(TypeError, match="the type of Model must be one literal"):
+        TypeAdapter(Annotated[model_of(kind) | model_of(Literal["image"]), ByType()])
