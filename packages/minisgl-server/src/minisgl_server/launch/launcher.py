@@ -39,11 +39,11 @@ from minisgl_server.launch.stop_signals import StopSignals, exit_on_signal
 from minisgl_server.metrics.engine_metrics import prepare_metrics
 from minisgl_server.options import ServerOptions
 from minisgl_server.router.cache_events import ROUTER_EVENTS_VARIABLE
+from minisgl_server.tokenizer import RUN_TOKENIZER
 
 logger = logging.getLogger(__name__)
 
 RUN_ROUTER = "minisgl_server.router.process:run_router"
-RUN_TOKENIZER = "minisgl_server.tokenizer.process:run_tokenizer_worker"
 DRAIN_SLACK_S = 5.0
 """Time beyond ``--drain-timeout`` that the API server has to stop."""
 

@@ -41,11 +41,11 @@ from minisgl_server.ray.direct_streams import DirectStreams
 from minisgl_server.ray.engine import prepare_process
 from minisgl_server.ray.request_router import HEARTBEAT_TIMEOUT_TICKS, RoutingTable
 from minisgl_server.router.worker import make_router
+from minisgl_server.tokenizer import RUN_TOKENIZER
 from minisgl_server.tokenizer.worker import MAX_ATTEMPTS
 
 logger = logging.getLogger(__name__)
 
-RUN_TOKENIZER = "minisgl_server.tokenizer.process:run_tokenizer_worker"
 OUTPUT_S = 10.0
 """Longest time from the end of a call to the arrival of the request's last output."""
 METRICS_S = 5.0
