@@ -147,8 +147,8 @@ def test_requests_are_refused_while_all_replicas_fail_repeatedly(server: Any, ch
 
 
 @pytest.mark.nightly
-def test_a_drain_restarts_no_replica(server: Any) -> None:
-    """The killed replica loses its streams; the others finish."""
+def test_a_drain_restarts_no_replica_and_fails(server: Any) -> None:
+    """The killed replica loses its streams; the others finish, and the launch fails."""
     wait_all_ready(server)
     before = server.stderr().count("is restarted")
 
@@ -161,8 +161,9 @@ def test_a_drain_restarts_no_replica(server: Any) -> None:
 
     ended = run_streams(server, 4, 1000, drain_and_kill)
     assert sorted(map(num_errors, ended)) == [0, 0, 1, 1]
-    assert server.wait_ended() == 0
+    assert server.wait_ended() == 1
     assert server.stderr().count("is restarted") == before
+    assert re.search("^minisgl: The process 'replica 1 rank 0' was killed by SIGKILL", server.stderr(), re.MULTILINE)
     assert "Replica 1 stays down, because the server is stopping." in server.stderr()
 
 

@@ -103,6 +103,7 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
                 wait(lambda: False)  # until a signal
                 _drain(replicas, apis, options, wait, signals)
                 supervisor.check_ended()
+                replicas.check_drained()
         except WorkerDiedError:
             apis.broadcast(Stop())  # running requests fail, as there will be no more output
             raise
