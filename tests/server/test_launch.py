@@ -130,6 +130,7 @@ def test_a_signal_during_a_download_ends_the_launch(launch: Launch, number: sign
         (("--served-model-name", "\udcff"), ("--served-model-name", "printable")),
         (("--host", "192.0.2.1"), ("--host", "192.0.2.1:0", "Cannot assign requested address.")),
         (("--host", "a..b"), ("--host", "a..b", "an address of this machine")),
+        (("--tp", "2"), ("--tp=2", "one of 1, 3, 9 for this model")),
     ],
 )
 def test_startup_errors_are_one_line(launch: Launch, flags: tuple[str, ...], words: tuple[str, ...]) -> None:
@@ -141,6 +142,7 @@ def test_startup_errors_are_one_line(launch: Launch, flags: tuple[str, ...], wor
     for word in words:
         assert word in message
     assert "Port 0" not in message
+    assert "in the process" not in message, "no rank has started"
 
 
 def test_a_failure_of_the_engine_at_startup_ends_the_launch(launch: Launch, tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from minisgl_server.launch.api_workers import ApiWorkers, check_api_workers
 from minisgl_server.launch.replicas import ROUTER, Replicas
 from minisgl_server.launch.restarts import wait_and_restart
 from minisgl_server.launch.stop_signals import StopSignals, exit_on_signal
+from minisgl_server.launch.tp_check import check_tp
 from minisgl_server.metrics.engine_metrics import prepare_metrics
 from minisgl_server.options import ServerOptions
 from minisgl_server.router.cache_events import ROUTER_EVENTS_VARIABLE
@@ -51,7 +52,7 @@ DRAIN_SLACK_S = 5.0
 def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> None:
     """Serve until SIGTERM, SIGINT or SIGHUP, then let running requests finish. A second signal stops the server at once.
 
-    Provider names, the model and the port are checked before any process starts. All processes start together; the API
+    Provider names, the model, ``--tp`` and the port are checked before any process starts. All processes start together; the API
     server answers 503 until the engine and the tokenizer workers are ready.
 
     Raises:
@@ -67,7 +68,7 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
         check_api_workers(options)
         options = replace(options, api_key=())  # the child processes get the digests only
         os.environ.pop(API_KEY_VARIABLE, None)
-        locate_model(config.model)
+        check_tp(config, locate_model(config.model), registry)
     timer.done("checked the options")
     with (
         listen(options.host, options.port) as listener,
@@ -139,7 +140,7 @@ def compile_only(config: EngineConfig, options: ServerOptions, registry: Registr
     logs.configure("launch", options.log_level, options.log_format)
     with exit_on_signal():
         check_providers(config.flat(), registry)
-        locate_model(config.model)
+        check_tp(config, locate_model(config.model), registry)
     with IpcAddresses.create(1, 1) as addresses, StopSignals() as signals:
         supervisor = Supervisor(addresses.directory, options.log_level, options.log_format)
         replicas = Replicas(config, registry, supervisor, addresses)
