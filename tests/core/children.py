@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from minisgl_core.errors import InvalidValueError, MinisglError
+from minisgl_core.plugins.hooks import Hooks
+from minisgl_core.plugins.registry import Registry
 from minisgl_core.protocol.messages import Ready
 from minisgl_core.runtime.supervisor import END_SIGNAL, Supervisor
 
@@ -41,6 +43,12 @@ def serve_deaf(report: Callable[[Ready], None]) -> None:
 
 
 def hang(*_: Any) -> None:
+    time.sleep(600)
+
+
+def load_hooks(report: Callable[[Ready], None]) -> None:
+    Hooks(Registry.from_environment())
+    report(Ready(process="loader"))
     time.sleep(600)
 
 

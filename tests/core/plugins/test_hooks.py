@@ -13,6 +13,7 @@ from minisgl_core.platforms.selection import preferred_by
 from minisgl_core.plugins import hookspecs
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Registry
+from minisgl_core.utils.exit_status import EndRequest
 
 GOOD = """
 from minisgl_core import hookimpl
@@ -24,7 +25,8 @@ def engine_started(info):
 
 @hookimpl
 def preferred_provider(kind):
-    return "mine" if kind == "attention" else None
+    if kind == "attention":
+        return "mine"
 """
 
 
@@ -73,6 +75,23 @@ def test_an_invalid_hook_module_is_skipped_with_one_warning(site, caplog, source
     assert len(caplog.records) == 1
     assert "bad 1.0" in caplog.text
     assert cause in caplog.text
+
+
+END = "from minisgl_core.utils.exit_status import EndRequest"
+
+
+def test_an_end_request_in_a_factory_of_hooks_is_raised(site):
+    site.install("end", {"hooks": {"end": "end_hooks:make"}}, end_hooks=f"{END}\ndef make(): raise EndRequest(0)")
+    with pytest.raises(EndRequest):
+        Hooks(Registry.from_environment())
+
+
+def test_an_end_request_in_a_hook_is_raised(site):
+    site.install("end", {"hooks": {"end": "end_hooks"}}, end_hooks=f"{GOOD}\n    {END}; raise EndRequest(0)")
+    hooks = Hooks(Registry.from_environment())
+    assert hooks.preferred_provider is not None
+    with pytest.raises(EndRequest):
+        hooks.preferred_provider(kind="moe", hardware=None)
 
 
 def test_a_hook_class_is_instantiated_once_per_engine(site, caplog):

@@ -11,7 +11,8 @@ from minisgl_core.plugins import remedies
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.kinds import KINDS
 from minisgl_core.plugins.plugin_filter import SHIPPED
-from minisgl_core.plugins.registry import Entry, Registry
+from minisgl_core.plugins.registry import Entry, Registry, reasons_of
+from minisgl_core.utils.exit_status import EndRequest
 
 NONE_PREFERRED = preferred_by(Hooks())
 
@@ -216,6 +217,22 @@ def test_failed_imports_report_cause_and_remedy(site):
     assert isinstance(caught.value.__cause__, RuntimeError)
     with pytest.raises(ProviderLoadError, match=r"'r' of three 1\.0.*SystemExit"):
         registry.load("policy", "r")
+
+
+def test_an_end_request_in_unsupported_is_raised(site):
+    source = """
+from minisgl_core.utils.exit_status import EndRequest
+
+class Ends:
+    @classmethod
+    def unsupported(cls, *spec):
+        raise EndRequest(0)
+"""
+    site.install("one", {"policy": {"ends": "one_ends:Ends"}}, one_ends=source)
+    import one_ends
+
+    with pytest.raises(EndRequest):
+        reasons_of(Registry.from_environment().entry("policy", "ends"), one_ends.Ends)
 
 
 def test_failed_imports_of_shipped_providers_name_the_extra():

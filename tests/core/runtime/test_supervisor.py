@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from minisgl_core.errors import WorkerDiedError, WorkerRefusedError
-from minisgl_core.runtime.supervisor import Supervisor
+from minisgl_core.runtime.supervisor import END_SIGNAL, Supervisor
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # child processes import their functions by name
@@ -164,6 +164,15 @@ def test_end_raises_no_error(supervisor: Supervisor) -> None:
     supervisor.wait_ready()
     supervisor.end("one")
     assert supervisor.wait(lambda: not supervisor.is_alive("one"))
+
+
+def test_a_child_that_loads_a_plugin_ends_when_asked(supervisor: Supervisor, site) -> None:
+    """The module's import is interrupted. Other `SystemExit` in it are errors of the plugin."""
+    ask_to_end = f"import os\nos.kill(os.getpid(), {int(END_SIGNAL)})"
+    site.install("busy", {"hooks": {"busy": "busy_hooks"}}, busy_hooks=ask_to_end)
+    supervisor.start("loader", children.load_hooks)
+    with pytest.raises(WorkerDiedError, match="'loader' ended unexpectedly with exit code 0"):
+        supervisor.wait_ready()
 
 
 @pytest.mark.timeout(60)

@@ -16,6 +16,7 @@ from minisgl_core.errors import PluginError, ProviderLoadError
 from minisgl_core.plugins import hookspecs
 from minisgl_core.plugins.registry import Entry, Registry
 from minisgl_core.utils.exceptions import one_line, one_line_with_type
+from minisgl_core.utils.exit_status import EndRequest
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +90,8 @@ def _add(manager: pluggy.PluginManager, registry: Registry, entry: Entry) -> Non
     if callable(module):
         try:
             module = module()
+        except EndRequest:
+            raise
         except (Exception, SystemExit) as error:
             raise ProviderLoadError(f"{entry.value} cannot be called: {one_line_with_type(error)}") from error
     if module is None:
@@ -126,6 +129,8 @@ def _log_errors(function: Callable[..., Any], name: str) -> Callable[..., Any]:
         nonlocal failed
         try:
             return function(*arguments, **named)
+        except EndRequest:
+            raise
         except (Exception, SystemExit):
             if not failed:
                 failed = True

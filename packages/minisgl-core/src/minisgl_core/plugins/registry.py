@@ -27,6 +27,7 @@ from minisgl_core.plugins import plugin_api, remedies
 from minisgl_core.plugins.kinds import KINDS
 from minisgl_core.plugins.plugin_filter import BLOCK_VARIABLE, SHIPPED, PluginFilter
 from minisgl_core.utils.exceptions import one_line_with_type
+from minisgl_core.utils.exit_status import EndRequest
 from minisgl_core.utils.suggestions import did_you_mean
 
 _PREFIX = "minisgl."
@@ -144,6 +145,8 @@ class Registry:
         what = f"the {KINDS[entry.kind].label} {entry.name!r} of {entry}"
         try:
             provider = EntryPoint(entry.name, entry.value, _PREFIX + entry.kind).load()
+        except EndRequest:
+            raise
         except (Exception, SystemExit) as error:
             remedy = remedies.for_import_failure(entry.kind, entry.name, entry.distribution, error)
             cause = one_line_with_type(error)
@@ -210,6 +213,8 @@ def reasons_of(entry: Entry, provider: Any, *spec: Any) -> list[str]:
     what = f"the {KINDS[entry.kind].label} {entry.name!r} of {entry} cannot be used"
     try:
         reasons = provider.unsupported(*spec)
+    except EndRequest:
+        raise
     except (Exception, SystemExit) as error:
         raise ProviderLoadError(f"{what}: its unsupported() failed: {one_line_with_type(error)}.") from error
     if not isinstance(reasons, list) or not all(isinstance(reason, str) for reason in reasons):

@@ -29,7 +29,7 @@ import setproctitle
 from minisgl_core.errors import USER_ERRORS, MinisglError, WorkerDiedError, WorkerRefusedError
 from minisgl_core.protocol.messages import Ready, decoder, encode
 from minisgl_core.utils import logs
-from minisgl_core.utils.exit_status import describe_exit
+from minisgl_core.utils.exit_status import EndRequest, describe_exit
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class Supervisor:
     def start(self, name: str, target: Callable[..., None] | str, *args: Any) -> None:
         """Run ``target(*args, report)`` in a process titled ``minisgl: <name>``. It calls `report` once it has started.
 
-        A target of the form ``module:function`` is imported in the child only. `END_SIGNAL` raises `SystemExit` in the child.
+        A target of the form ``module:function`` is imported in the child only. `END_SIGNAL` raises `EndRequest` in the child.
         """
         ours, theirs = self._context.Pipe()
         child_args = name, theirs, self._directory, self.log_level, self.log_format, target, args
@@ -287,12 +287,12 @@ def _child(
 
 
 def _end(*_: object) -> None:
-    """Handle `END_SIGNAL`: raise `SystemExit`, and end in any case, since an exception in a destructor is swallowed."""
+    """Handle `END_SIGNAL`: raise `EndRequest`, and end in any case, since an exception in a destructor is swallowed."""
     signal.signal(END_SIGNAL, signal.SIG_IGN)
     last_resort = threading.Timer(GRACE_S / 2, os._exit, (0,))
     last_resort.daemon = True
     last_resort.start()
-    sys.exit(0)
+    raise EndRequest(0)
 
 
 def _end_with_parent(pipe: Any, directory: str | None) -> None:

@@ -1,6 +1,10 @@
-"""Description of a process's exit status."""
+"""Exit of processes: the exception that ends a child process, and the description of exit statuses."""
 
 import signal
+
+
+class EndRequest(SystemExit):
+    """Raised in a child process that its parent asks to end. Code that catches a plugin's `SystemExit` lets it pass."""
 
 
 def describe_exit(exitcode: int | None) -> str:
