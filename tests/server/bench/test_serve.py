@@ -102,9 +102,21 @@ def test_turns_of_token_ids(server: Any, tmp_path: Path) -> None:
     assert cached == [0, 16, 32, 0, 16], "the whole pages of the prompt before"
 
 
-def test_chats_of_exact_length(server: Any, smollm2_path: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module", params=["GGUF file", "folder without weights"])
+def tokenizer_path(
+    request: pytest.FixtureRequest, smollm2_path: Path, engine_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    if request.param == "GGUF file":
+        return smollm2_path
+    folder = tmp_path_factory.mktemp("tokenizer")
+    engine_tokenizer.save_pretrained(folder)
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    return folder
+
+
+def test_chats_of_exact_length(server: Any, tokenizer_path: Path, tmp_path: Path) -> None:
     shape = ("--num-turns", 2, "--num-requests", 4, "--input-len", 20, "--output-len", 6, "--max-concurrency", 2)
-    chat = ("--endpoint", "chat", "--tokenizer", smollm2_path, "--shared-prefix-tokens", 12)
+    chat = ("--endpoint", "chat", "--tokenizer", tokenizer_path, "--shared-prefix-tokens", 12)
     [run] = bench_json(tmp_path / "b.json", server.url, *shape, *chat)["runs"]
     assert (run["num_completed"], run["num_other_prompts"], run["num_other_lengths"]) == (4, 0, 0)
     firsts = [each for each in run["requests"] if each["turn"] == 0]
@@ -232,6 +244,7 @@ def test_an_interrupted_run_is_reported(scripted: Any, tmp_path: Path) -> None:
         (["--input-len", "9:3"], ["--input-len", "LOW:HIGH"]),
         (["--extra-body", "[1]"], ["--extra-body", "JSON object"]),
         (["--plot", "x.pdf"], ["--plot", ".svg"]),
+        (["--tokenizer", "/"], ["no weights provider can read", "no config.json"]),
         (["--url", "localhost:3"], ["--url", "http://"]),
         (["--url", "http://127.0.0.1:9"], ["/v1/models", "--model"]),
         (["--request-rate", "nan"], ["--request-rate"]),

@@ -12,7 +12,8 @@ from typing import NamedTuple
 from rich.progress import Progress, TaskID
 
 from minisgl_core.config.options import ModelOptions
-from minisgl_core.errors import InvalidValueError
+from minisgl_core.contracts.weights import WeightSource
+from minisgl_core.errors import InvalidValueError, ModelFormatError
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.utils.progress import progress_bar
 from minisgl_core.weights.model_source import locate_model, open_weights
@@ -162,9 +163,20 @@ def _prompts(options: SimpleNamespace) -> Prompts:
         words = COMMON_WORDS.split() if options.endpoint == "chat" else []
         return Prompts(len(words) or options.vocab_size, words)
     path = locate_model(ModelOptions(model=options.tokenizer), "--tokenizer")
-    tokenizer = open_weights(path, Registry.from_environment()).tokenizer()
+    tokenizer = _open_model(path).tokenizer()
     if options.endpoint == "completions":
         return Prompts(len(tokenizer))
     if tokenizer.chat_template is None:
         raise InvalidValueError("--tokenizer", options.tokenizer, "one with a chat template, for --endpoint chat")
     return chats_of(tokenizer)
+
+
+def _open_model(path: Path) -> WeightSource:
+    """Open a checkpoint for its tokenizer. A folder may lack the weights."""
+    registry = Registry.from_environment()
+    try:
+        return open_weights(path, registry)
+    except ModelFormatError:
+        if registry.unsupported("weights", "dummy", path):
+            raise
+        return open_weights(path, registry, dummy=True)
