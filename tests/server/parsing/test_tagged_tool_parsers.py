@@ -251,6 +251,20 @@ def test_enumerations_that_are_too_long_allow_any_type() -> None:
     assert argument_types({"properties": {"zip": {"enum": CODES * 11}}}, "zip") >= {"string", "integer"}
 
 
+@pytest.mark.parametrize("name", ["wide", "deep"])
+def test_an_argument_of_too_many_schemas_may_have_any_type(name: str) -> None:
+    def types(num: int) -> frozenset[str]:
+        chain = {f"d{at}": {"$ref": f"#/$defs/d{at + 1}"} for at in range(num)} | {f"d{num}": {"type": "integer"}}
+        properties = {
+            "wide": {"anyOf": [{"anyOf": [{"type": "integer"}] * (num // 2)}] * 2},
+            "deep": {"$ref": "#/$defs/d0"},
+        }
+        return argument_types({"properties": properties, "$defs": chain}, name)
+
+    assert types(50) == {"integer"}
+    assert types(70) >= {"integer", "string", "object"}
+
+
 TEXTS = st.text().filter(lambda text: "</" not in text and "<parameter=" not in text)
 """Texts without tags that end a value, which the formats cannot write."""
 

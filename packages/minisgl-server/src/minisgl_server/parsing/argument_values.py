@@ -21,6 +21,8 @@ _MAX_SCHEMAS = 64
 """Maximum number of schemas to follow for one argument. They may refer to each other, and a client may send any."""
 _MAX_VALUES = 1024
 """Maximum number of values of an enumeration to inspect, and of characters of a reference."""
+_ENCODER = json.JSONEncoder(ensure_ascii=False)
+"""Encoder of strings. `json.dumps` would make one per call, and a streamed string has a call per character."""
 
 
 def argument_types(parameters: Any, name: str) -> frozenset[str]:
@@ -99,4 +101,4 @@ def to_json(text: str, types: frozenset[str]) -> str:
 
 def quoted(text: str) -> str:
     """Return a text as a JSON string."""
-    return json.dumps(text, ensure_ascii=False)
+    return _ENCODER.encode(text)
