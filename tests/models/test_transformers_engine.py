@@ -150,6 +150,11 @@ def test_an_lm_head_that_differs_from_the_embedding_is_used(gpt2: str, tmp_path:
         ("llama4_text", {"head_dim": 8}, "chunked attention"),
         ("deepseek_v32", {**MLA, "q_lora_rank": 16, "index_head_dim": 8, "n_routed_experts": 4}, "passes indices"),
         ("glm_moe_dsa", {**MLA, "q_lora_rank": 16, "index_head_dim": 8, "n_routed_experts": 4}, "passes indices"),
+        (
+            "gemma4_text",
+            {"num_kv_shared_layers": 1, "layer_types": ["sliding_attention", *["full_attention"] * 2]},
+            "layers reuse K and V of earlier ones",
+        ),
         ("jetmoe", {}, "reads tensors on the CPU"),
         (
             "longcat_flash",
@@ -176,6 +181,7 @@ def test_unsupported_models_are_refused(model_type: str, changes: dict[str, Any]
         "llama4_text": "Llama4",
         "deepseek_v32": "DeepseekV32",
         "glm_moe_dsa": "GlmMoeDsa",
+        "gemma4_text": "Gemma4",
         "gptj": "GPTJ",
         "jetmoe": "JetMoe",
         "longcat_flash": "LongcatFlash",

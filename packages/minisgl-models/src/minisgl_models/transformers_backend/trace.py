@@ -213,6 +213,10 @@ def _check_kind(model: Any) -> None:
         raise ModelFormatError("it has cross-attention")
     if getattr(config, "is_causal", True) is False:
         raise ModelFormatError("it is not causal (is_causal in the config)")
+    if shared := getattr(config, "num_kv_shared_layers", 0):
+        raise ModelFormatError(
+            f"its last layers reuse K and V of earlier ones (num_kv_shared_layers={shared} in the config)"
+        )
     if any(isinstance(each, nn.Conv1d) for each in model.modules()):
         raise ModelFormatError(_STATE)
     if getattr(config, "alibi", False):
