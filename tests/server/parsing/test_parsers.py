@@ -224,7 +224,7 @@ PARTS = st.sampled_from(
         *("<function=get>", "<parameter=text>", "<parameter=n>", "\n", "</parameter>", "</function>", "12"),
         *("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "functions.get:0", "<|tool_call_argument_begin|>"),
         *("<|tool_call_end|>", "<|tool_calls_section_end|>", "<|tool_call"),
-        *("[CALL_ID]", "[ARGS]", "get", "[TOOL_CALLS]get[ARGS]{"),
+        *("[CALL_ID]", "[ARGS]", "get", "[TOOL_CALLS]get[ARGS]{", "[TOOL_CALLS]f{", "<function=f>"),
         *("get\n", "<arg_key>text</arg_key>", "<arg_key>n</arg_key>\n", "<arg_value>", "</arg_value>"),
     ]
 )
@@ -584,6 +584,7 @@ LONG_OUTPUTS = {
     "key of GLM": (parser("glm45"), "<tool_call>get<arg_key>" + "x" * 1_000_000),
     "headers of Mistral": (parser("mistral_v11"), ("[TOOL_CALLS]" + "x" * 64 + "[CALL_ID]" + "x" * 64 + "[") * 7_000),
     "arguments of Mistral": (parser("mistral_v11"), "[TOOL_CALLS]get[ARGS]" + "{[" * 500_000),
+    "arguments of an unknown function": (parser("mistral_v11"), "[TOOL_CALLS]f[ARGS]" + "{[" * 500_000),
     "headers of Kimi": (parser("kimi_k2"), ("<|tool_call_begin|>functions." + "x" * 64 + ":1 <|tool_call_a") * 10_000),
     "arguments of Kimi": (
         parser("kimi_k2"),

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-STRING = frozenset({"string"})
+STRING, OBJECT = frozenset({"string"}), frozenset({"object"})
 _ANY = STRING | {"null", "boolean", "integer", "number", "array", "object"}
 _TYPES: dict[type, str] = {
     str: "string",

@@ -7,7 +7,7 @@ from itertools import count
 from typing import Any, ClassVar
 
 from minisgl_core.text.stop import StopFinder
-from minisgl_server.parsing.argument_values import STRING, argument_types, quoted, to_json
+from minisgl_server.parsing.argument_values import OBJECT, STRING, argument_types, quoted, to_json
 from minisgl_server.parsing.tool_call_reader import JsonScanner
 from minisgl_server.parsing.tool_parser import ToolParser
 
@@ -35,8 +35,8 @@ class TaggedToolParser(ToolParser):
     """Texts that end a header."""
     unsafe_begins: ClassVar[tuple[str, ...]] = ()
     """Texts that begin a call only if the name is that of a tool, as other text may have them."""
-    call_ends: ClassVar[tuple[str, ...]]
-    """Tags after the arguments."""
+    call_ends: ClassVar[tuple[str, ...]] = ()
+    """Tags after the arguments. A header that ends with one begins a call only if the name is that of a tool."""
 
     def _read_calls(self, tag: str, char: str, known: Collection[str] | None) -> Generator[None, str, str]:
         """Read a header and the call."""
@@ -44,14 +44,11 @@ class TaggedToolParser(ToolParser):
         while char and (match := self.header.fullmatch(text + char)):
             text += char
             if text.endswith(self.header_ends):
-                if tag in self.unsafe_begins and match["name"] not in self._functions:
+                end = next(each for each in self.header_ends if text.endswith(each))
+                if match["name"] not in self._functions and (tag in self.unsafe_begins or end in self.call_ends):
                     self._add(text)
                     return (yield)
-                self._add_call(match["name"], match.groupdict().get("id"))
-                end = next(each for each in self.header_ends if text.endswith(each))
-                following = yield from self._read_arguments(match["name"], end)
-                self._flush_arguments()
-                return following
+                return (yield from self._read_body(text, end, match))
             char = yield
         text += char
         start = text.rfind(self.begin[0])  # the end of what is no header may begin a tag
@@ -60,6 +57,13 @@ class TaggedToolParser(ToolParser):
             return text[start:]
         self._add(text)
         return (yield) if char else ""
+
+    def _read_body(self, header: str, end: str, match: re.Match[str]) -> Generator[None, str, str]:
+        """Read the call after a header, whose last tag and match are given. Return the text to go on with."""
+        self._add_call(match["name"], match.groupdict().get("id"))
+        following = yield from self._read_arguments(match["name"], end)
+        self._flush_arguments()
+        return following
 
     def _read_arguments(self, name: str, tag: str) -> Generator[None, str, str]:
         """Read the arguments after a header, whose last tag is given. Return the text to go on with."""
@@ -214,16 +218,38 @@ class MistralV11Parser(TaggedToolParser):
         rf"{re.escape(begin)}{_SPACE}(?:{_NAME}(?:{_partial('[CALL_ID]', rf'[a-zA-Z0-9]{{0,64}}{_ARGUMENTS}')}|{_ARGUMENTS}))?"
     )
 
+    def _read_body(self, header: str, end: str, match: re.Match[str]) -> Generator[None, str, str]:
+        """Read the call. If no tool has its name, it is held back until its arguments are known to be an object."""
+        if match["name"] in self._functions:
+            return (yield from super()._read_body(header, end, match))
+        chars: list[str] = []
+        is_complete = yield from self._read_object(end, chars.append)
+        arguments = "".join(chars)
+        if is_complete and to_json(arguments, OBJECT) == arguments:
+            self._add_call(match["name"])
+            self._arguments.append(arguments)
+            self._flush_arguments()
+            self.is_done = not self._parallel
+        else:
+            self._add(header.removesuffix(end) + arguments)
+        return (yield) if is_complete else ""
+
     def _read_arguments(self, name: str, tag: str) -> Generator[None, str, str]:
-        scanner, char = JsonScanner(), tag
+        is_complete = yield from self._read_object(tag, self._arguments.append)
+        self.is_done = is_complete and not self._parallel
+        return (yield) if is_complete else ""
+
+    @staticmethod
+    def _read_object(char: str, emit: Callable[[str], object]) -> Generator[None, str, bool]:
+        """Emit an object from its first character on. Return False if the output ends before it."""
+        scanner = JsonScanner()
         while char:
             scanner.push(char)
-            self._arguments.append(char)
+            emit(char)
             if scanner.depth == 0:
-                self.is_done = not self._parallel
-                return (yield)
+                return True
             char = yield
-        return ""
+        return False
 
 
 class KimiK2Parser(TaggedToolParser):
