@@ -189,7 +189,7 @@ def test_stored_responses_accept_include(client: openai.OpenAI) -> None:
     assert client.responses.input_items.list(answer.id, include=include).data
     with pytest.raises(openai.BadRequestError) as refused:
         client.responses.retrieve(answer.id, include=["file_search_call.results"])
-    assert refused.value.param == "include[][0]"
+    assert refused.value.param in ("include[][0]", "include[0]")  # the second by older FastAPI
 
 
 def test_store_false_keeps_nothing(client: openai.OpenAI) -> None:

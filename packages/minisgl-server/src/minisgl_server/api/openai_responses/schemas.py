@@ -171,8 +171,8 @@ class PromptFields(StrictModel):
 Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 
 
-class StoredQuery(BaseModel, extra="forbid"):
-    """Query fields of the routes of stored responses."""
+class StoredQuery(BaseModel, extra="forbid", populate_by_name=True):
+    """Query fields of the routes of stored responses. Older FastAPI passes `include` by its name."""
 
     include: list[Include] = Field(
         [], alias="include[]", description="Accepted; a response has log-probabilities if its request included them."
