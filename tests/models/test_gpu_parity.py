@@ -96,7 +96,7 @@ class TestOnOneGpu:
 
     @pytest.mark.parametrize("model_type", EXPERTS)
     def test_experts_of_the_transformers_backend_run(self, model_type: str, tmp_path: Path) -> None:
-        """With CUDA graphs if they can be captured, else without."""
+        """They run with CUDA graphs if these can be captured, and else without."""
         check_spread(model_type, EXPERTS[model_type], tmp_path, model_impl="transformers")
 
     @pytest.mark.parametrize("model_type", ["stablelm", "cohere", "gpt_neox"])
