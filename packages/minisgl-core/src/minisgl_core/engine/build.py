@@ -124,9 +124,9 @@ def build_model_runner(
             is_default = limits.cuda_graph_max_bs == limits.piecewise_cuda_graph_max_tokens == AUTO
             may_fail = is_default and checkpoint.provider == TRANSFORMERS
             if not capture_graphs(model_runner, graphs, piecewise, progress and rank == 0, may_fail=may_fail):
-                num_captures, piecewise = 0, []
+                graphs, piecewise = [], []
             platform.synchronize()
-            num_decode_captures = max(num_captures - len(piecewise), 0)
+            num_decode_captures = 0 if platform.has_host_graphs else len(graphs)
             timer.done(f"captured {num_decode_captures} decode graphs and {len(piecewise)} sizes of piecewise graphs")
         except BaseException:
             if model_runner is not None:
