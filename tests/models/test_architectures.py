@@ -12,6 +12,7 @@ import torch
 import transformers
 from torch.nn.functional import gelu
 from transformers import AutoConfig
+from transformers_cases import SMALL
 
 from minisgl_backends.moe.torch_kernel import TorchMoe
 from minisgl_core.config.hf import model_config
@@ -43,18 +44,6 @@ from minisgl_models.qwen3_moe import Qwen3MoeForCausalLM
 
 CPU = torch.device("cpu")
 IS_TRANSFORMERS_5 = int(transformers.__version__.split(".")[0]) >= 5
-
-SMALL = {
-    "vocab_size": 101,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 
 
 def rope(**parameters: Any) -> dict[str, Any]:

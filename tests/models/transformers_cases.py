@@ -19,12 +19,11 @@ SMALL: dict[str, Any] = {
     "max_position_embeddings": 128,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    "pad_token_id": 0,
 }
 
 
 def config_of(model_type: str, **changes: Any) -> Any:
-    return AutoConfig.for_model(model_type, **{**SMALL, **changes})
+    return AutoConfig.for_model(model_type, **{**SMALL, "pad_token_id": 0, **changes})
 
 
 def saved(reference: Any, folder: Path) -> str:
