@@ -66,12 +66,19 @@ def checkpoint() -> Path:
 
 
 @lru_cache
-def greedy(prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
-    """Return the greedy tokens of transformers, without stopping at EOS."""
+def greedy(prompt: tuple[int, ...], num_tokens: int, near_ties: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """Return the greedy tokens of transformers, without stopping at EOS.
+
+    `near_ties` has the tokens that are chosen if their logits are at most 1e-5 below the largest.
+    """
     ids = torch.tensor([prompt])
     with torch.inference_mode():
-        for _ in range(num_tokens):
-            ids = torch.cat((ids, reference_model()(ids).logits[:, -1:].argmax(-1)), dim=1)
+        for i in range(num_tokens):
+            logits = reference_model()(ids).logits[0, -1]
+            token = logits.argmax()
+            if i < len(near_ties) and logits[token] - logits[near_ties[i]] <= 1e-5:
+                token = torch.tensor(near_ties[i])
+            ids = torch.cat((ids, token.view(1, 1)), dim=1)
     return tuple(ids[0, len(prompt) :].tolist())
 
 
