@@ -161,7 +161,7 @@ def assert_nothing_in_use(loop: EngineLoop) -> None:
     scheduler.check()
     pages = scheduler.pages
     assert scheduler.num_running == scheduler.num_waiting == 0
-    assert not scheduler.request_ids()
+    assert not scheduler._by_id
     assert scheduler._running.num_free_rows == scheduler.limits.max_running
     assert pages.cache.num_locked == 0
     assert pages.allocator.num_free + pages.cache.num_pages == pages.allocator.capacity

@@ -78,7 +78,7 @@ class PlainSimulation:
         self.sequences[name] = Sequence(submit, tokens.tolist())
 
     def abort(self) -> None:
-        if names := sorted(self.scheduler.request_ids()):
+        if names := sorted(self.scheduler._by_id):
             name = self.draw.choice(names)
             self.sequences[name].is_ended = True
             self.scheduler.abort(name)

@@ -21,7 +21,7 @@ def test_every_finished_request_is_reported_once(overlap: bool) -> None:
     hooks = Hooks()
 
     def record(record: RequestRecord, state: EngineState) -> None:
-        assert record.request_id not in loop.scheduler.request_ids()
+        assert record.request_id not in loop.scheduler._by_id
         loop.scheduler.check()
         assert state.num_waiting + state.num_running <= 6 - len(records), "it does not count any more"
         assert 0 <= state.num_pages_used <= 13

@@ -175,11 +175,6 @@ class GrammarManager:
         if self._checker is not None:
             self._checker.close()
 
-    @property
-    def num_grammars(self) -> int:
-        """Number of grammars that are cached or being compiled. For tests."""
-        return len(self._cached) + len(self._pending)
-
     def start(self, source: GrammarSource) -> Constraint:
         """Return the constraint of a new request. Start to compile its grammar, unless it is cached or being compiled.
 
@@ -239,10 +234,7 @@ class GrammarManager:
             constraint.stop_waiting()
 
     def fill(
-        self,
-        constraints: Sequence[Constraint | None],
-        banned: Sequence[Collection[int]],
-        rules: Sequence[TokenRules] = (),
+        self, constraints: Sequence[Constraint | None], banned: Sequence[Collection[int]], rules: Sequence[TokenRules]
     ) -> Masks:
         """Return masks [len(constraints), W] of the tokens that may come next.
 
@@ -250,7 +242,7 @@ class GrammarManager:
         The `banned` tokens are cleared afterwards, unless that would leave no token.
         """
         masks = np.full((len(constraints), mask_width(self._vocab_size)), -1, np.int32)
-        for mask, rule in zip(masks, rules, strict=False):
+        for mask, rule in zip(masks, rules, strict=True):
             if (allowed := rule.allowed_mask(len(mask))) is not None:
                 mask[:] = allowed
         active = [
@@ -293,7 +285,7 @@ class GrammarManager:
                     compilation.set_exception(error)
         else:
             if compilation.set_running_or_notify_cancel():
-                # Who waits for the result may start the next grammar at once. Under the lock, `_finish` comes first.
+                # A thread that waits for the result may start the next grammar at once. Under the lock, `_finish` comes first.
                 with self._lock:
                     compilation.set_result(result)
 

@@ -47,9 +47,7 @@ class Trial(msgspec.Struct, tag=True):
 
 
 class Verdict(msgspec.Struct, tag=True):
-    """Result of a trial. The child process also sends one when it has started.
-
-    If the start failed, that one has only `plugin_error`; otherwise, it is empty.
+    """Result of a trial. The child process also sends one when it has started, which is empty if the start succeeded.
 
     Attributes:
         number: number of the trial; 0 if `exit_status` is set.
@@ -71,11 +69,7 @@ class Verdict(msgspec.Struct, tag=True):
 
 
 class GrammarChecker:
-    """Checker of grammars, which runs trials in child processes. Several threads may use it.
-
-    Args:
-        provider: name of the grammar backend.
-    """
+    """Checker of grammars, which runs trials in child processes. Several threads may use it."""
 
     def __init__(self, provider: str) -> None:
         self._quick, self._thorough = TrialProcess(provider, QUICK_LIMIT_S), TrialProcess(provider, CPU_LIMIT_S)
@@ -112,12 +106,7 @@ class GrammarChecker:
 
 
 class TrialProcess:
-    """Child process that runs trials one by one, in a fork of itself. It starts with the first trial, and again if it was killed.
-
-    Args:
-        provider: name of the grammar backend.
-        cpu_limit_s: CPU time of one trial.
-    """
+    """Child process that runs trials one by one in a fork of itself. A trial starts it, again if it was killed."""
 
     def __init__(self, provider: str, cpu_limit_s: float) -> None:
         self._provider, self._cpu_limit_s = provider, cpu_limit_s
@@ -129,11 +118,7 @@ class TrialProcess:
         """Number of the newest trial."""
 
     def run(self, source: GrammarSource) -> Verdict:
-        """Return the result of a trial.
-
-        Raises:
-            MinisglError: the provider cannot be loaded, or the process does not start.
-        """
+        """Return the result of a trial. If the child process does not start, this raises MinisglError."""
         with self._lock:
             try:
                 return self._run(source)

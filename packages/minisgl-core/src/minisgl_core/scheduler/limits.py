@@ -89,5 +89,5 @@ class SchedulerLimits:
 
 
 def longer_context_remedy(num_pages: int, page_size: int, max_seq_len: int) -> str:
-    """Return what gives a longer context if the size of the pool limits it, else nothing. One page of the pool is for padding."""
+    """Return a remedy if the size of the pool limits the context, else nothing. One page of the pool is for padding."""
     return "A larger --num-pages gives a longer context." if max_seq_len == (num_pages - 1) * page_size else ""

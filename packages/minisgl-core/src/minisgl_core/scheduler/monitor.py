@@ -40,7 +40,7 @@ NUM_TEXT_TOKENS = 24
 
 
 class Monitor:
-    """Source of one scheduler's snapshots, for which it also records steps."""
+    """Maker of one scheduler's snapshots, and recorder of its steps for them."""
 
     def __init__(self, scheduler: Scheduler, replica: int = 0) -> None:
         self._scheduler, self._replica = scheduler, replica

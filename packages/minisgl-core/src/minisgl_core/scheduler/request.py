@@ -9,7 +9,7 @@ from minisgl_core.kv.allocator import Int32Array
 from minisgl_core.plugins.hookspecs import RequestRecord
 from minisgl_core.protocol.messages import Submit, TokenLogprobs
 from minisgl_core.scheduler.constraints import Constraint
-from minisgl_core.scheduler.request_arrays import RequestArrays
+from minisgl_core.scheduler.running_requests import RunningRequests
 from minisgl_core.scheduler.token_rules import TokenRules
 
 
@@ -23,7 +23,7 @@ class Request:
         KV       |<-- num_computed -->|<-- to compute ------------------------------->|
         pages    |<-- num_shared: the cache's, locked -->|<-- the request's own -->|
 
-    The state that changes with every token is in `RequestArrays`, at the request's row.
+    The state that changes with every token is in `RunningRequests`, at the request's row.
 
     Attributes:
         request_id: id of the request in messages.
@@ -50,16 +50,16 @@ class Request:
     def __init__(
         self,
         submit: Submit,
-        arrays: RequestArrays,
+        running: RunningRequests,
         *,
         arrival: int,
         seed: int,
         eos_ids: frozenset[int],
         constraint: Constraint | None = None,
     ) -> None:
-        """Create a waiting request. `arrays` have the state of running requests. The client's seed has priority over `seed`."""
+        """Create a waiting request. The client's seed has priority over `seed`."""
         sampling = submit.sampling
-        self._arrays, self.row = arrays, 0
+        self._running, self.row = running, 0
         self.request_id, self.worker = submit.request_id, submit.worker
         self.priority, self.sampling = submit.priority, sampling
         self.user, self.namespace = submit.user, CacheNamespace(submit.cache_salt, submit.adapter_id)
@@ -69,7 +69,7 @@ class Request:
         self.first_token_s: float | None = None
         self.num_preemptions = 0
         self._tokens: Int32Array = submit.token_ids
-        """Tokens while the request has no row; otherwise `RequestArrays.tokens` has them."""
+        """Tokens while the request has no row; otherwise `RunningRequests.tokens` has them."""
         self.num_prompt_tokens = len(submit.token_ids)
         self.max_length = self.num_prompt_tokens + sampling.max_tokens
         self.seed = np.uint64((seed if sampling.seed is None else sampling.seed) % 2**64)
@@ -97,43 +97,43 @@ class Request:
     @property
     def num_tokens(self) -> int:
         """Number of tokens known to the host."""
-        return int(self._arrays.num_tokens[self.row]) if self.row else len(self._tokens)
+        return int(self._running.num_tokens[self.row]) if self.row else len(self._tokens)
 
     @property
     def tokens(self) -> Int32Array:
         """Prompt and output tokens known to the host; a view that is valid until the next change."""
-        return self._arrays.tokens[self.row, : self.num_tokens] if self.row else self._tokens
+        return self._running.tokens[self.row, : self.num_tokens] if self.row else self._tokens
 
     @property
     def num_pages(self) -> int:
         """Number of pages, the cache's and its own."""
-        return int(self._arrays.num_pages[self.row])
+        return int(self._running.num_pages[self.row])
 
     @property
     def pages(self) -> Int32Array:
         """Page ids in order; a view that is valid until the next change. `PageManager` changes them."""
-        pages: Int32Array = self._arrays.pages[self.row, : self.num_pages]
+        pages: Int32Array = self._running.pages[self.row, : self.num_pages]
         return pages
 
     @property
     def num_computed(self) -> int:
         """Tokens whose KV is in the pool once all planned steps are done."""
-        return int(self._arrays.num_computed[self.row])
+        return int(self._running.num_computed[self.row])
 
     @num_computed.setter
     def num_computed(self, value: int) -> None:
-        self._arrays.num_computed[self.row] = value
+        self._running.num_computed[self.row] = value
 
     @property
     def num_pending(self) -> int:
         """Tokens that steps in flight sample. It is 0 or 1 before a step is planned, and may then be 2 until the
         earlier step is processed."""
-        return int(self._arrays.num_pending[self.row])
+        return int(self._running.num_pending[self.row])
 
     @property
     def num_inflight(self) -> int:
         """Planned steps that include the request and are not processed yet."""
-        return int(self._arrays.num_inflight[self.row])
+        return int(self._running.num_inflight[self.row])
 
     @property
     def num_output(self) -> int:

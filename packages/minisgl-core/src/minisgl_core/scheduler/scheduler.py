@@ -5,8 +5,8 @@ chunked prefill of Sarathi-Serve, arXiv 2403.02310). If `max_step_s` limits its 
 scheduler only plans steps. The engine loop runs the plans and returns their results in order, possibly one step late
 (overlap), or several steps late (pipeline parallelism).
 
-Decoding requests are handled together, as rows of `RequestArrays`. Only prefills, requests that end, and those with a grammar or
-log-probabilities are handled one by one.
+Decoding requests are handled together, as rows of `RunningRequests`. Only prefills, requests that end, and those with a grammar
+or log-probabilities are handled one by one.
 
 The file is long because admission, preemption and the end of requests change one shared state.
 """
@@ -14,7 +14,7 @@ The file is long because admission, preemption and the end of requests change on
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -39,7 +39,6 @@ from minisgl_core.scheduler.step_times import StepTimes
 from minisgl_core.scheduler.waiting_queue import WaitingQueue, queue_key
 
 logger = logging.getLogger(__name__)
-
 
 _NO_ROWS = np.empty(0, np.int32)
 _COMPILE_WAIT_S = 0.02
@@ -69,15 +68,7 @@ class Scheduler:
         hooks: Hooks | None = None,
         grammars: GrammarManager | None = None,
     ) -> None:
-        """Start without requests.
-
-        Args:
-            limits: limits of batches, queue, sequences and pages.
-            cache: prefix cache of the engine's pages.
-            policy: policy that orders the waiting requests.
-            hooks: hooks for finished requests and for pages that enter or leave the cache; None for no hooks.
-            grammars: manager of grammars and token masks; None if no request has a grammar.
-        """
+        """Start without requests. `hooks` None calls no hooks, and `grammars` None is for requests without grammars."""
         self.limits = limits
         self.grammars = grammars or GrammarManager(_no_grammar_backend, limits.vocab_size)
         hooks = hooks or Hooks()
@@ -142,10 +133,6 @@ class Scheduler:
         if request is None or request.finish_reason is not None:
             return
         self._aborted.append((request.worker, self._finish(request, reason, [])))
-
-    def request_ids(self) -> Set[str]:
-        """Ids of the requests that have not ended."""
-        return self._by_id.keys()
 
     @property
     def waiting(self) -> Sequence[Request]:
