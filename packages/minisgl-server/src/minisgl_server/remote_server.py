@@ -24,11 +24,7 @@ def authorization(api_keys: str | None) -> dict[str, str]:
 
 
 def first_model(url: httpx.URL, headers: dict[str, str], remedy: str = "") -> str:
-    """Return the name of the first model that a server lists; `remedy` says what else the user can do.
-
-    Raises:
-        InvalidValueError: the server does not answer, or lists no model.
-    """
+    """Return the name of the first model that a server lists; `remedy` says what else the user can do."""
     models = f"{url}/v1/models"
     try:
         response = httpx.get(models, headers=headers, timeout=30)

@@ -198,11 +198,7 @@ class EngineClient:
         """Ids that differ from those of the API worker that this one has replaced, whose answers may still arrive."""
 
     def ready_info(self) -> EngineInfo:
-        """Return `info`.
-
-        Raises:
-            ApiError: 503, the engine is not ready or has stopped, all replicas fail repeatedly, or the server shuts down.
-        """
+        """Return `info`; raise status 503 if the engine is not ready or has stopped, or the server shuts down."""
         if self.is_draining:
             raise shutting_down()
         if self.stopped.is_set():
@@ -218,11 +214,7 @@ class EngineClient:
             raise no_replica(self.no_replica.retry_after_s)
 
     def start(self, requests: Sequence[Tokenize], receive: Receive) -> Generation:
-        """Send requests to the engine.
-
-        Args:
-            requests: requests with new ids.
-            receive: ASGI channel of the HTTP request, to detect that the client disconnects.
+        """Send requests with new ids to the engine. `receive` tells if the client disconnects.
 
         Raises:
             ApiError: 400, a value of a free-form field cannot be encoded; 429, see `WaitingPrompts`; 503, the server shuts down.
@@ -241,10 +233,9 @@ class EngineClient:
         return generation
 
     async def query(self, message: Tokenize | Detokenize, receive: Receive) -> TokenizerReply:
-        """Have a tokenizer worker tokenize or detokenize; the scheduler is not involved. The id must be new.
+        """Have a tokenizer worker answer a message with a new id; the scheduler is not involved.
 
-        Args:
-            receive: ASGI channel of the HTTP request. If its client disconnects, a text that still waits is not tokenized.
+        If the client of `receive` disconnects, a text that still waits is not tokenized.
 
         Raises:
             ApiError: 400, the message was rejected or cannot be encoded; 429, see `WaitingPrompts`; 500, the engine has stopped;
@@ -291,11 +282,7 @@ class EngineClient:
         return counts
 
     async def snapshot(self, since: int, with_tokens: bool = False, replica: int = 0) -> EngineSnapshot:
-        """Return a snapshot of a replica's engine, with the steps after step `since`. Waits until the replica has answered.
-
-        Raises:
-            ApiError: 503, no replica is ready.
-        """
+        """Return a snapshot of a replica with the steps after step `since`; raise status 503 if no replica is ready."""
         worker, correlation_id = next(self._next_worker), next(self._correlation_ids)
         request = SnapshotRequest(
             worker=worker, since=since, with_tokens=with_tokens, correlation_id=correlation_id, replica=replica

@@ -50,11 +50,7 @@ _ANTHROPIC_TYPES = {
 
 
 class ApiError(Exception):
-    """Error response.
-
-    Args:
-        headers: headers of the response; Retry-After is added to statuses 429 and 503.
-    """
+    """Error response. Retry-After is added to the `headers` of statuses 429 and 503."""
 
     def __init__(
         self,
@@ -102,10 +98,7 @@ def no_replica(retry_after_s: float = 1) -> ApiError:
 
 
 def body_too_large(what: str) -> ApiError:
-    """Return the error of a body that is too large; `what` completes the sentence "The body ...".
-
-    The response closes the connection, on which the rest of the body may still come.
-    """
+    """Return the error for "The body `what`.", which closes the connection: the rest of the body may still come."""
     return ApiError(413, f"The body {what}.", code="body_too_large", headers={"Connection": "close"})
 
 

@@ -15,8 +15,7 @@ class FieldNames:
 
     Args:
         patterns: regular expressions of a chat's fields, and their replacements.
-        messages: field that each of the chat's messages comes from.
-        all_messages: field that all messages come from.
+        messages: field that each of the chat's messages comes from; `all_messages` is that of all.
     """
 
     def __init__(self, patterns: Mapping[str, str], messages: Sequence[str], all_messages: str) -> None:

@@ -72,11 +72,7 @@ async def tokenize(request: Request) -> Response:
 
 
 def _query(body: TokenizeRequest, limits: RequestLimits) -> Tokenize:
-    """Return the message to a tokenizer worker.
-
-    Raises:
-        ApiError: 400, the messages and tools together are too long.
-    """
+    """Return the message to a tokenizer worker."""
     message = Tokenize(
         request_id=new_request_id("tokens"),
         sampling=SamplingParams(),

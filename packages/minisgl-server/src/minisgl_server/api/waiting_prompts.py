@@ -18,11 +18,7 @@ class WaitingPrompts:
         self._num_bytes = 0
 
     def add(self, sizes: Mapping[str, int]) -> None:
-        """Count the prompts of one request, with their sizes in bytes by id.
-
-        Raises:
-            ApiError: 429, the request is large, and too many bytes wait already.
-        """
+        """Count the prompts of one request, with their sizes in bytes by id; raise 429 if it is large and too many bytes wait."""
         num_bytes = sum(sizes.values())
         if num_bytes > GUARANTEED_BYTES and self._num_bytes > MAX_WAITING_BYTES:
             message = (

@@ -40,11 +40,7 @@ _NO_TARGET = -100
 def run_accuracy(
     config: EngineConfig, texts: Sequence[str], window: int, max_tokens: int, json_file: str | None
 ) -> None:
-    """Measure, print a table, and write the JSON file if one is given.
-
-    Raises:
-        InvalidValueError: --kv-dtype or --quantization was given, --tp or --pp is not 1, or the text is too short or not UTF-8.
-    """
+    """Measure, print a table, and write the JSON file if one is given."""
     _check(config)
     registry, hooks = Registry.from_environment(), Hooks(Registry([]))
     text = "\n".join(map(_read, texts))
@@ -139,20 +135,15 @@ def compare(
     windows: Sequence[torch.Tensor],
     logits_of: Callable[[torch.Tensor], torch.Tensor],
 ) -> dict[str, float]:
-    """Compare the hidden states of a variant with those of the baseline.
-
-    Shape legend: V vocabulary, H hidden size.
+    """Compare the hidden states of a variant with those of the baseline: float [n, H] per window of int64 [n] token ids.
 
     Args:
-        baseline, variant: hidden states per window, [n, H].
-        windows: token ids per window, int64 [n].
-        logits_of: LM head, which both share: [m, H] to [m, V].
+        logits_of: LM head, which both share: [m, H] to [m, V], for H hidden size and V vocabulary.
 
     Returns:
         perplexity: perplexity of the variant on the text.
         log_likelihood: mean log-likelihood of a token of the text, less the baseline's, in nats.
-        mean_logit: mean absolute difference of the logits, over tokens and vocabulary.
-        max_logit: maximum absolute difference of the logits.
+        mean_logit, max_logit: mean and maximum absolute difference of the logits, over tokens and vocabulary.
         kl: mean KL(baseline || variant) of the next-token distributions, in nats.
         top1: fraction of positions at which both have the same most likely token.
     """

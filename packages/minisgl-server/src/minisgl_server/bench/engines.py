@@ -17,10 +17,9 @@ from minisgl_server.bench.workloads import Workload
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Times and counts of one run of a workload.
+    """Times and counts of one run of a workload, from the tokenized prompts to the last output.
 
     Attributes:
-        seconds: time from the tokenized prompts to the last output.
         num_steps: number of forward passes.
         num_cached_tokens: prompt tokens from the prefix cache, which were not computed.
     """
@@ -60,12 +59,7 @@ class TransformersEngine:
     name = "transformers"
 
     def __init__(self, path: Path, dtype: str, device: str, dummy: bool = False) -> None:
-        """Load the model.
-
-        Raises:
-            InvalidValueError: a .gguf file, and accelerate is not installed.
-            MinisglError: transformers cannot load the model.
-        """
+        """Load the model; .gguf files need accelerate."""
         from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
         from transformers.utils import logging
 

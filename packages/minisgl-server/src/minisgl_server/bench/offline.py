@@ -122,12 +122,10 @@ def _measure_all(workloads: list[MakeWorkload], engines: list[BenchEngine], repe
 def measure(
     make: MakeWorkload, engines: Sequence[BenchEngine], repeats: int, advance: Callable[[str], None] = lambda what: None
 ) -> list[Result]:
-    """Warm up, then measure. Return the result of each engine.
+    """Warm up, then measure. Return the result of each engine. Every run has a variant of the workload of its own.
 
-    Args:
-        make: the workload; every run has a variant of its own.
-        engines: engines to run, in this order in one repeat, and in the reverse order in the next.
-        advance: called before the warm-up and each repeat of each engine, with a description.
+    Engines run in this order in one repeat, and in the reverse order in the next. `advance` is called before the warm-up and
+    each repeat of each engine, with a description.
     """
     first = make(0)
     runs: dict[str, list[Run]] = {engine.name: [] for engine in engines}

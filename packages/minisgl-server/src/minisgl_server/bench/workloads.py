@@ -48,10 +48,8 @@ class Workload:
 def uniform(batch_size: int, input_len: int, output_len: int, vocab_size: int, variant: int = 0) -> Workload:
     """Return random prompts of equal length, with greedy sampling.
 
-    Args:
-        vocab_size: exclusive upper bound of the token ids.
-        variant: number of the variant. All prompts of a shape begin with different tokens, as far as the vocabulary allows, so
-            that the prefix cache has no hits.
+    All prompts of a shape and its variants begin with different tokens, as far as the vocabulary allows. So the prefix cache
+    has no hits.
     """
     draw = random.Random(f"{batch_size} {input_len} {output_len} {variant}")
     prompts = [[draw.randrange(vocab_size) for _ in range(input_len)] for _ in range(batch_size)]
@@ -64,11 +62,7 @@ def mixed(num_seqs: int, vocab_size: int, variant: int = 0) -> Workload:
     """Return the workload W: prompts and outputs of 100 to 1,024 tokens each, temperature 0.6.
 
     With 256 sequences and variant 0, it equals that of Mini-SGLang's ``benchmark/offline/bench.py``: 142,827 prompt and
-    133,966 output tokens.
-
-    Args:
-        vocab_size: token ids are taken modulo this number.
-        variant: number of the variant; all variants have equal lengths and different tokens.
+    133,966 output tokens. Token ids are taken modulo the vocabulary size. All variants have equal lengths.
     """
     draw = random.Random(0)
     lengths = W_MAX_TOKENS

@@ -14,11 +14,9 @@ API_KEY_VARIABLE = "MINISGL_API_KEY"
 
 
 def api_key_digests(options: ServerOptions) -> list[bytes]:
-    """Return the SHA-256 of every key; empty if no key is required. Error messages do not contain keys.
+    """Return the SHA-256 of every key; empty if no key is required. Errors do not contain keys.
 
-    Raises:
-        InvalidValueError: a key cannot be sent in a header, a file cannot be read, or a source has no keys. An empty source is
-            a mistake, which must not leave the server without authentication.
+    A source without keys is a mistake, which must not leave the server without authentication.
     """
     variable = os.environ.get(API_KEY_VARIABLE)
     if variable is not None and not variable.strip() and not options.api_key:

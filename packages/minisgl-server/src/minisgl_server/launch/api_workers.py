@@ -17,11 +17,7 @@ RUN_API = "minisgl_server.api.server:run_api"
 
 
 def check_api_workers(options: ServerOptions) -> None:
-    """Check the options that ``--api-workers`` restricts.
-
-    Raises:
-        InvalidValueError: there are too few tokenizer workers, or responses are to be stored.
-    """
+    """Refuse too few tokenizer workers, and stored responses, with several ``--api-workers``."""
     num = options.api_workers
     if options.num_tokenizers is not None and options.num_tokenizers < num:
         why = "Each API worker needs a tokenizer worker of its own."

@@ -52,11 +52,8 @@ DRAIN_SLACK_S = 5.0
 def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> None:
     """Serve until SIGTERM, SIGINT or SIGHUP, then let running requests finish. A second signal stops the server at once.
 
-    Provider names, the model, ``--tp`` and the port are checked before any process starts. All processes start together; the API
-    server answers 503 until the engine and the tokenizer workers are ready.
-
-    Raises:
-        WorkerDiedError: a process failed, at the start or later; all processes have ended when this is raised.
+    Options, model and port are checked before any process starts. All processes start together; the API server answers 503
+    until the engine and the tokenizer workers are ready. If a process fails, all have ended when its error is raised.
     """
     setproctitle.setproctitle("minisgl: launch")
     logs.configure("launch", options.log_level, options.log_format)
@@ -133,8 +130,7 @@ def _compile_in_background(
 def compile_only(config: EngineConfig, options: ServerOptions, registry: Registry) -> None:
     """Start an engine, which compiles the kernels that it uses, then compile those that ``auto`` would prefer.
 
-    Raises:
-        SystemExit: a signal ended the compilation; the exit status is 128 plus its number, as in shells.
+    If a signal ends this, the exit status is 128 plus its number, as in shells.
     """
     setproctitle.setproctitle("minisgl: launch")
     logs.configure("launch", options.log_level, options.log_format)

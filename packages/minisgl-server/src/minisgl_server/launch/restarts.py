@@ -27,8 +27,7 @@ has failed twice in a row; see `Replicas.handle_failure`."""
 class Backoff:
     """Exponential backoff: no delay after the first failure, then 1, 2, 4, ... seconds, and at most `MAX_DELAY_S`.
 
-    Attributes:
-        num_failures: failures without `SERVED_S` of service in between.
+    `num_failures` counts failures without `SERVED_S` of service in between.
     """
 
     num_failures: int = 0
@@ -88,11 +87,7 @@ def wait_and_restart(
     wake: Any,
     timeout_s: float = math.inf,
 ) -> bool:
-    """Wait as `Supervisor.wait` does, and restart processes of `owners` that die meanwhile.
-
-    Raises:
-        WorkerDiedError: a process died that no owner restarts.
-    """
+    """Wait as `Supervisor.wait` does, and restart processes of `owners` that die meanwhile. Other deaths are raised."""
 
     def check() -> bool:
         for owner in owners:

@@ -10,19 +10,10 @@ from minisgl_core.weights.model_source import open_weights
 
 
 def check_tp(config: EngineConfig, path: Path, registry: Registry) -> None:
-    """Refuse a ``--tp`` that does not split the model's heads evenly.
+    """Refuse a ``--tp`` that does not split the model's heads evenly, with the allowed values.
 
     The heads in the checkpoint's config only show whether the check is needed, since it imports PyTorch. A model provider may
     derive other numbers from the config, and these count.
-
-    Args:
-        config: options of the user.
-        path: result of `locate_model`.
-        registry: the installed providers.
-
-    Raises:
-        InvalidValueError: ``--tp`` is not allowed. The message lists the allowed values.
-        MinisglError: the checkpoint cannot be opened.
     """
     tp = config.parallel.tp
     if tp == 1 or not _is_doubtful(open_weights(path, registry, config.model.dummy_weight).config, tp):

@@ -80,12 +80,10 @@ class ChatFormat:
     def __init__(
         self, tokenizer: Any, tool_parser: str, reasoning_parser: str | None, template: str | None = None
     ) -> None:
-        """Inspect the chat template.
+        """Inspect the chat template: a request's own `template`, or else the tokenizer's.
 
-        Args:
-            tool_parser: a key of `TOOL_PARSERS`, ``auto`` to detect it from the template, or ``none``.
-            reasoning_parser: a key of `REASONING_PARSERS`, or None.
-            template: chat template of a request, instead of the tokenizer's.
+        `tool_parser` is a key of `TOOL_PARSERS`, ``auto`` to detect it from the template, or ``none``. `reasoning_parser` is a
+        key of `REASONING_PARSERS`, or None.
         """
         self._tokenizer, self._reasoning_parser, self._own_template = tokenizer, reasoning_parser, template
         self._tool_parser_option = tool_parser
@@ -106,12 +104,7 @@ class ChatFormat:
         return self._latest
 
     def render(self, chat: Tokenize) -> str:
-        """Return the prompt of a chat.
-
-        Raises:
-            InvalidValueError: see `render_chat`; or the chat has tools or tool calls, and the model's format of calls is not
-                known; or the model does not support the request's reasoning options.
-        """
+        """Return the prompt of a chat. Refuse tools and calls of an unknown format, and reasoning options without effect."""
         assert chat.messages is not None
         self._check_reasoning(chat)
         messages: Sequence[Mapping[str, Any]] = chat.messages

@@ -89,10 +89,7 @@ class TaggedToolParser(ToolParser):
     ) -> Generator[None, str, str | None]:
         """Emit text up to one of the tags, and return the tag, or None at the end of the output.
 
-        Args:
-            tags: texts to find.
-            emit: called with each part of the text before the tag.
-            char: first character, if it has been read.
+        `char` is the first character, if it has been read.
         """
         finder = StopFinder(tags)
         while char := (yield) if char is None else char:

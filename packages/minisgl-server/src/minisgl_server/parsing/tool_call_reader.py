@@ -58,10 +58,9 @@ class ToolCallReader:
         begin: Callable[[str], None],
         emit: Callable[[str], None],
     ) -> None:
-        """Start a call.
+        """Start a call of one of the functions `known`, or of any if it is None.
 
         Args:
-            known: function names that make a call; None for any name.
             prefixes: allowed texts before the arguments, by function; other functions may have any.
             begin: called with the name, once it is known.
             emit: called with pieces of the arguments.

@@ -104,10 +104,7 @@ class ToolParser:
     def _read_calls(self, tag: str, char: str, known: Collection[str] | None) -> Generator[None, str, str]:
         """Read calls that share one tag. Return the text to go on with: what was read after them, or the next character.
 
-        Args:
-            tag: text before the first call: its tag, or nothing.
-            char: first character of the call.
-            known: see `ToolCallReader`; only for the first call.
+        `tag` is the text before the first call, and `char` the call's first character. `known` is for the first call only.
         """
         while True:
             text = yield from self._read_call(tag, char, known)

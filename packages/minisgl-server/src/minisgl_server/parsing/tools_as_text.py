@@ -12,11 +12,7 @@ from minisgl_server.parsing.tool_parser import ToolParser
 def describe_tools_in_system_prompt(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], parser: type[ToolParser]
 ) -> list[dict[str, Any]]:
-    """Return messages for a template without tools: calls become text, and the system prompt describes the tools.
-
-    Raises:
-        InvalidValueError: see `render_calls_as_text`.
-    """
+    """Return messages for a template without tools: calls become text, and the system prompt describes the tools."""
     prefix, suffix, _ = parser.call_delimiters
     call = f'{prefix}{{"name": <name of the function>, "{parser.arguments_key}": <object of its arguments>}}{suffix}'
     lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
@@ -34,9 +30,7 @@ def render_calls_as_text(
 ) -> list[dict[str, Any]]:
     """Return messages for a template without tool calls: calls and their results become text.
 
-    Raises:
-        InvalidValueError: calls are not JSON in the format of the parser, so that the model has to know it from its template. The
-            error has the name and the value of the field that needs the format.
+    If the parser's calls are not JSON, the model has to know them from its template: an error names the field `name`.
     """
     if not parser.is_json:
         allowed = (

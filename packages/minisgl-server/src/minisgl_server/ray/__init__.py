@@ -33,12 +33,8 @@ SERVE_ENVIRONMENT = {
 def build_app(config: dict[str, Any]) -> Any:
     """Return the Serve application, for a Serve config file with ``import_path: minisgl_server.ray:build_app``.
 
-    Args:
-        config: options of ``minisgl launch`` by name, such as ``{"model": "Qwen/Qwen3-8B", "replicas": "2:8"}``. The key
-            ``autoscaling`` may have fields of Serve's AutoscalingConfig.
-
-    Raises:
-        MinisglError: Ray Serve is not installed, or an option has an invalid value.
+    `config` has options of ``minisgl launch`` by name, such as ``{"model": "Qwen/Qwen3-8B", "replicas": "2:8"}``. Its key
+    ``autoscaling`` may have fields of Serve's AutoscalingConfig.
     """
     require_serve()
     from minisgl_server.ray.app import api, engines, parse
@@ -48,11 +44,7 @@ def build_app(config: dict[str, Any]) -> Any:
 
 
 def require_serve() -> None:
-    """Check that Ray Serve is installed.
-
-    Raises:
-        MinisglError: it is not.
-    """
+    """Raise `MinisglError` if Ray Serve is not installed."""
     try:
         import ray.serve  # noqa: F401
     except ImportError as error:

@@ -30,11 +30,7 @@ HEALTH_TIMEOUT_S = 2 * HEALTH_CHECK_S
 
 
 def parse(config: dict[str, Any]) -> tuple[EngineConfig, ServerOptions, dict[str, Any]]:
-    """Return the options in a Serve config file's ``args``, and those of Serve's autoscaling.
-
-    Raises:
-        InvalidValueError: an option is unknown or has an invalid value.
-    """
+    """Return the options in a Serve config file's ``args``, and those of Serve's autoscaling."""
     config = dict(config)
     scaling = config.pop("autoscaling", {})
     server_fields = {item.name: item for item in fields(ServerOptions)}
@@ -75,9 +71,6 @@ def engines(
     Args:
         scaling: fields of Serve's AutoscalingConfig.
         environment: environment variables of the replicas.
-
-    Raises:
-        MinisglError: a provider is not installed.
     """
     registry, parallel = Registry.from_environment(), config.parallel
     check_providers(config.flat(), registry)

@@ -23,13 +23,7 @@ and the number of the stream. The API sets it to True in the first message of a 
 
 
 class Chunk(msgspec.Struct, array_like=True):
-    """Part of the body of a stream.
-
-    Attributes:
-        stream: number of the stream in the proxy.
-        index: number of the chunk in the stream, by which the proxy notices that one was lost.
-        body: events.
-    """
+    """Part of the body of a stream, by the stream's number in the proxy. `index` shows the proxy that a chunk was lost."""
 
     stream: int
     index: int

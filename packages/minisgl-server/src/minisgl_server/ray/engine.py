@@ -120,9 +120,7 @@ class Engine:
     async def generate(self, *, request_id: str, submit: bytes, address: str, engine_id: int = -1) -> None:
         """Run a request, and return once all its output has been sent. Cancelling the call aborts the request.
 
-        Args:
-            address: address of the caller, to which the output goes.
-            engine_id: id that the caller gives this engine.
+        The output goes to `address`, the caller's, which gives this engine the id `engine_id`.
         """
         message: Submit = self._decode(submit)
         ended = asyncio.get_running_loop().create_future()
@@ -143,10 +141,6 @@ class Engine:
 
         Serve itself would let the running requests of an unhealthy replica finish, which they do not if the scheduler hangs. So
         this kills the scheduler, and `_watch` ends the replica.
-
-        Raises:
-            TimeoutError: the scheduler has not answered in time.
-            Exception: a task of this replica has failed.
         """
         for task in self._tasks:
             if task.done():

@@ -52,12 +52,7 @@ class _StoppedError(BaseException):
 
 
 def serve_on_ray(config: EngineConfig, options: ServerOptions, registry: Registry) -> None:
-    """Serve with the replicas of a Ray cluster until SIGTERM, SIGINT or SIGHUP, or until another launch replaces this one.
-
-    Raises:
-        MinisglError: an option has an invalid value, or the cluster cannot be reached.
-        WorkerDiedError: the replicas did not start, or the cluster was lost.
-    """
+    """Serve with the replicas of a Ray cluster until SIGTERM, SIGINT or SIGHUP, or until another launch replaces this one."""
     setproctitle.setproctitle("minisgl: launch")
     check_api_workers(options)
     executor = registry.load("executor", "ray")

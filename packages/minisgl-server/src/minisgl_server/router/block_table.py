@@ -69,14 +69,10 @@ class BlockTable:
         return Lookup(indices, (sets[indices] << WAY_BITS) | (hits & (WAYS - 1)))
 
     def num_held(self, stored: Lookup) -> npt.NDArray[np.int64]:
-        """Return how many blocks each replica holds of a prompt, counted up to the last one that it holds.
+        """Return how many blocks each replica holds of a prompt, counted up to the last one that it holds: int64 [num_replicas].
 
-        Args:
-            stored: result of `find` for the keys of the prompt.
-
-        Returns:
-            int64, shape [num_replicas]. Blocks before the last one count even if the table lacks them, because a cache
-            evicts the last blocks of a prefix first.
+        `stored` is the result of `find`. Blocks before the last one count even if the table lacks them, because a cache evicts
+        the last blocks of a prefix first.
         """
         indices, slots = stored
         holders = self._holders_by_entry.take(slots, axis=0)

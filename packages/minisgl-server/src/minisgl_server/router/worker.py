@@ -92,13 +92,10 @@ class _Routed(NamedTuple):
 
 
 class RouterWorker:
-    """Logic of the router, without its sockets.
+    """Logic of the router, without its sockets. `connect` returns the function that sends to the scheduler of an engine.
 
     A request waits if no replica has room and one is not ready. Waiting and running requests together are limited to what all
     replicas accept.
-
-    Args:
-        connect: returns the function that sends to the scheduler of an engine.
     """
 
     def __init__(

@@ -20,11 +20,7 @@ Show = Callable[[str, bool], None]
 
 
 class LocalModel:
-    """Model in this process.
-
-    Attributes:
-        was_interrupted: Ctrl-C stopped the latest response.
-    """
+    """Model in this process. `was_interrupted` is True if Ctrl-C stopped the latest response."""
 
     was_interrupted = False
 
@@ -35,14 +31,10 @@ class LocalModel:
         self.name = self._llm.info.model
 
     def chat(self, messages: Sequence[Message], show: Show, settings: Mapping[str, Any]) -> str:
-        """Generate the next message and show it piece by piece. Ctrl-C stops it at the next piece of text.
+        """Generate the next message and show it piece by piece. Return a line with times and token counts.
 
-        A second Ctrl-C raises KeyboardInterrupt at once, so that a long prompt can be stopped, too.
-
-        Returns a line with times and token counts.
-
-        Args:
-            settings: sampling parameters by name; the model's defaults apply to the others.
+        Ctrl-C stops it at the next piece of text. A second Ctrl-C raises KeyboardInterrupt at once, so that a long prompt can be
+        stopped, too. The model's defaults apply to sampling parameters that `settings` lack.
         """
         from minisgl_core.text.prompt import encode_chat
 
@@ -85,15 +77,7 @@ class LocalModel:
 
 
 class RemoteModel:
-    """First model of an OpenAI-compatible server.
-
-    Args:
-        url: URL of the server, with or without ``/v1``.
-        api_key: API key, or several in one text, of which the first is used.
-
-    Attributes:
-        was_interrupted: see `LocalModel`.
-    """
+    """First model of an OpenAI-compatible server at a URL with or without ``/v1``; of several API keys, the first is used."""
 
     was_interrupted = False
 

@@ -34,11 +34,7 @@ SETTINGS = (
 
 
 class Conversation:
-    """Conversation of the shell, and its settings.
-
-    Args:
-        settings: sampling parameters by name; the model's defaults apply to the others.
-    """
+    """Conversation of the shell. Its `settings` are sampling parameters by name; the model's defaults apply to the others."""
 
     def __init__(
         self,
@@ -62,10 +58,7 @@ class Conversation:
     def send(self, text: str) -> None:
         """Send a message and print the response as it comes. A response that is stopped stays in the conversation.
 
-        Reasoning content is shown, but does not become part of the conversation.
-
-        Raises:
-            MinisglError: there is no response; the message does not become part of the conversation.
+        Reasoning content is shown, but does not become part of the conversation, nor does a message without response.
         """
         start: list[Message] = [] if self.system is None else [{"role": "system", "content": self.system}]
         message: Message = {"role": "user", "content": text}
@@ -156,12 +149,7 @@ def check_text(name: str, text: str) -> str:
 
 
 def run(conversation: Conversation) -> None:
-    """Read and handle lines until the input ends or /exit.
-
-    Raises:
-        MinisglError: a line failed, and standard input is not a terminal.
-        KeyboardInterrupt: Ctrl-C stopped a response, and standard input is not a terminal.
-    """
+    """Read and handle lines until the input ends or /exit. Errors and Ctrl-C end it unless standard input is a terminal."""
     if sys.stdin.isatty():
         _run_terminal(conversation)
     else:
@@ -204,12 +192,7 @@ def _run_terminal(conversation: Conversation) -> None:
 
 
 def history_file() -> Path:
-    """Return the file of the line history, in the user's state directory; only the user can read it.
-
-    Raises:
-        OSError: it cannot be written.
-        RuntimeError: the user has no home directory.
-    """
+    """Return the file of the line history, in the user's state directory; only the user can read it."""
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "minisgl"
     state.mkdir(mode=0o700, parents=True, exist_ok=True)
     file = state / "shell_history"

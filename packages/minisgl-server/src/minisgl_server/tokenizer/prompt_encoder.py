@@ -31,11 +31,7 @@ class PromptEncoder:
         self._max_tokens = max(_MIN_TOKEN_LIMIT, info.max_seq_len)
 
     def encode(self, message: Tokenize) -> EncodedPrompt:
-        """Return the token ids of the prompt, and its text. Changes no state, so that another thread may call it.
-
-        Raises:
-            InvalidValueError: the prompt is empty, or the chat template cannot render it, or a token id is out of range.
-        """
+        """Return the token ids of the prompt, and its text. Changes no state, so that another thread may call it."""
         if message.messages is not None:
             prompt = self._chat_format.using(message.chat_template).render(message)
             return self._encode_text(message, prompt, bool(message.add_special_tokens)), prompt
@@ -100,9 +96,6 @@ class PromptEncoder:
 
         Their max_tokens is at most the room after the prompt. They have no structured outputs: `grammar` returns the grammar, so
         that it is sent once.
-
-        Raises:
-            InvalidValueError: the prompt is empty, prompt and output exceed the context, or a token id is out of range.
         """
         name, limit, sampling = _prompt_field(message), self._info.max_seq_len, message.sampling
         if not token_ids:
@@ -133,11 +126,7 @@ class PromptEncoder:
                 raise InvalidValueError(name, token, allowed)
 
     def grammar(self, message: Tokenize, prompt: str) -> GrammarSource | None:
-        """Return the grammar of the output, or None. Only its size is checked here: the scheduler's process compiles it.
-
-        Raises:
-            InvalidValueError: it is too large, or does not go with other fields, or the server has no grammar backend.
-        """
+        """Return the grammar of the output, or None. Only its size is checked here: the scheduler's process compiles it."""
         structured = message.sampling.structured_outputs
         if message.messages is not None:
             source = self._chat_format.using(message.chat_template).grammar(message, prompt)

@@ -19,11 +19,9 @@ MAX_STEPS = 256
 
 
 class EngineFeed:
-    """Caches the last state and the last `MAX_STEPS` steps.
+    """Caches the last state and the last `MAX_STEPS` steps of a replica; another one answers while it is not ready.
 
-    Args:
-        with_text: include text of prompts and outputs.
-        replica: index of the replica; another one answers while it is not ready.
+    With `with_text`, text of prompts and outputs is included.
     """
 
     def __init__(self, client: EngineClient, with_text: bool = False, replica: int = 0) -> None:
@@ -35,11 +33,7 @@ class EngineFeed:
         self._steps: deque[dict[str, Any]] = deque(maxlen=MAX_STEPS)
 
     async def state(self, since: int) -> dict[str, Any]:
-        """Return the state as plain data, with the data of an `EngineSnapshot` and the cached steps after step `since`.
-
-        Raises:
-            ApiError: 503, the engine is not ready or does not answer.
-        """
+        """Return the state as plain data, with the data of an `EngineSnapshot` and the cached steps after step `since`."""
         info = self._client.ready_info()
         if self._poll is None or (self._poll.done() and time.monotonic() > self._polled_s + SHARED_S):
             self._polled_s = time.monotonic()

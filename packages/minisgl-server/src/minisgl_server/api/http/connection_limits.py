@@ -42,11 +42,9 @@ class ConnectionLimits:
     _next_log_s: float = 0.0
 
     def add(self, host: str, total: int) -> ApiError | None:
-        """Count a connection; return the error if it exceeds a limit. It is counted in either case.
+        """Count a connection of a client, `total` of which are open now; return the error if it exceeds a limit.
 
-        Args:
-            host: IP address of the client; empty if there is none.
-            total: number of open connections, including this one.
+        It is counted in either case. `host` is the client's IP address, or empty if there is none.
         """
         if (counted := _counted_address(host)) is not None:
             self._per_address[counted] += 1

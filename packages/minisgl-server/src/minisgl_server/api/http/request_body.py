@@ -29,11 +29,7 @@ class BodyMemory:
 
     @contextmanager
     def reserve(self, limits: RequestLimits) -> Iterator[Callable[[int], None]]:
-        """Yield a function that counts bytes of one body; they are released at the end of the context.
-
-        Raises:
-            ApiError: 429, raised by the function: this body and others are large.
-        """
+        """Yield a function that counts bytes of one body, until the end of the context; it raises 429 beyond the limit."""
         max_bytes, own = _MAX_LARGE_BODIES * limits.max_body_bytes, 0
 
         def add(num_bytes: int) -> None:
@@ -93,10 +89,7 @@ class JsonSizeCounter:
 
 
 async def read_body(request: Request, limits: RequestLimits, add_bytes: Callable[[int], None]) -> bytearray:
-    """Read the JSON body of a request.
-
-    Args:
-        add_bytes: called with the size of each chunk; see `BodyMemory.reserve`.
+    """Read the JSON body of a request; `add_bytes` is called with the size of each chunk, see `BodyMemory.reserve`.
 
     Raises:
         ApiError: 413, the body is too large; 415, it is compressed, or its Content-Type is not JSON; 429, too many bodies are

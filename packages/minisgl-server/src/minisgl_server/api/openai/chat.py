@@ -29,11 +29,7 @@ router = APIRouter()
 
 
 def chat_prompt(request: Request, chat: ChatRequest) -> Tokenize:
-    """Return the message to a tokenizer worker for a chat, without id.
-
-    Raises:
-        ApiError: 400, the messages and tools together are too long.
-    """
+    """Return the message to a tokenizer worker for a chat, without id."""
     info, _ = served_model(request.app)
     prompt = make_tokenize(
         chat,

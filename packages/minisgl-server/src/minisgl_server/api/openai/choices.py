@@ -93,11 +93,7 @@ class Choices:
         """Tokens of all outputs by kind. `usage` may be called for each chunk of each output, so it must not add them up."""
 
     async def start(self, client: EngineClient, request: Request) -> Self:
-        """Send the requests to the engine and wait for the first outputs, so that a rejection can set the HTTP status.
-
-        Raises:
-            ApiError: a request was rejected, or the header X-Session-Id is too long.
-        """
+        """Send the requests and wait for the first outputs, so that a rejection can set the HTTP status."""
         session_id = request.headers.get("x-session-id", "")
         if len(session_id) > _MAX_SESSION_CHARS:
             message = f"The header has {len(session_id)} characters, and at most {_MAX_SESSION_CHARS} are allowed."

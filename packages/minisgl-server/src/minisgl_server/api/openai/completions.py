@@ -46,11 +46,7 @@ async def completions(request: Request) -> Response:
 
 
 def prompts_by_field(name: str, prompt: Any) -> dict[str, dict[str, Any]]:
-    """Return the field of `Tokenize` for each prompt, by name: ``prompt`` for one prompt, ``prompt[0]`` and so on for a list.
-
-    Raises:
-        InvalidValueError: there are no prompts, or more than `MAX_PROMPTS`.
-    """
+    """Return the field of `Tokenize` for each prompt, by name: ``prompt`` for one prompt, ``prompt[0]`` and so on for a list."""
     if isinstance(prompt, str):
         return {name: {"text": prompt}}
     if prompt and isinstance(prompt[0], int):

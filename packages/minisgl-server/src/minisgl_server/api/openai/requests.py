@@ -54,8 +54,7 @@ async def parse_request(model: type[R], request: Request) -> R:
 async def run_in_thread_if_large(request: Request, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call a function whose time grows with the body of `request`: on a thread if the body that `parse_request` read is large.
 
-    The event loop still waits for each single call into pydantic, which holds the GIL: up to about 0.3 s for a body with as
-    many values as `RequestLimits` allows. Between these calls, it runs other requests.
+    The event loop waits only for single calls into pydantic, which hold the GIL: up to 0.3 s each within `RequestLimits`.
     """
     if request.state.num_body_bytes <= _MAX_INLINE_BYTES:
         return function(*args, **kwargs)
@@ -75,21 +74,13 @@ def _validate(model: type[R], body: bytearray, limits: RequestLimits) -> R:
 
 
 def served_model(app: FastAPI) -> tuple[EngineInfo, str]:
-    """Return the engine, and the name that its model is served under.
-
-    Raises:
-        ApiError: 503, the engine is not ready.
-    """
+    """Return the engine, and the name that its model is served under; raise status 503 if the engine is not ready."""
     info = app.state.client.ready_info()
     return info, app.state.options.served_model_name or info.model
 
 
 def request_limits(app: FastAPI) -> RequestLimits:
-    """Return the size limits of requests.
-
-    Raises:
-        ApiError: 503, the engine is not ready.
-    """
+    """Return the size limits of requests; raise status 503 if the engine is not ready."""
     return RequestLimits.of(served_model(app)[0], app.state.options.max_body_size)
 
 

@@ -44,11 +44,7 @@ def structured_fields(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def single_structured_output(requested: dict[str, dict[str, Any]]) -> tuple[StructuredOutputs | None, str]:
     """Return the one structured output of a request, and the name of its field. None and "" if there is none.
 
-    Args:
-        requested: arguments of `StructuredOutputs` by the name of the request's field.
-
-    Raises:
-        InvalidValueError: more than one is requested, or its value is invalid.
+    `requested` has the arguments of `StructuredOutputs` by the name of the request's field.
     """
     arguments: dict[str, Any] = {}
     fields: dict[str, str] = {}

@@ -15,10 +15,9 @@ _SAME_NAMES = ("min_tokens", *SamplingFields.model_fields)
 
 
 class RequestSampling(NamedTuple):
-    """Sampling parameters of a request.
+    """Sampling parameters of a request: its own values, and the model's defaults for the others.
 
     Attributes:
-        sampling: values of the request, and the model's defaults for the others.
         max_tokens_is_default: the request has no limit, so that max_tokens may be lowered to fit the context.
         field_names: the request's name of each field of `sampling` that it calls differently.
         grammar_name: the request's field that asks for structured output; empty if there is none.

@@ -294,11 +294,7 @@ class ChatRequest(GenerationRequest):
 
 
 class TranslatedChat(ChatRequest):
-    """Chat that a request of another API was translated into.
-
-    Attributes:
-        template_hints: see `Tokenize`; in place of reasoning_effort.
-    """
+    """Chat that a request of another API was translated into. `template_hints` of `Tokenize` replace reasoning_effort."""
 
     template_hints: dict[str, Any]
 

@@ -39,11 +39,7 @@ def _check_name(tool: NamedTool, names: Collection[str], field: str) -> None:
 
 
 def tool_dicts(tools: list[Tool]) -> list[dict[str, Any]]:
-    """Return tools in the form that chat templates take.
-
-    Raises:
-        InvalidValueError: two tools have the same name, or the parameters of a tool are not an object.
-    """
+    """Return tools in the form that chat templates take, after checks of their names and parameters."""
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):
         [(duplicate, _)] = Counter(names).most_common(1)

@@ -18,12 +18,9 @@ _DELTAS = {
 
 
 class ResponseEvents(StreamEvents):
-    """Encodes the output of one response as numbered events.
+    """Encodes the output of one response as numbered events; `finish` returns the complete response at the end.
 
     Each segment of the output is an item, with an event when it is added, deltas, and an event when it is done.
-
-    Args:
-        finish: called at the end; returns the complete response.
     """
 
     def __init__(self, response: ResponseObject, finish: Callable[[], dict[str, Any]]) -> None:

@@ -121,11 +121,7 @@ async def input_items(request: Request, response_id: str, query: Annotated[Input
 
 
 async def _translate(request: Request, body: PromptFields) -> tuple[TranslatedChat, Conversation, FieldNames]:
-    """Translate a request with `to_chat_request`. The messages of the previous responses are limited like a body.
-
-    Raises:
-        ApiError: 400, there is no such response; 429, too many bodies are large.
-    """
+    """Translate a request with `to_chat_request`. The messages of the previous responses are limited like a body."""
     previous_id = body.previous_response_id
     store: ResponseStore = request.app.state.response_store
     history = b"[]" if previous_id is None else store.get(previous_id, is_previous=True).messages

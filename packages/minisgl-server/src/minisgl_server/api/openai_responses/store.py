@@ -52,11 +52,7 @@ class ResponseStore:
         return True
 
     def get(self, response_id: str, is_previous: bool = False) -> StoredResponse:
-        """Return a response. `is_previous` is True if the id is a request's ``previous_response_id``.
-
-        Raises:
-            ApiError: there is no response of this id: 400 if `is_previous`, or else 404.
-        """
+        """Return a response. If there is none, raise 404, or 400 if the id is a request's ``previous_response_id``."""
         if response_id not in self._entries:
             message = (
                 f"There is no response {response_id[:80]!r}: it was not stored (store), was deleted, or was evicted by newer "
@@ -69,10 +65,6 @@ class ResponseStore:
         return self._entries[response_id]
 
     def delete(self, response_id: str) -> None:
-        """Delete a response.
-
-        Raises:
-            ApiError: 404, there is no response of this id.
-        """
+        """Delete a response; raise status 404 if there is none of this id."""
         self._num_bytes -= self.get(response_id).num_bytes
         del self._entries[response_id]

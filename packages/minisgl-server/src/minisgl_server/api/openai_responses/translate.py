@@ -112,11 +112,7 @@ class Conversation:
 
 
 def to_chat_request(request: PromptFields, history_json: bytes) -> tuple[TranslatedChat, Conversation, FieldNames]:
-    """Translate a request into a chat; also return its conversation and field names.
-
-    Args:
-        history_json: messages of the previous responses, a JSON list.
-    """
+    """Translate a request into a chat, after the JSON list of earlier messages; also return its conversation and field names."""
     history = msgspec.json.decode(history_json)
     conversation = Conversation(request, history)
     if request.input is None and not history:

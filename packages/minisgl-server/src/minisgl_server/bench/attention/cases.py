@@ -41,12 +41,7 @@ class Case:
     def __init__(
         self, backend: type[AttentionBackend], spec: AttentionSpec, lengths: Sequence[int], num_new: int | None
     ) -> None:
-        """Fill the pool.
-
-        Args:
-            spec: spec whose `max_batch` and `max_seq_len` fit `lengths`.
-            num_new: queries per request, which are its last tokens; None for all of its tokens.
-        """
+        """Fill the pool. The queries are the last `num_new` tokens of each request, or all of them if it is None."""
         self.spec = spec
         self._layers = [AttentionLayer(index, spec.head_dim**-0.5) for index in range(NUM_LAYERS)]
         size, device = spec.page_size, spec.device

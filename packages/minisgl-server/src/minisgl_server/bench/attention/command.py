@@ -69,10 +69,9 @@ def parse_shape(text: str) -> tuple[int, int]:
 @click.option("--repeats", type=click.IntRange(1), default=20, help="Timed calls per case.")
 @json_option
 def attention(**values: Any) -> None:
-    """Check attention providers against a float64 reference, and time them.
+    """Check attention providers against a float64 reference, and time them; by default, all installed ones.
 
-    Without names, all installed providers are measured. Decodes are bound by memory bandwidth, so see their GB/s; prefills are
-    bound by compute, so see their TFLOP/s.
+    Decodes are bound by memory bandwidth, so see their GB/s; prefills are bound by compute, so see their TFLOP/s.
     """
     from minisgl_server.bench.attention.run import run_attention
 

@@ -78,11 +78,7 @@ class Replica(ABC):
 
 
 class SchedulerReplica(Replica):
-    """Replica with the real scheduler and prefix cache. The engine is a `StepTime` and the known outputs.
-
-    Args:
-        changes: collects the changes of the cache, for a router that uses them.
-    """
+    """Replica with the real scheduler and prefix cache. The engine is a `StepTime` and the known outputs."""
 
     def __init__(
         self, limits: SchedulerLimits, step_time: StepTime, cache: PrefixCache, changes: CacheChanges | None = None

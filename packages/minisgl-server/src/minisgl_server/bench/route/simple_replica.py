@@ -37,11 +37,7 @@ class _Running:
 
 
 class SimpleReplica(Replica):
-    """Model of a replica whose pages are blocks of the router; see the module.
-
-    Args:
-        engine_id: id of the engine in the events; None if the router does not use them.
-    """
+    """Model of a replica whose pages are blocks of the router; see the module. Without `engine_id`, it sends no events."""
 
     def __init__(self, limits: SchedulerLimits, step_time: StepTime, engine_id: int | None = None) -> None:
         super().__init__()

@@ -25,11 +25,9 @@ from minisgl_server.router.worker import RouterWorker, Send
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """Replicas of a simulation.
+    """Replicas of a simulation. Without a cache, they are `SimpleReplica`.
 
-    Attributes:
-        overload: overload_requests and overload_ratio of `RouterSpec`.
-        cache: provider of the prefix cache; None selects `SimpleReplica`.
+    `overload` has overload_requests and overload_ratio of `RouterSpec`.
     """
 
     num_replicas: int

@@ -19,13 +19,9 @@ class StepTime:
     speed: float = 1.0
 
     def seconds(self, num_decodes: int, num_kv: float, num_new: int = 0, num_pairs: float = 0.0) -> float:
-        """Return the time of a step.
+        """Return the time of a step: of decodes that read `num_kv` tokens of context, and of `num_new` prompt tokens.
 
-        Args:
-            num_decodes: decoding requests.
-            num_kv: tokens of context of all of these.
-            num_new: prompt tokens that are computed.
-            num_pairs: pairs of such a token and a token of its context.
+        `num_pairs` counts the pairs of such a token and a token of its context.
         """
         gemms = max(self.weights_ms * 1e-3, (num_decodes + num_new) * self.token_us * 1e-6)
         decodes = num_decodes * self.request_us * 1e-6 + num_kv * self.kv_token_ns * 1e-9

@@ -52,14 +52,10 @@ class Conversation:
 
 
 def arrivals(rate_per_s: float, burstiness: float, seed: int) -> Iterator[float]:
-    """Return an endless iterator of arrival times.
+    """Return an endless iterator of arrival times; all are 0 at an infinite rate.
 
-    Inter-arrival times have a gamma distribution with mean ``1 / rate_per_s``, as in vLLM's benchmark.
-
-    Args:
-        rate_per_s: mean arrivals per second; infinite for all at once.
-        burstiness: shape of the gamma distribution: 1 is a Poisson process, smaller values are burstier, larger ones are more
-            regular, and infinity is a fixed rate.
+    Inter-arrival times have a gamma distribution with mean ``1 / rate_per_s`` and shape `burstiness`, as in vLLM's benchmark:
+    1 is a Poisson process, smaller values are burstier, larger ones are more regular, and infinity is a fixed rate.
     """
     if math.isinf(rate_per_s):
         return itertools.repeat(0.0)
@@ -74,11 +70,8 @@ def random_conversations(
 ) -> Iterator[Conversation]:
     """Yield conversations without end.
 
-    Conversations share at most a prefix: their first content ids after it differ, as long as there are enough ids.
-
-    Args:
-        options: flags of the command. All variants of a seed have equal lengths.
-        variant: number of the variant, which determines the content.
+    They share at most a prefix: their first content ids after it differ, as long as there are enough ids. All variants of a seed
+    have equal lengths, and each has other content.
     """
     lengths, random = (np.random.default_rng([options.seed, *key]) for key in ((0,), (1, variant)))
 
@@ -109,13 +102,12 @@ def trace_conversations(
     seed: int,
     variant: int,
 ) -> Iterator[Conversation]:
-    """Yield each request of a trace as a conversation; the content of its blocks is derived from their hashes.
+    """Yield each request of a trace as a conversation; the content of its blocks is derived from hashes, seed and variant.
 
     Args:
         requests: requests in order of time; the first is sent at once.
         time_scale: factor on the times between requests; values below 1 are faster.
         num_template_tokens: tokens that the server's chat template adds, which count to the trace's lengths.
-        variant: number of the variant, which determines the content.
     """
     num_blocks = 1 + max((max(request.hash_ids, default=0) for request in requests), default=0)
     # Added to the hashes, so that each seed and variant has other content. Knuth's multiplier spreads consecutive seeds.

@@ -37,11 +37,7 @@ class HttpClient:
         self._idle: list[_Connection] = []
 
     async def request(self, method: str, path: str, body: bytes, on_data: OnData) -> int:
-        """Send a request to a path below the URL's, and call `on_data` for each piece of the response's body. Return the status.
-
-        Raises:
-            HttpError: there was no complete response.
-        """
+        """Send a request to a path below the URL's; return the status. Pieces of the body are passed to `on_data`."""
         target = self.url.raw_path.decode().rstrip("/") + path
         request_headers = f"{method} {target} HTTP/1.1\r\n{self._headers}Content-Length: {len(body)}\r\n\r\n"
         message = request_headers.encode("latin-1") + body

@@ -48,10 +48,8 @@ async def run_load(
 ) -> Outcome:
     """Send all conversations. If it is cancelled, return the outcome so far.
 
-    Args:
-        max_concurrency: maximum concurrent conversations; others wait.
-        duration_s: time after which no request is sent; running ones are awaited.
-        report: called whenever a request was sent or has ended.
+    After `duration_s`, no request is sent, and running ones are awaited. `report` is called whenever a request was sent or has
+    ended.
     """
     outcome, slots = Outcome(), asyncio.Semaphore(max_concurrency)
     cpu_before, start_s = time.process_time(), time.perf_counter()

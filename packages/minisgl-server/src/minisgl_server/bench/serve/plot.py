@@ -15,11 +15,7 @@ SHOWN = ("ttft", "tpot", "latency")
 
 
 def make_plotter(path: Path) -> Callable[[Sequence[Measured]], None]:
-    """Return a function that plots to a file. It imports matplotlib now, so that a missing one is reported before measuring.
-
-    Raises:
-        InvalidValueError: the file format is not supported, or matplotlib is not installed.
-    """
+    """Return a function that plots to a file. It imports matplotlib now, so that a missing one is reported before measuring."""
     if path.suffix.lower() not in SUFFIXES:
         raise InvalidValueError("--plot", str(path), "a file that ends in .png or .svg")
     try:

@@ -103,10 +103,7 @@ def _notes(run: Run, summary: dict[str, Any]) -> Iterator[str]:
 
 
 def as_json(options: SimpleNamespace, model: str, workload: str, measured: Sequence[Measured]) -> dict[str, Any]:
-    """Return the options without the API key, and the results of a measurement.
-
-    Standard JSON has no infinities and NaN. They are the strings "inf", "-inf" and "nan".
-    """
+    """Return the options without the API key, and the results. Infinities and NaN, which JSON lacks, become strings."""
     settings = {name: value for name, value in vars(options).items() if name != "api_key"} | {"model": model}
     runs = [_run_json(each, options.details) for each in measured]
     text = json.dumps({"model": model, "workload": workload, "options": settings, "runs": runs})

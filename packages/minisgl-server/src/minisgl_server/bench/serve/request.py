@@ -98,9 +98,7 @@ class Record:
 class ApiClient:
     """Client of an OpenAI-compatible API, with the parameters that all requests share.
 
-    Attributes:
-        endpoint: ``completions`` or ``chat``.
-        ignore_eos: request outputs of exactly the given length, by an extension of vLLM, SGLang and minisgl.
+    `ignore_eos` requests outputs of exactly the given length, by an extension of vLLM, SGLang and minisgl.
     """
 
     http: HttpClient
@@ -122,10 +120,7 @@ class ApiClient:
         return _encode(body | self.extra_body)
 
     async def send(self, prompt: Prompt, record: Record, start_s: float) -> str:
-        """Send a request and fill in its record. Return the text of the response.
-
-        `start_s` is `time.perf_counter` at the start of the run.
-        """
+        """Send a request and fill in its record. Return the text of the response. `start_s` is the start of the run."""
         body = self.body(prompt, record.asked_output_tokens)
         record.num_prompt_tokens = record.asked_prompt_tokens or 0
         sent = time.perf_counter()

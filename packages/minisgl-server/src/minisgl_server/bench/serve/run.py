@@ -52,7 +52,7 @@ else:
 def run_serve(options: SimpleNamespace) -> None:
     """Measure, print tables, and write the requested files.
 
-    Exits with status 130 after the report if the user interrupted the run, and with 1 if no request was completed.
+    The exit status is 130 if the user interrupted the run, and 1 if no request was completed.
     """
     draw = None if options.plot is None else plot.make_plotter(Path(options.plot))
     url = server_url(options.url)

@@ -44,13 +44,7 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_trace(path: Path, limit: int | None = None, flag: str = "--trace") -> list[TraceRequest]:
-    """Return the requests of a file, in order of time.
-
-    Args:
-        path: file of JSON lines; unknown fields are skipped.
-        limit: number of lines to read, from the first; None for all.
-        flag: flag that names the file, for errors.
-    """
+    """Return the requests in the first `limit` lines of a file, in order of time. `flag` names the file, for errors."""
     decode = msgspec.json.Decoder(TraceRequest).decode
     requests: list[TraceRequest] = []
     try:
