@@ -151,12 +151,6 @@ class TestDeepseekV3(Generic):
         "first_k_dense_replace": 1,
     }
 
-    def test_ranks_with_a_plan_for_experts_are_refused(self) -> None:
-        with pytest.raises(
-            InvalidValueError, match=r"--tp=2 .*the tensor-parallel plan of DeepseekV3ForCausalLM has 'packed"
-        ):
-            run_ranks(2, self._load)
-
 
 class TestGptOss(Generic):
     """Attention sinks and experts."""

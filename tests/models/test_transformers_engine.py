@@ -26,6 +26,15 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt_neox": {},
 }
 MLA = {"num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 10}
+MOE = {
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
 PROMPTS = [[5, 9, 3, 7, 11], list(range(3, 43)), [*range(3, 33), 77], [44, 45] * 9]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
@@ -100,11 +109,24 @@ def test_llama_equals_its_provider(tmp_path: Path) -> None:
     assert tokens["transformers"] == tokens["minisgl"] == tokens["auto"]
 
 
-@pytest.mark.slow
-def test_two_ranks_generate_the_tokens_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        pytest.param("starcoder2", {"sliding_window": 7}, marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", {**MOE, **MLA, "q_lora_rank": 16, "head_dim": 4}, marks=pytest.mark.slow),
+        pytest.param("deepseek_v2", {**MOE, **MLA, "head_dim": 4, "q_lora_rank": None}, marks=pytest.mark.nightly),
+        pytest.param("qwen2_moe", {**MOE, "shared_expert_intermediate_size": 16}, marks=pytest.mark.nightly),
+        pytest.param("olmoe", MOE, marks=pytest.mark.nightly),  # norms of all heads, so that q, k and v are gathered
+        pytest.param("afmoe", {**MOE, "head_dim": 8}, marks=pytest.mark.nightly),  # attention is not sharded
+        pytest.param("aria_text", {"moe_num_experts": 4, "moe_topk": 2}, marks=pytest.mark.nightly),
+    ],
+)
+def test_two_ranks_generate_the_tokens_of_one(
+    model_type: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    reference = random_reference(config_of("starcoder2", sliding_window=7))
-    with new_llm(saved(reference, tmp_path), tp=2) as llm:
+    reference = random_reference(config_of(model_type, **changes))
+    with new_llm(saved(reference, tmp_path), tp=2, model_impl="transformers", max_prefill_length=16) as llm:
         for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, GREEDY), strict=True):
             assert_greedy(reference, prompt, output.token_ids)
 

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
-import torch
 from transformers_cases import config_of
 
 from minisgl_core.errors import InvalidValueError, ModelFormatError
-from minisgl_models.transformers_backend.attention_function import RUN
 from minisgl_models.transformers_backend.head_shapes import HeadShape
 from minisgl_models.transformers_backend.parallel import check_tp_size
-from minisgl_models.transformers_backend.trace import AttentionCall, build_on_meta, trace
+from minisgl_models.transformers_backend.trace import AttentionCall, trace
 
 
 def call(
@@ -50,7 +45,7 @@ def test_heads_that_fit_no_pool_are_refused(calls: tuple[AttentionCall, ...]) ->
 def test_a_refused_tp_size_names_the_heads_of_all_layers() -> None:
     config = config_of("laguna", head_dim=8, num_attention_heads_per_layer=[4, 8, 4])
     traced = trace(config.to_dict() | {"architectures": ["LagunaForCausalLM"]})
-    build: Any = SimpleNamespace(tp_size=3)
+    plan = {"layers.*.self_attn.o_proj": "rowwise"}
     heads = r"--tp=3 .* one of 1, 2 for LagunaForCausalLM \(4 and 8 query heads, 2 KV heads\)"
     with pytest.raises(InvalidValueError, match=heads):
-        check_tp_size(build_on_meta(traced.config, torch.float32, RUN), traced, build)
+        check_tp_size("LagunaForCausalLM", plan, traced, 3)

@@ -18,9 +18,10 @@ from minisgl_core.contracts.weights import WeightTarget
 from minisgl_core.errors import InvalidValueError, ModelFormatError
 from minisgl_core.layers import Attention
 from minisgl_models.transformers_backend.attention_function import RUN, set_handler
+from minisgl_models.transformers_backend.expert_shards import shard_experts
 from minisgl_models.transformers_backend.head_shapes import HeadShape
 from minisgl_models.transformers_backend.identity_backbone import backbone_name, detach_backbone
-from minisgl_models.transformers_backend.parallel import check_tp_size, replace_linears
+from minisgl_models.transformers_backend.parallel import check_applied, replace_linears, tp_plan
 from minisgl_models.transformers_backend.step_attention import StepAttention
 from minisgl_models.transformers_backend.token_check import TokenCheck
 from minisgl_models.transformers_backend.trace import BUILD_LOCK, Traced, build_on_meta, trace
@@ -92,20 +93,22 @@ class TransformersModel(Model):
             raise InvalidValueError("--pp", "over 1", "1 with --model-impl transformers")
         traced = trace(config.raw[_RAW])
         model = build_on_meta(traced.config, build.dtype, RUN)
-        check_tp_size(model, traced, build)
+        plan = tp_plan(model, traced, build)
         with BUILD_LOCK:
             fill_buffers(model, build.device)
         self._checkpoint_names = CheckpointNames(model, backbone_name(model))
         self._tied: Mapping[str, str] = dict(model.all_tied_weights_keys)
         tied_modules = {name.rpartition(".")[0] for name in self._tied}
-        self.linears: dict[str, Layer] = dict(replace_linears(model, tied_modules, build))
+        self.linears: dict[str, Layer] = dict(replace_linears(model, tied_modules, plan, build))
+        self._shards = shard_experts(model, plan, build)
+        check_applied(model, plan, {*self.linears, *tied_modules, *self._shards}, build.tp_size)
         allocate_parameters(model, build.device)
         self._stored = dict(stored_tensors(model))
         # A checkpoint may store a tied weight separately, with other values. Those that it does not store stay NaN.
         self._untied = {name: torch.full_like(model.get_parameter(name), torch.nan) for name in self._tied}
         self._attention_names = [call.module for call in traced.calls]
         self.attention = [_attention(index, traced, build) for index in range(len(traced.calls))]
-        self._step = StepAttention(traced, self.attention, model, build.tp_size)
+        self._step = StepAttention(traced, self.attention, model, build.communicator)
         set_handler(model, self._step)
         self._backbone, self._head = detach_backbone(model), model
         self._checkpoint_names.set_known(name for name, _ in self.weight_targets("", {}))
@@ -142,7 +145,7 @@ class TransformersModel(Model):
     def weight_targets(self, name: str, fused_projections: FusedProjections) -> Targets:
         """Yield the tensors of transformers' modules, and of the linear layers, under the modules' names."""
         for each, tensor in self._stored.items():
-            yield from self._checkpoint_names.targets(each, tensor)
+            yield from self._checkpoint_names.targets(each, tensor, self._shards.get(each))
         for each, tensor in self._untied.items():
             yield each, WeightTarget(tensor, optional=True)
         for each, layer in self.linears.items():

@@ -12,6 +12,7 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Weight
 from minisgl_core.contracts.layer import Targets
 from minisgl_core.contracts.weights import WeightTarget
 from minisgl_core.errors import ModelFormatError
+from minisgl_models.transformers_backend.expert_shards import ParameterShard
 
 
 def fill_buffers(model: Any, device: torch.device) -> None:
@@ -77,18 +78,25 @@ class CheckpointNames:
         self._merges = [each for each in rules if isinstance(each, WeightConverter) and _is_merge(each)]
         self._known: Set[str] = frozenset()
 
-    def targets(self, name: str, tensor: torch.Tensor) -> Targets:
-        """Yield the checkpoint's tensors for a parameter or buffer: itself, or the matrices of each expert, [E, out, in]."""
+    def targets(self, name: str, tensor: torch.Tensor, shard: ParameterShard | None) -> Targets:
+        """Yield the checkpoint's tensors for a parameter or buffer: itself, or the matrices of each expert, [E, out, in].
+
+        Args:
+            name: name in the model.
+            tensor: this rank's values.
+            shard: shard of `tensor`; None if it is whole.
+        """
         for merge in self._merges:
             target = merge.target_patterns[0]
             if name.endswith(target):
+                num_sources = len(merge.source_patterns)
+                part_shard = shard and shard.of_matrix(num_sources)
                 for expert, matrices in enumerate(tensor):
-                    parts = matrices.chunk(len(merge.source_patterns))
-                    for pattern, part in zip(merge.source_patterns, parts, strict=True):
+                    for pattern, part in zip(merge.source_patterns, matrices.chunk(num_sources), strict=True):
                         stored = name.removesuffix(target) + pattern.replace("*", str(expert))
-                        yield stored, WeightTarget(part, shape=tuple(part.shape))
+                        yield from ((stored, each) for each in _targets(part, part_shard))
                 return
-        yield name, WeightTarget(tensor, shape=tuple(tensor.shape))
+        yield from ((name, each) for each in _targets(tensor, shard))
 
     def set_known(self, names: Iterable[str]) -> None:
         """Take the names of all tensors that the model loads."""
@@ -104,6 +112,10 @@ class CheckpointNames:
                 if name in self._known:
                     return name
         return None if any(each.search(stored) for each in self._ignored) else stored
+
+
+def _targets(tensor: torch.Tensor, shard: ParameterShard | None) -> Iterator[WeightTarget]:
+    return shard.targets(tensor) if shard else iter([WeightTarget(tensor, shape=tuple(tensor.shape))])
 
 
 def _is_merge(rule: WeightConverter) -> bool:

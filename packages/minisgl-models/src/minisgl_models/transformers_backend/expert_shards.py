@@ -1,0 +1,98 @@
+"""Shards of the experts of a transformers model, whose weights are stacked: [experts, out, in], or [experts, in, out].
+
+Every rank has a part of each expert, along its intermediate dimension, and an all-reduce sums the outputs.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from minisgl_core.contracts.model import BuildContext
+from minisgl_core.contracts.weights import WeightTarget
+from minisgl_core.errors import InvalidValueError
+from minisgl_models.transformers_backend.parallel import EXPERTS, generic_name
+
+_STYLES = {"colwise": (1, 1), "rowwise": (2, 1), "packed_colwise": (1, 2), "packed_rowwise": (2, 2)}
+"""Sharded dimension and number of fused projections (gate and up: 2), by style."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterShard:
+    """This rank's shard of a parameter.
+
+    Attributes:
+        dim: sharded dimension.
+        num_parts: projections that are fused along `dim`. Each of them is sharded.
+        rank: rank in the tensor-parallel group.
+        size: number of ranks.
+    """
+
+    dim: int
+    num_parts: int
+    rank: int
+    size: int
+
+    def of_matrix(self, num_sources: int) -> "ParameterShard":
+        """Return the shard of a matrix of the checkpoint, which stores each expert as `num_sources` matrices of some rows."""
+        num_parts = self.num_parts // num_sources if self.dim == 1 else self.num_parts
+        assert num_parts, "the plan shards the rows of several matrices as if they were one matrix"
+        return ParameterShard(self.dim - 1, num_parts, self.rank, self.size)
+
+    def targets(self, tensor: torch.Tensor) -> Iterator[WeightTarget]:
+        """Yield the targets of a checkpoint tensor, one per fused projection; `tensor` has this rank's shape."""
+        shape = list(tensor.shape)
+        shape[self.dim] *= self.size
+        for index, part in enumerate(tensor.chunk(self.num_parts, self.dim)):
+            length = part.shape[self.dim]
+            start = (index * self.size + self.rank) * length
+            yield WeightTarget(part, (*[slice(None)] * self.dim, slice(start, start + length)), shape=tuple(shape))
+
+
+def shard_experts(model: nn.Module, plan: Mapping[str, str], build: BuildContext) -> dict[str, ParameterShard]:
+    """Reduce the parameters of experts to this rank's shard, and all-reduce the outputs of the experts.
+
+    Args:
+        model: transformers' model, on the meta device.
+        plan: see `minisgl_models.transformers_backend.parallel.tp_plan`.
+        build: the ranks.
+
+    Returns:
+        The shards by the name of their parameter.
+
+    Raises:
+        InvalidValueError: ``--tp`` does not divide the experts, or the plan lacks one of their parameters.
+    """
+
+    def all_reduce(_module: nn.Module, _arguments: Any, output: torch.Tensor) -> torch.Tensor:
+        return build.communicator.all_reduce(output)
+
+    shards = {}
+    for path, experts in model.named_modules():
+        if plan.get(generic_name(path)) != EXPERTS:
+            continue
+        for attribute, parameter in list(experts.named_parameters()):
+            name = f"{path}.{attribute}"
+            shard = shards[name] = _shard(name, parameter, plan, build)
+            shape = list(parameter.shape)
+            shape[shard.dim] //= shard.size
+            setattr(experts, attribute, nn.Parameter(parameter.new_empty(shape), requires_grad=False))
+        experts.register_forward_hook(all_reduce)
+    return shards
+
+
+def _shard(name: str, parameter: torch.Tensor, plan: Mapping[str, str], build: BuildContext) -> ParameterShard:
+    style = plan.get(generic_name(name), "replicate")
+    if style not in _STYLES or parameter.ndim != 3:
+        raise InvalidValueError(
+            "--tp",
+            build.tp_size,
+            f"1: {name} of the experts has {parameter.ndim} dimensions and the style {style!r}, which minisgl does not know",
+        )
+    dim, num_parts = _STYLES[style]
+    length = parameter.shape[dim] // num_parts
+    if length % build.tp_size:
+        raise InvalidValueError("--tp", build.tp_size, f"a divisor of {length}, the intermediate size of {name}")
+    return ParameterShard(dim, num_parts, build.tp_rank, build.tp_size)
