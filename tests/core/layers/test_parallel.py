@@ -22,7 +22,7 @@ from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.ops import LinearOp, LinearOps, Ops, TorchOps
 from minisgl_core.contracts.ops.norm import silu_and_mul
 from minisgl_core.contracts.quantization import Quantization, QuantizationSpec
-from minisgl_core.contracts.shard import Shard
+from minisgl_core.contracts.shard import Shard, allowed_tp_sizes, check_tp_size
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.layers import (
     Attention,
@@ -33,7 +33,6 @@ from minisgl_core.layers import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from minisgl_core.layers.base import allowed_tp_sizes, check_tp_size
 from minisgl_core.testing.rank_threads import ThreadCommunicator, run_ranks
 from minisgl_core.testing.references import DenseAttention, NaiveMoe
 from minisgl_models.gemma3 import Gemma3ForCausalLM

@@ -22,8 +22,8 @@ from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.moe import MoeSpec
 from minisgl_core.contracts.platform import Hardware
 from minisgl_core.contracts.quantization import QuantizationSpec
+from minisgl_core.contracts.shard import check_tp_size
 from minisgl_core.errors import InvalidValueError, ProviderUnsupportedError
-from minisgl_core.layers.base import check_tp_size
 from minisgl_core.utils.fp8 import FP8
 
 

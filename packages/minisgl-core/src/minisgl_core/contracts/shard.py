@@ -1,13 +1,18 @@
-"""Sharding of a dimension over tensor-parallel ranks."""
+"""Shards of a dimension over tensor-parallel ranks, and sizes that split a model's heads.
+
+This imports no torch, so that a launcher checks ``--tp`` quickly.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from minisgl_core.contracts.weights import WeightTarget
+from minisgl_core.errors import InvalidValueError
+
+if TYPE_CHECKING:
+    import torch
 
 
 class TensorParallelRank(Protocol):
@@ -89,3 +94,25 @@ def sharded_target(tensor: torch.Tensor, *shards: Shard) -> WeightTarget:
     while len(index) > 1 and index[-1] == slice(None):  # trailing dimensions that are whole need no slice
         index.pop()
     return WeightTarget(tensor, tuple(index), shape=(*(shard.total for shard in shards), *unsharded))
+
+
+def splits_heads(num_q_heads: int, num_kv_heads: int, tp_size: int) -> bool:
+    """Return True if `tp_size` ranks split the query heads evenly, and split or replicate the KV heads evenly."""
+    return num_q_heads % tp_size == 0 and (num_kv_heads % tp_size == 0 or tp_size % num_kv_heads == 0)
+
+
+def allowed_tp_sizes(num_q_heads: int, num_kv_heads: int) -> list[int]:
+    """Return all sizes for which `splits_heads` is True."""
+    return [size for size in range(1, num_q_heads + 1) if splits_heads(num_q_heads, num_kv_heads, size)]
+
+
+def check_tp_size(num_q_heads: int, num_kv_heads: int, tp_size: int) -> None:
+    """Check that the model's heads can be split over `tp_size` ranks.
+
+    Raises:
+        InvalidValueError: they cannot. The message lists the allowed values of ``--tp``.
+    """
+    if not splits_heads(num_q_heads, num_kv_heads, tp_size):
+        allowed = ", ".join(map(str, allowed_tp_sizes(num_q_heads, num_kv_heads)))
+        heads = f"{num_q_heads} query heads, {num_kv_heads} KV heads"
+        raise InvalidValueError("--tp", tp_size, f"one of {allowed} for this model ({heads})")

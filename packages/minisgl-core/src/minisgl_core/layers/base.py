@@ -7,7 +7,7 @@ from torch import nn
 
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.model_config import ModelConfig
-from minisgl_core.errors import InvalidValueError, ModelFormatError
+from minisgl_core.errors import ModelFormatError
 
 
 def empty_parameter(*shape: int, build: BuildContext, zero: bool = False) -> nn.Parameter:
@@ -30,21 +30,3 @@ def check_activation(config: ModelConfig, *allowed: str) -> None:
     if config.hidden_act not in (allowed or ("silu", "swish")):
         names = " or ".join(map(repr, allowed or ("silu",)))
         raise ModelFormatError(f"config: hidden_act={config.hidden_act!r} is not supported; only {names} is")
-
-
-def allowed_tp_sizes(num_q_heads: int, num_kv_heads: int) -> list[int]:
-    """Return the tensor-parallel sizes that split the query heads evenly, and split or replicate the KV heads evenly."""
-    sizes = (n for n in range(1, num_q_heads + 1) if num_q_heads % n == 0)
-    return [n for n in sizes if num_kv_heads % n == 0 or n % num_kv_heads == 0]
-
-
-def check_tp_size(num_q_heads: int, num_kv_heads: int, tp_size: int) -> None:
-    """Check that the model's heads can be split over `tp_size` ranks.
-
-    Raises:
-        InvalidValueError: they cannot. The message lists the allowed values of ``--tp``.
-    """
-    allowed = allowed_tp_sizes(num_q_heads, num_kv_heads)
-    if tp_size not in allowed:
-        heads = f"{num_q_heads} query heads, {num_kv_heads} KV heads"
-        raise InvalidValueError("--tp", tp_size, f"one of {', '.join(map(str, allowed))} for this model ({heads})")

@@ -12,9 +12,9 @@ from minisgl_core.contracts.layer import FusedProjections, Layer, Targets
 from minisgl_core.contracts.layer_methods import LinearMethod, LinearPart, LinearSpec, PlainLinear
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.ops import LinearOp
-from minisgl_core.contracts.shard import Shard
+from minisgl_core.contracts.shard import Shard, check_tp_size
 from minisgl_core.contracts.weights import WeightTarget
-from minisgl_core.layers.base import check_tp_size, not_prepared
+from minisgl_core.layers.base import not_prepared
 
 
 class ReplicatedLinear(Layer):

@@ -15,9 +15,9 @@ from torch.nn.functional import pad
 
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.ops import VocabShard
+from minisgl_core.contracts.shard import allowed_tp_sizes
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.layers import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
-from minisgl_core.layers.base import allowed_tp_sizes
 from minisgl_models.transformers_backend.trace import Traced
 
 # fmt: off

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from minisgl_core.config.options import EngineConfig
+from minisgl_core.contracts.shard import check_tp_size, splits_heads
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.weights.model_source import open_weights
 
@@ -19,7 +20,6 @@ def check_tp(config: EngineConfig, path: Path, registry: Registry) -> None:
     if tp == 1 or not _is_doubtful(open_weights(path, registry, config.model.dummy_weight).config, tp):
         return
     from minisgl_core.engine.checkpoint import open_checkpoint
-    from minisgl_core.layers.base import check_tp_size
 
     model = open_checkpoint(config, registry).config
     check_tp_size(model.num_q_heads, model.num_kv_heads, tp)
@@ -31,4 +31,4 @@ def _is_doubtful(raw: Mapping[str, Any], tp: int) -> bool:
     num_kv_heads = raw.get("num_key_value_heads") or num_q_heads
     if not isinstance(num_q_heads, int) or not isinstance(num_kv_heads, int) or num_kv_heads < 1:
         return False
-    return num_q_heads % tp > 0 or (num_kv_heads % tp > 0 and tp % num_kv_heads > 0)
+    return not splits_heads(num_q_heads, num_kv_heads, tp)
