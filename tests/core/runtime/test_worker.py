@@ -158,7 +158,7 @@ def test_all_queued_requests_run_in_the_first_step(monkeypatch: pytest.MonkeyPat
     one = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     names = [str(place) for place in range(8)]
     submits = [Submit(request_id=name, token_ids=np.array([5 + int(name)], np.int32), sampling=one) for name in names]
-    worker._serve(loop, Backlog(*submits, Abort("7")), [socket])  # type: ignore[arg-type, list-item]
+    worker._serve(loop, Backlog(*submits, Abort("7")), [socket], 0, 0)  # type: ignore[arg-type, list-item]
     assert steps == [7]
     ended = [(out.request_id, out.finish_reason) for batch in socket.messages for out in batch.outputs]
     assert sorted(ended) == [*((name, "length") for name in names[:7]), ("7", "abort")]

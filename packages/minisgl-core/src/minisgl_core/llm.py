@@ -76,9 +76,7 @@ class _Running:
     """State of an unfinished output.
 
     Attributes:
-        output: the output, which is filled in step by step.
         prompt: tokens of the prompt; the output receives them as a list at the end.
-        decoder: turns its tokens into text.
         is_incremental: True to decode each new token at once, for streams and stop strings; False to decode at the end.
         fresh: text that a stream has not yielded yet.
     """
@@ -181,11 +179,7 @@ class LLM:
 
     @property
     def tokenizer(self) -> Any:
-        """The model's transformers tokenizer.
-
-        Raises:
-            TokenizerNotFoundError: the model has none, so that prompts must be token ids.
-        """
+        """The model's transformers tokenizer. If it has none, this raises TokenizerNotFoundError."""
         if self._tokenizer is None:
             raise TokenizerNotFoundError(f"{self.info.model} has no tokenizer; give prompts as lists of token ids")
         return self._tokenizer
@@ -358,9 +352,6 @@ class LLM:
 
         The caller uses it in a ``with`` statement. A context manager written in Python, unlike the lock, could be
         interrupted by Ctrl-C and keep it.
-
-        Raises:
-            MinisglError: it is being changed already.
         """
         if self._lock.locked():
             raise MinisglError("this LLM is in use by another thread; call it from one thread at a time")

@@ -17,16 +17,9 @@ from minisgl_core.utils.dtypes import dtype_name
 
 
 def reasons_against(registry: Registry, entry: Entry, provider: Any) -> tuple[str, list[str]]:
-    """Ask a provider if it supports a typical model on this machine.
+    """Return a description of a typical model, and the reasons why the provider does not support it on this machine.
 
-    Args:
-        registry: registry with the platforms.
-        entry: entry of the provider.
-        provider: the loaded class.
-
-    Returns:
-        Description of the case, and the reasons why the provider does not apply to it, empty if it applies. The description is
-        empty for kinds that depend on more than the machine, such as the checkpoint or the tokenizer.
+    The description is empty for kinds that depend on more than the machine, such as the checkpoint or the tokenizer.
     """
     if entry.kind == "platform":
         return "this machine", reasons_of(entry, provider)

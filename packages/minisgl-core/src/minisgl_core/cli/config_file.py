@@ -13,18 +13,9 @@ from minisgl_core.utils.suggestions import did_you_mean
 
 
 def load_config_file(path: str, options: Mapping[str, dataclasses.Field[Any] | None]) -> dict[str, Any]:
-    """Read the options in a TOML or YAML file.
+    """Return the checked values in a TOML or YAML file, by name. Keys may be written with dashes or underscores.
 
-    Args:
-        path: path that ends in .toml, .yaml or .yml.
-        options: field of each allowed option by name, which checks the value; None leaves the check to click.
-
-    Returns:
-        Checked values by name. Keys may be written with dashes or underscores.
-
-    Raises:
-        InvalidValueError: the file does not exist or is not TOML or YAML, a key is unknown or given twice, or a value is not
-            allowed.
+    `options` has the field of each allowed option, which checks the value; None leaves the check to click.
     """
     values: dict[str, Any] = {}
     for key, value in _parse(path).items():

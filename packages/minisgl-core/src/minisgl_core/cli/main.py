@@ -32,12 +32,7 @@ class MinisglGroup(click.Group):
         return [*KNOWN_COMMANDS, *(name for name in _registry(ctx).names("commands") if name not in KNOWN_COMMANDS)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import a command.
-
-        Raises:
-            ProviderNotFoundError: the package of one of the project's commands is not installed.
-            ProviderLoadError: the command fails to import, or is not a click command.
-        """
+        """Import a command, or raise PluginError if its package is not installed or it fails to load."""
         registry = _registry(ctx)
         names = self.list_commands(ctx)
         if cmd_name not in names:

@@ -49,10 +49,6 @@ def with_options(*sections: type, hidden: Sequence[str] = ()) -> Callable[[F], F
     Args:
         sections: dataclasses whose fields are options, or whose defaults are such dataclasses (`EngineConfig`).
         hidden: names of options that ``--help`` leaves out.
-
-    Returns:
-        A decorator; the function is called with keywords ``values: dict[str, Any]`` and ``sources: dict[str, str]``,
-        and with the arguments of its other click decorators.
     """
     declared = [item for section in sections for item in _option_fields(section)]
     names = [item.name for item in declared]
@@ -101,12 +97,7 @@ def format_config(values: Mapping[str, Any], sources: Mapping[str, str]) -> str:
 
 
 class ConfigOption(click.Option):
-    """Click option of one dataclass field.
-
-    Args:
-        param_decls: declarations for click: the flag and the field's name.
-        item: the field.
-    """
+    """Click option of one dataclass field."""
 
     def __init__(self, param_decls: list[str], item: dataclasses.Field[Any], **attrs: Any) -> None:
         self.item = item

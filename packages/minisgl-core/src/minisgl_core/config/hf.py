@@ -104,11 +104,7 @@ def model_config(
 
 
 def architecture_of(raw: Mapping[str, Any]) -> str:
-    """Return the name of the model's class in a ``config.json``.
-
-    Raises:
-        ModelFormatError: the config does not name one.
-    """
+    """Return the name of the model's class in a ``config.json``, or raise ModelFormatError if there is none."""
     names = raw.get("architectures")
     if not isinstance(names, (list, tuple)) or not names or not isinstance(names[0], str):
         raise ModelFormatError("config: architectures is missing; it names the model's class, such as LlamaForCausalLM")
@@ -127,10 +123,8 @@ def _token_ids(raw: Mapping[str, Any], key: str, where: str = "config") -> list[
 def _rope_settings(keys: Keys) -> tuple[str, Mapping[str, Any]]:
     """Return the name and the value of the key with the RoPE settings.
 
-    If a config has both keys, transformers uses ``rope_scaling`` and ignores ``rope_parameters`` with its ``rope_theta``.
-
-    Raises:
-        ModelFormatError: the ignored settings differ from the used ones.
+    If a config has both keys, transformers uses ``rope_scaling`` and ignores ``rope_parameters`` with its ``rope_theta``. If they
+    differ, that is an error.
     """
     scaling, parameters = keys.mapping("rope_scaling"), keys.mapping("rope_parameters")
     if not (scaling and parameters):

@@ -115,11 +115,7 @@ def is_number(value: Any) -> bool:
 
 
 def check_layer_counts(raw: Mapping[str, Any]) -> None:
-    """Refuse numbers of layers beyond `MAX_LAYERS`, also in the configs of a multimodal model.
-
-    Raises:
-        ModelFormatError: a number is too large; the message names its key.
-    """
+    """Refuse numbers of layers beyond `MAX_LAYERS`, also in the configs of a multimodal model."""
     for key, value in raw.items():
         if isinstance(value, Mapping):
             check_layer_counts(value)

@@ -26,7 +26,7 @@ class Option:
         help: one sentence for ``--help``.
         kind: the plugin kind whose providers it selects; empty for plain values.
         choices: the allowed values; empty for any.
-        low, high: inclusive bounds of a number; None for no bound.
+        low, high: inclusive bounds of a number.
         metavar: placeholder in ``--help``.
         env: further environment variables that set it, such as an older name.
         secret: True if the value must not be shown.
@@ -195,15 +195,15 @@ class EngineConfig:
 
     @classmethod
     def from_flat(cls, **values: Any) -> "EngineConfig":
-        """Build a config from option names and values, as `LLM` and ``minisgl launch`` pass them.
+        """Build a config from option names and values, as `LLM` and ``minisgl launch`` pass them; see `with_flat`."""
+        return cls().with_flat(**values)
+
+    def with_flat(self, **values: Any) -> "EngineConfig":
+        """Return a copy with some options changed, by name.
 
         Raises:
             InvalidValueError: an option is unknown, or a value is not allowed.
         """
-        return cls().with_flat(**values)
-
-    def with_flat(self, **values: Any) -> "EngineConfig":
-        """Return a copy with some options changed, by name."""
         known = {item.name: (section, item) for section, item in _all_fields()}
         changes: dict[str, dict[str, Any]] = {}
         for name, value in values.items():

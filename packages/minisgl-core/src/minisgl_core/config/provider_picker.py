@@ -126,11 +126,7 @@ class ProviderPicker:
 
 
 def check_providers(values: Mapping[str, Any], registry: Registry) -> None:
-    """Check that each provider named by an engine option is installed, even if the model does not need its kind.
-
-    Args:
-        values: options by name; those that are not the engine's are ignored.
-        registry: the installed providers, none of which is imported.
+    """Check that each provider named by an engine option in `values` is installed, even if the model does not need its kind.
 
     Raises:
         PluginError: no provider, or more than one, has that name.

@@ -28,13 +28,7 @@ from minisgl_core.utils.fp8 import FP8
 
 
 class Choice(NamedTuple):
-    """One resolved option.
-
-    Attributes:
-        name: name of the option.
-        value: resolved value.
-        reason: reason for the value.
-    """
+    """One resolved option, and the reason for its value."""
 
     name: str
     value: str

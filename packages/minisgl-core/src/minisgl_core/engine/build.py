@@ -43,14 +43,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class BuiltModelRunner:
-    """Model runner that is ready to run.
-
-    Attributes:
-        model_runner: model runner of this rank.
-        config: resolved options.
-        checkpoint: checkpoint of the model, whose tokenizer is loaded on demand.
-        info: description of the engine, for reports.
-    """
+    """Model runner of this rank that is ready to run, with the resolved options in `config`."""
 
     model_runner: ModelRunner
     config: EngineConfig
@@ -70,13 +63,8 @@ def build_model_runner(
 
     The function is long because it lists all steps of a start, in order.
 
-    Args:
-        config: options of the user.
-        registry: installed providers.
-        hooks: installed hook modules.
-        placement: placement of this rank.
-        progress: True to show progress bars on rank 0.
-        on_joined: called with each communicator as soon as it exists, so that it can be aborted if another rank fails.
+    With `progress`, rank 0 shows progress bars. `on_joined` is called with each communicator as soon as it exists, so that it can
+    be aborted if another rank fails.
 
     Raises:
         MinisglError: an option, the model or a provider is not supported.
@@ -140,11 +128,7 @@ def build_model_runner(
 def capture_graphs(
     model_runner: ModelRunner, decode_sizes: list[int], piecewise_sizes: list[int], progress: bool, *, may_fail: bool
 ) -> bool:
-    """Capture CUDA graphs of these sizes. Return False if that fails and `may_fail`; steps then run without graphs.
-
-    Raises:
-        MinisglError: a graph cannot be captured, and not `may_fail`.
-    """
+    """Capture CUDA graphs of these sizes. If that fails and `may_fail`, return False; steps then run without graphs."""
     try:
         if decode_sizes:
             model_runner.capture_decode_graphs(decode_sizes, progress)
@@ -167,9 +151,6 @@ def resolve_options(
 ) -> tuple[Checkpoint, type[Platform], Hardware, Resolved]:
     """Open the checkpoint and resolve all options for this machine.
 
-    Returns:
-        The checkpoint, the platform and the hardware that the options were resolved for, and the resolved options.
-
     Raises:
         MinisglError: an option, the model or a provider is not supported.
     """
@@ -180,9 +161,8 @@ def resolve_options(
     is_transformers = checkpoint.provider == TRANSFORMERS
     config = config.with_flat(model_impl=TRANSFORMERS if is_transformers else "minisgl")
     if is_transformers and platform_class.has_host_graphs and config.scheduler.cuda_graph_max_bs == AUTO:
-        config = config.with_flat(
-            cuda_graph_max_bs=0
-        )  # graphs on the host must not have experts, and these are not known
+        # Graphs on the host must not have experts, and it is not known if the model has any.
+        config = config.with_flat(cuda_graph_max_bs=0)
     if is_transformers and checkpoint.config.quantization:
         config = config.with_flat(quantization="none")
     resolved = resolve(
@@ -236,11 +216,7 @@ def _attention_of_rank0(own: str, registry: Registry, groups: RankGroups) -> str
 def _check_same_providers(
     config: EngineConfig, registry: Registry, groups: RankGroups, rank: int, model_provider: str
 ) -> None:
-    """Check that all ranks resolved the same providers, since different ones could deadlock.
-
-    Raises:
-        PluginError: this rank resolved other providers than rank 0.
-    """
+    """Raise PluginError if this rank resolved other providers than rank 0, since the ranks could deadlock."""
     if config.parallel.size == 1:
         return
     chosen = {
@@ -280,7 +256,7 @@ def _info(
         page_size=int(config.cache.page_size),
         eos_token_ids=list(model.eos_token_ids),
         max_requests=config.scheduler.max_running_requests + config.scheduler.max_queued_requests,
-        grammar=resolved.config.backends.grammar,
+        grammar=config.backends.grammar,
         bos_token_id=model.bos_token_id,
         default_sampling=sampling,
         choices=[*impl, *resolved.choices, pool],

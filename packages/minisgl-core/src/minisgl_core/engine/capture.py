@@ -26,15 +26,13 @@ class CapturedSizes(ABC, Generic[Captured]):
     """Graphs of several capture sizes. A step runs in the smallest size that fits.
 
     Attributes:
-        name: name of the graphs, for the progress bar and errors.
-        remedy: remedy in error messages.
+        name, remedy: name of the graphs, and remedy in error messages.
     """
 
     name: ClassVar[str]
     remedy: ClassVar[str]
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        """Start without graphs; see `_capture_sizes`."""
         self._sizes = np.array(sorted(sizes))
         self._captured: dict[int, Captured] = {}
 
@@ -44,8 +42,6 @@ class CapturedSizes(ABC, Generic[Captured]):
 
     def _capture_sizes(self, sizes: Sequence[int], progress: bool) -> None:
         """Capture sizes, the largest first, so that smaller ones reuse its memory pool.
-
-        With `progress`, a bar is shown on stderr if that is a terminal.
 
         Raises:
             MinisglError: a size cannot be captured. None of these sizes is captured then.

@@ -24,13 +24,10 @@ TRANSFORMERS = "transformers"
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Opened checkpoint of a model.
+    """Opened checkpoint of a model, with its normalised config.
 
     Attributes:
         name: name of the model for clients.
-        source: config, tokenizer and tensors.
-        config: normalised config.
-        model_class: class of the model.
         provider: name of its model provider: the architecture, or `TRANSFORMERS`.
         provider_reason: reason for another provider than the architecture's own; otherwise empty.
     """

@@ -44,7 +44,6 @@ class _Captured:
             int32 [7, B]. The replay copies them from `io`.
         batch: views of the inputs, for the attention backend.
         attend: attention with the backend's plan, whose buffers the graph reads.
-        graphs: the one graph, replayed with ``replay()``.
         hidden, logits, tokens: as in `ForwardOutput`, for B requests. They do not keep the graph's memory alive.
     """
 

@@ -29,14 +29,7 @@ _BACKGROUND_JOBS = 2
 def start_kernel_compiler(
     config: EngineConfig, log_level: str, log_format: str, *, background: bool
 ) -> subprocess.Popen[bytes]:
-    """Start the process.
-
-    Args:
-        config: options of the user.
-        log_level: see `minisgl_core.utils.logs`.
-        log_format: likewise.
-        background: run with the lowest priority and few compilers at a time.
-    """
+    """Start the process; in the `background`, with the lowest priority and few compilers at a time."""
     env = {"FLASHINFER_LOGGING_LEVEL": "warning"} | os.environ
     if background:
         env |= {"MAX_JOBS": str(_BACKGROUND_JOBS), "FLASHINFER_NVCC_THREADS": "1"}
@@ -56,11 +49,7 @@ def stop_kernel_compiler(process: subprocess.Popen[bytes]) -> None:
 
 
 def compile_kernels(config: EngineConfig) -> None:
-    """Compile the kernels that ``auto`` would have selected for these options. The next start then selects them.
-
-    Raises:
-        MinisglError: the options are invalid, or the kernels cannot be compiled.
-    """
+    """Compile the kernels that ``auto`` would have selected for these options. The next start then selects them."""
     from minisgl_core.config.resolve import attention_spec
     from minisgl_core.engine.build import resolve_options
 

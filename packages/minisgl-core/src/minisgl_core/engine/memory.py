@@ -36,11 +36,7 @@ GRAPH_BYTES = 16 * 2**20
 
 @contextmanager
 def weights_must_fit() -> Iterator[None]:
-    """Allocate the model inside the block.
-
-    Raises:
-        OutOfMemoryError: the memory is not enough.
-    """
+    """Turn errors of allocations in the block into OutOfMemoryError."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -68,20 +64,19 @@ def size_pool(
 
     The function is long because each limit has an error of its own.
 
-    A page of a pipeline stage holds the KV of its layers, so stages can have room for different numbers of pages. The smallest
-    number decides.
+    It is called after the weights are loaded. A page of a pipeline stage holds the KV of its layers, so stages can have room for
+    different numbers of pages. The smallest number decides.
 
     Args:
         spec: spec of the pool; its number of pages is ignored.
         config: the resolved options.
-        platform: platform whose free memory is measured after the weights are loaded.
+        platform: platform whose free memory is measured.
         groups: groups of this rank.
         run_profile_batch: runs the largest step, on platforms that can measure its memory.
         num_captures: number of capture sizes of CUDA graphs.
 
     Raises:
-        OutOfMemoryError: the requested pages do not fit, or not even one page of tokens does. Or the memory
-            for KV differs by more than 2 GiB between a stage's ranks.
+        OutOfMemoryError: there is too little memory, or it differs by more than 2 GiB between a stage's ranks.
     """
     if config.cache.num_pages is not None:
         given = replace(spec, num_pages=config.cache.num_pages)

@@ -51,7 +51,6 @@ class ModelRunnerFactory:
     Attributes:
         attention: classes of the attention backends; the last one serves decodes.
         max_seq_len: maximum length of a sequence by the options, in tokens. The size of the pool may limit it further.
-        smallest_pool: spec of the smallest pool.
     """
 
     def __init__(
@@ -111,11 +110,7 @@ class ModelRunnerFactory:
         return reasons
 
     def decode_graph_sizes(self) -> list[int]:
-        """Return the batch sizes of decode steps to capture.
-
-        Raises:
-            InvalidValueError: CUDA graphs were requested and cannot be captured.
-        """
+        """Return the batch sizes of decode steps to capture. Requested sizes that cannot be captured are an error."""
         decode, platform, limits = self.attention[-1], self._platform, self._config.scheduler
         wanted, limit = limits.cuda_graph_max_bs, limits.max_running_requests
         name = self._config.backends.attn.split(",")[-1]
@@ -134,9 +129,7 @@ class ModelRunnerFactory:
         """Return the numbers of tokens to capture piecewise CUDA graphs for.
 
         With ``auto`` there are none without CUDA graphs of decodes. Otherwise they cover the sizes that kernel launches limit.
-
-        Raises:
-            InvalidValueError: piecewise CUDA graphs were requested and cannot be captured.
+        Requested sizes that cannot be captured are an error.
         """
         platform, limits = self._platform, self._config.scheduler
         wanted = limits.piecewise_cuda_graph_max_tokens
@@ -155,8 +148,7 @@ class ModelRunnerFactory:
 def common_layout(names: str, registry: Registry) -> KVLayout:
     """Return a KV layout that all backends of ``--attn`` support; the first backend's order decides.
 
-    Raises:
-        InvalidValueError: they have none in common. The message names the installed backends that each can be combined with.
+    If there is none, the error names the installed backends that each can be combined with.
     """
     layouts = {name: _layouts(name, registry) for name in names.split(",")}
     first, *others = layouts.values()

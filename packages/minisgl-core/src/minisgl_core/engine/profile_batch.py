@@ -11,12 +11,6 @@ def profile_batch(max_running: int, max_prefill_tokens: int, max_seq_len: int, v
 
     The prompts return log-probabilities. The other requests decode with a context as long as a prompt. No request owns pages:
     the page table must be all zeros, so that all reads and writes go to the padding page.
-
-    Args:
-        max_running: maximum number of requests in a batch.
-        max_prefill_tokens: maximum number of prompt tokens in a step.
-        max_seq_len: longest sequence.
-        vocab_size: vocabulary size of the model.
     """
     longest = min(max_seq_len, max_prefill_tokens)
     num_prompts = min(max_running, -(-max_prefill_tokens // longest))

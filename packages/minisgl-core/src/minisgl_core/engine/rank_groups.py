@@ -95,10 +95,6 @@ def join_groups(
     A group of all ranks uses the placement's URL for its rendezvous. If that is a ``file:`` URL, each smaller group has a file of
     its own. With other URLs, the first rank of each smaller group chooses a free port of its host. The other ranks read it from a
     `torch.distributed.Store` at the placement's URL, which must live until all ranks have joined.
-
-    Raises:
-        ProviderUnsupportedError: a communicator does not support its group.
-        RuntimeError: a rank did not join in time.
     """
     tp, pp = config.parallel.tp, config.parallel.pp
     stage, tp_rank = divmod(placement.rank, tp)

@@ -13,14 +13,12 @@ logger = logging.getLogger(__name__)
 class StartupTimer:
     """Timer of named phases.
 
-    Args:
-        elapsed_s: seconds since the first phase began.
-
     Attributes:
         seconds: duration of each phase so far, by name, in order.
     """
 
     def __init__(self, elapsed_s: float = 0.0) -> None:
+        """Start the first phase, `elapsed_s` ago."""
         self.seconds: dict[str, float] = {}
         self._last = time.perf_counter() - elapsed_s
 

@@ -21,8 +21,7 @@ class StepInputs:
     """Step inputs on the device.
 
     Attributes:
-        input_ids: token ids, int32 [T].
-        positions: positions of the tokens, int32 [T].
+        input_ids, positions: int32 [T].
         batch: metadata for the attention backend.
         sample_rows: page-table rows of the sampling requests, int32 [N].
         logits_index: index of the token whose hidden state each sampling request uses, int32 [N].
@@ -44,11 +43,7 @@ def update_table(plan: BatchPlan, platform: Platform, table: PageTable) -> None:
 def upload(plan: BatchPlan, platform: Platform, table: PageTable, last_tokens: torch.Tensor) -> StepInputs:
     """Copy a plan to the device in one transfer, update the page table, and fill in the tokens that only the device knows.
 
-    Args:
-        plan: plan of the step.
-        platform: platform of the device.
-        table: page table, which is changed in place.
-        last_tokens: last sampled token of each row, int32 [R].
+    These are in `last_tokens`, the last sampled token of each row, int32 [R].
     """
     num_requests, num_tokens = plan.num_requests, plan.num_tokens
     cu_seqlens = np.zeros(num_requests + 1, np.int32)
@@ -94,7 +89,6 @@ class ForwardOutput:
     """Output of the model for one step: its logits, and also its tokens if a CUDA graph ran it.
 
     Attributes:
-        plan: plan of the step.
         hidden: hidden states of all tokens, [T, hidden_size], or only of those that are sampled from. In a stage that is not
             the last one, what was sent to the next one.
         rows: page-table rows of the sampling requests, int32 [N].

@@ -16,10 +16,9 @@ from minisgl_core.contracts.platform import Event, Platform
 
 
 class PendingTokens:
-    """Tokens that a step writes to one of the buffers."""
+    """Tokens that a step writes to part of a buffer, int64 [N]; valid from `event` until the buffer is used again."""
 
     def __init__(self, tokens: npt.NDArray[np.int64], event: Event) -> None:
-        """Refer to part of a buffer, int64 [N]. It is valid from `event` until the buffer is used again."""
         self._buffer, self._event = tokens, event
         self._tokens: npt.NDArray[np.int64] | None = None
 

@@ -14,8 +14,7 @@ class PageAllocator:
     Page 0 receives the writes of padding tokens and is never allocated, so a pool of P pages holds P - 1 pages of tokens.
 
     Attributes:
-        capacity: total number of pages that can be allocated.
-        num_free: number of pages that can be allocated now.
+        capacity, num_free: number of pages that can be allocated in total, and now.
         is_free: flag per page of the pool, bool [P]: True if the page is free.
     """
 
@@ -27,11 +26,7 @@ class PageAllocator:
         self.is_free[0] = False
 
     def allocate(self, num_pages: int) -> Int32Array:
-        """Allocate `num_pages` pages; return their ids, int32 [num_pages].
-
-        Raises:
-            OutOfPagesError: fewer pages are free; none is allocated then.
-        """
+        """Allocate `num_pages` pages; return their ids, int32 [num_pages]. If fewer are free, raise OutOfPagesError."""
         if num_pages > self.num_free:
             raise OutOfPagesError(f"{num_pages} pages were requested, but only {self.num_free} are free")
         start = self.num_free - num_pages

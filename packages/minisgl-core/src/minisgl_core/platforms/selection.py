@@ -37,10 +37,6 @@ def pick_platform(wanted: str, registry: Registry, preferred: Preferred) -> tupl
     """Return the selected platform. Under ``auto`` this is CUDA if there is a GPU, otherwise the CPU.
 
     Under ``auto``, another package's platform is selected if a hook prefers it, or if no shipped one applies.
-
-    Raises:
-        ProviderUnsupportedError: the platform is not available on this machine.
-        PluginError: it is not installed or cannot be loaded.
     """
     if wanted != AUTO:
         platform = registry.load_supported("platform", wanted)

@@ -66,11 +66,7 @@ class Hooks:
 
 
 def check_hooks(registry: Registry, entry: Entry) -> None:
-    """Check that a hook module can be used.
-
-    Raises:
-        PluginError: it cannot be used; the message has the reason.
-    """
+    """Raise PluginError if a hook module cannot be used; the message has the reason."""
     _add(_new_manager(), registry, entry)
 
 
@@ -81,11 +77,7 @@ def _new_manager() -> pluggy.PluginManager:
 
 
 def _add(manager: pluggy.PluginManager, registry: Registry, entry: Entry) -> None:
-    """Load a hook module, or the object that a function or class in its place returns, and register its hooks.
-
-    Raises:
-        PluginError: it cannot be used; see `Registry.load_entry`.
-    """
+    """Load a hook module, or the object that a function or class in its place returns, and register its hooks."""
     module = registry.load_entry(entry)
     if callable(module):
         try:

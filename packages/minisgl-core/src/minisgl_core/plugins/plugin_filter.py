@@ -33,8 +33,7 @@ class PluginFilter:
     def from_environment(cls, environ: Mapping[str, str]) -> "PluginFilter":
         """Read both variables, whose items are separated by commas. Unset and empty variables mean no list.
 
-        Raises:
-            InvalidValueError: an item names a kind that does not exist, so that it would have no effect.
+        An item with a kind that does not exist is an error, since it would have no effect.
         """
         return cls(*(_parse(name, environ.get(name, "")) for name in (ALLOW_VARIABLE, BLOCK_VARIABLE)))
 

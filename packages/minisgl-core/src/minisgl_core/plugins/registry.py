@@ -43,8 +43,7 @@ class Entry:
         kind: the plugin kind, a key of `KINDS`.
         name: the name that users type.
         value: ``module:attribute`` of the object.
-        distribution: name of the distribution that registers it.
-        version: version of that distribution; empty if its metadata has none.
+        distribution, version: distribution that registers it; the version is empty if its metadata has none.
     """
 
     kind: str
@@ -129,19 +128,14 @@ class Registry:
         """Import a provider and check that it fulfils its kind's contract.
 
         Raises:
-            ProviderNotFoundError: see `entry`.
-            DuplicateProviderError: see `entry`.
+            ProviderNotFoundError, DuplicateProviderError: see `entry`.
             ProviderLoadError: the import failed, the object is not a concrete subclass of the contract, or it was
                 written for other versions of the plugin API. The message has the cause and the remedy.
         """
         return self.load_entry(self.entry(kind, name))
 
     def load_entry(self, entry: Entry) -> Any:
-        """Load the provider of an entry; see `load`.
-
-        Raises:
-            ProviderLoadError: see `load`.
-        """
+        """Load the provider of an entry; see `load`."""
         what = f"the {KINDS[entry.kind].label} {entry.name!r} of {entry}"
         try:
             provider = EntryPoint(entry.name, entry.value, _PREFIX + entry.kind).load()
@@ -161,28 +155,15 @@ class Registry:
         return reasons_of(self.entry(kind, name), self.load(kind, name), *spec)
 
     def load_supported(self, kind: str, name: str, *spec: Any) -> Any:
-        """Load a selected provider.
-
-        Raises:
-            ProviderUnsupportedError: it does not support the spec.
-            PluginError: see `load` and `reasons_of`.
-        """
+        """Load a selected provider, or raise ProviderUnsupportedError if it does not support the spec."""
         if reasons := self.unsupported(kind, name, *spec):
             raise ProviderUnsupportedError(kind, name, reasons)
         return self.load(kind, name)
 
     def digest(self, chosen: Mapping[str, str]) -> str:
-        """Return a hash of the selected providers. Ranks compare it after they have joined their groups.
+        """Return a hash of the selected providers' entries. Ranks compare it after they have joined their groups.
 
-        Args:
-            chosen: name of the provider by kind; ``a,b`` stands for two providers.
-
-        Returns:
-            SHA-256 of kind, name, value, distribution and version of each provider, in hexadecimal.
-
-        Raises:
-            ProviderNotFoundError: see `entry`.
-            DuplicateProviderError: see `entry`.
+        `chosen` has the name of the provider by kind; ``a,b`` stands for two providers.
         """
         pairs = [(kind, name) for kind in sorted(chosen) for name in chosen[kind].split(",")]
         entries = [self.entry(kind, name) for kind, name in pairs]

@@ -52,8 +52,6 @@ class _InFlight:
     """Launched step.
 
     Attributes:
-        plan: plan of the step.
-        pending: its results.
         launched_s: time of the launch.
         launch_s: duration of the launch; 0 if steps do not overlap.
         done_s: estimated time when the step was done; 0 before that.
@@ -81,9 +79,9 @@ class EngineLoop:
         hooks: Hooks,
         *,
         overlap: bool,
-        num_stages: int = 1,
-        send_plan: Callable[[BatchPlan | TokenMasks], None] | None = None,
-        receive_result: Callable[[], StepResult] | None = None,
+        num_stages: int,
+        send_plan: Callable[[BatchPlan | TokenMasks], None] | None,
+        receive_result: Callable[[], StepResult] | None,
     ) -> None:
         """Start without steps.
 
@@ -91,7 +89,7 @@ class EngineLoop:
             scheduler: plans the steps.
             model_runner: model runner of rank 0.
             hooks: called for each step.
-            overlap: True if one more step may be in flight than there are stages.
+            overlap: True if one more step may be in flight than there are pipeline stages.
             num_stages: pipeline stages.
             send_plan: sends each plan and its token masks to the other ranks before this rank uses them.
             receive_result: waits for the next step's result from the last pipeline stage, if that is another rank.

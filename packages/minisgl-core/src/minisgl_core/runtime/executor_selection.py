@@ -7,11 +7,7 @@ from minisgl_core.runtime.supervisor import Supervisor
 
 
 def make_executor(config: EngineConfig, registry: Registry, supervisor: Supervisor, replicas: int = 1) -> Executor:
-    """Return the executor that ``--executor`` selects.
-
-    Raises:
-        PluginError: it is not installed, or cannot run these ranks here.
-    """
+    """Return the executor that ``--executor`` selects."""
     parallel, platform = config.parallel, config.backends.platform
     logs = supervisor.log_level, supervisor.log_format
     spec = ExecutorSpec(parallel.tp, parallel.pp, parallel.placement, platform, replicas, *logs)

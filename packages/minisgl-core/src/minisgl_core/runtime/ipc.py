@@ -56,7 +56,6 @@ class IpcAddresses:
 
     Attributes:
         directory: directory of the sockets.
-        num_tokenizers: number of tokenizer workers.
         num_replicas: number of replicas; if there are several, they are behind a router.
         engine_id: id of the engine that this is for (`EngineInfo.engine_id`); a restarted replica is a new engine, so no message
             to the old one reaches it.

@@ -11,7 +11,7 @@ class LocalExecutor(Executor):
 
     @classmethod
     def unsupported(cls, spec: ExecutorSpec) -> list[str]:
-        """Return a reason for any placement but ``pack``, which needs only one host."""
+        """Refuse any placement but ``pack``, which needs only one host."""
         remedy = "use --executor ray for several hosts"
         return [] if spec.placement == "pack" else [f"it cannot {spec.placement} ranks, as it has one host; {remedy}"]
 

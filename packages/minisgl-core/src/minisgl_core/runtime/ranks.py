@@ -24,7 +24,7 @@ class OtherRanks:
     """Processes of all ranks but rank 0, which run the plans that this process sends.
 
     Attributes:
-        plan_senders: one per rank, to send the plans to it.
+        plan_senders: one per rank.
         results: receiver of the last pipeline stage's results; None with one stage.
     """
 
@@ -55,11 +55,7 @@ class OtherRanks:
         """Build rank 0's model runner while the others build theirs, wait for all ranks, and watch them afterwards.
 
         `build` is `build_model_runner` without the arguments `placement` and `on_joined`. It runs in a thread, because it waits
-        for the other ranks and would wait forever for one that has ended.
-
-        Raises:
-            MinisglError: `build` raised it.
-            WorkerDiedError: another rank failed.
+        for the other ranks and would wait forever for one that has ended. If one ends, this raises WorkerDiedError.
         """
         built: Future[BuiltModelRunner] = Future()
         reader, writer = os.pipe()
@@ -119,11 +115,7 @@ class OtherRanks:
         self._stack.callback(os.close, writer)
 
     def check(self, grace_s: float = 0.0) -> None:
-        """Check that no rank has ended.
-
-        Raises:
-            WorkerDiedError: another rank ended already, or ends within `grace_s`.
-        """
+        """Raise WorkerDiedError if another rank has ended, or ends within `grace_s`."""
         if self._has_failed.wait(grace_s) if grace_s else self._has_failed.is_set():
             raise WorkerDiedError(self._failure)
 

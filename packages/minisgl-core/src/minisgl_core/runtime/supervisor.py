@@ -55,9 +55,8 @@ class _Failed(msgspec.Struct, tag=True):
     kind: str
     text: str
     trace: str
-    """The traceback; empty for a `MinisglError` unless MINISGL_DEBUG is 1."""
+    """The traceback; empty for a `MinisglError`, whose message is written for users, unless MINISGL_DEBUG is 1."""
     is_minisgl_error: bool
-    """True for a `MinisglError`, whose message is written for users."""
     is_user_error: bool
     """True for one of `USER_ERRORS`."""
 
@@ -114,11 +113,7 @@ class Supervisor:
         _ask_to_end(self._processes[name])
 
     def check_ended(self) -> None:
-        """Check the exit statuses of the children that were asked to end, and have ended.
-
-        Raises:
-            WorkerDiedError: a child failed, or another signal killed it.
-        """
+        """Raise WorkerDiedError if a child that was asked to end has failed, or another signal has killed it."""
         for name in sorted(self._ending):
             if self._processes[name].exitcode not in (None, 0, -END_SIGNAL):
                 raise WorkerDiedError(f"The process '{name}' {describe_exit(self._processes[name].exitcode)}.", name)

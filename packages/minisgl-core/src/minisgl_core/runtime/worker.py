@@ -59,15 +59,7 @@ def run_worker(
     addresses: IpcAddresses,
     report: Callable[[Ready], None],
 ) -> None:
-    """Build this rank's model runner, report that it is ready, and serve until stopped.
-
-    Args:
-        config: options of the user.
-        placements: placements of all ranks.
-        rank: this rank.
-        addresses: socket addresses of the server.
-        report: called once the model runner is ready.
-    """
+    """Build this rank's model runner, `report` that it is ready, and serve until stopped."""
     timer = StartupTimer(process_age_s())
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     registry = Registry.from_environment()
@@ -184,11 +176,7 @@ def _next_result(results: Receiver[FromLastStage]) -> StepResult:
 
 
 def load_grammar_backend(built: BuiltModelRunner, registry: Registry) -> GrammarBackend:
-    """Return the grammar backend for the engine's model.
-
-    Raises:
-        MinisglError: the provider is not installed, or cannot read the model's tokenizer.
-    """
+    """Return the grammar backend for the engine's model."""
     checkpoint = built.checkpoint
     provider: type[GrammarBackend] = registry.load("grammar", built.config.backends.grammar)
     return provider(checkpoint.source.tokenizer(), checkpoint.config.vocab_size, checkpoint.config.eos_token_ids)
@@ -249,16 +237,11 @@ def _launch_next(model_runner: ModelRunner, from_rank0: Receiver[FromRank0]) -> 
 
 
 def _serve(
-    loop: EngineLoop, requests: Receiver[Incoming], tokenizers: list[Sender], engine_id: int = 0, replica: int = 0
+    loop: EngineLoop, requests: Receiver[Incoming], tokenizers: list[Sender], engine_id: int, replica: int
 ) -> None:
     """Handle messages and run steps until the process ends, or a `Stop` arrives.
 
-    Args:
-        loop: loop of rank 0.
-        requests: receiver of all messages to the scheduler.
-        tokenizers: senders to the tokenizer workers and the router, by `Submit.worker`.
-        engine_id: id of the engine, for its messages.
-        replica: index of the replica, for snapshots.
+    `tokenizers` has the senders to the tokenizer workers and the router, by `Submit.worker`.
     """
     scheduler = loop.scheduler
     monitor = Monitor(scheduler, replica)

@@ -178,8 +178,7 @@ class GrammarManager:
     def start(self, source: GrammarSource) -> Constraint:
         """Return the constraint of a new request. Start to compile its grammar, unless it is cached or being compiled.
 
-        Raises:
-            QueueFullError: too much text waits to be compiled already.
+        If too much text waits to be compiled already, this raises QueueFullError.
         """
         key, num_chars = _key(source), len(source.text) + sum(len(schema) for _, schema in source.parts)
         with self._lock:
@@ -221,12 +220,7 @@ class GrammarManager:
                 self._cached_bytes -= evicted.result().num_bytes
 
     def check(self, source: GrammarSource) -> None:
-        """Compile a grammar and wait for the result.
-
-        Raises:
-            InvalidValueError: the text is not valid for its kind.
-            MinisglError: no grammar backend is installed, or it cannot read the tokenizer.
-        """
+        """Compile a grammar and wait for the result. An error of the text or the grammar backend is raised."""
         constraint = self.start(source)
         try:
             constraint.compilation.result()

@@ -29,7 +29,6 @@ class Request:
         request_id: id of the request in messages.
         worker: index of the tokenizer worker that the output goes to.
         arrival: number in order of arrival, from 1.
-        num_prompt_tokens: length of the prompt in tokens.
         max_length: length of the sequence at which the output ends, prompt and output together.
         stop_ids: tokens that end the output: stop tokens and, without ignore_eos, EOS tokens.
         num_cached: prompt tokens found in the cache at the first admission, for the usage report; -1 before.

@@ -90,11 +90,7 @@ class Scheduler:
     # Called by the owner of the loop.
 
     def validate(self, submit: Submit) -> None:
-        """Check a request against the limits.
-
-        Raises:
-            InvalidValueError: its id is in use, or it fails `SchedulerLimits.check`.
-        """
+        """Raise InvalidValueError if the request's id is in use, or the request fails `SchedulerLimits.check`."""
         if submit.request_id in self._by_id:
             raise InvalidValueError("request_id", submit.request_id, "unused among the requests that have not ended")
         self.limits.check(submit)
@@ -295,11 +291,7 @@ class Scheduler:
         self._waiting.add(request)
 
     def _unblock(self) -> BatchPlan | None:
-        """Preempt a request when nothing could be planned and no step in flight can change that.
-
-        Raises:
-            PluginError: nothing runs, and still no waiting request can be admitted.
-        """
+        """Preempt a request when nothing could be planned and no step in flight can change that."""
         if self._waiting and not self._running and not self._aborted:
             raise PluginError(
                 f"no waiting request can be admitted, although no request runs: {self.num_pages_used} of "
@@ -339,11 +331,7 @@ class Scheduler:
         return chunks
 
     def _in_order(self, waiting: list[Request]) -> Sequence[Request]:
-        """Return the waiting requests in the policy's order.
-
-        Raises:
-            PluginError: the policy left out or added requests. A request left out would wait forever.
-        """
+        """Return the waiting requests in the policy's order. A request that a policy leaves out would wait forever."""
         given = waiting.copy()
         num_cached = cast(Callable[[RequestView], int], self.pages.num_cached_tokens)
         ordered = self.policy.order(given, self._running.all(), num_cached)

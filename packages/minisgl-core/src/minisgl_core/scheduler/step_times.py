@@ -23,11 +23,7 @@ MIN_CHUNK = 64
 
 
 class StepTimes:
-    """Durations of recent steps.
-
-    Args:
-        max_step_s: longest step while requests decode, in seconds; 0 for no limit.
-    """
+    """Durations of recent steps. `max_step_s` is the longest step while requests decode, in seconds; 0 for no limit."""
 
     def __init__(self, max_step_s: float = 0.0) -> None:
         self._max_step_s = max_step_s
@@ -45,14 +41,9 @@ class StepTimes:
         *,
         is_upper_bound: bool = False,
     ) -> None:
-        """Record the duration of a step.
+        """Record the duration of a step, and the time that the host took to launch it; 0 if steps do not overlap.
 
-        Args:
-            num_decodes: decodes of the step.
-            num_prompt_tokens: its prompt tokens.
-            seconds: its duration.
-            launch_s: time that the host took to launch it; 0 if steps do not overlap.
-            is_upper_bound: the step may have been faster.
+        With `is_upper_bound`, the step may have been faster.
         """
         if num_prompt_tokens == 0:
             _append(self._decode_s[_group(num_decodes)], seconds, is_upper_bound)

@@ -49,11 +49,7 @@ _JINJA = Environment(extensions=["jinja2.ext.loopcontrols", _Generation])
 
 
 def read_chat_template(file_or_text: str) -> str:
-    """Return the Jinja template of ``--chat-template``, which is a file or the template itself.
-
-    Raises:
-        InvalidValueError: it is neither.
-    """
+    """Return the Jinja template of ``--chat-template``, which is a file or the template itself."""
     allowed = "a file with a Jinja template, or such a template itself"
     text = file_or_text
     try:
@@ -171,10 +167,7 @@ def _loops_over_content(template: str) -> bool:
 def plain_messages(messages: Sequence[Mapping[str, Any]], knows_developer: bool = True) -> list[dict[str, Any]]:
     """Return messages whose contents are texts and whose tool calls have arguments as objects.
 
-    The role ``developer`` becomes ``system`` unless `knows_developer`.
-
-    Raises:
-        InvalidValueError: a message is not valid; the error names its field.
+    The role ``developer`` becomes ``system`` unless `knows_developer`. The error of an invalid message names its field.
     """
     return [_plain(message, index, knows_developer) for index, message in enumerate(messages)]
 

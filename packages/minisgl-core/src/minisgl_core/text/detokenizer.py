@@ -35,11 +35,7 @@ class IncrementalDetokenizer:
         self._num_unsearched = sampling.min_tokens if sampling.stop else 0
 
     def push(self, token_ids: Sequence[int], finished: bool) -> tuple[str, str | None]:
-        """Add tokens.
-
-        Args:
-            token_ids: any number of new tokens.
-            finished: True if no more tokens follow, so that nothing is held back.
+        """Add tokens, the last ones if `finished`, so that nothing is held back.
 
         Returns:
             New text, and the stop string that was found, or None. The text ends before the stop string, or with it if stops are

@@ -19,11 +19,7 @@ _EXTRA_TOKENS = 256
 
 
 def list_prompts(prompts: Any) -> list[Any]:
-    """Return a list of prompts from one prompt or several; a prompt is a text or a list of token ids.
-
-    Raises:
-        InvalidValueError: it is neither.
-    """
+    """Return a list of prompts from one prompt or several; a prompt is a text or a list of token ids."""
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, Sequence):
@@ -32,11 +28,7 @@ def list_prompts(prompts: Any) -> list[Any]:
 
 
 def token_array(ids: Any) -> npt.NDArray[np.int32]:
-    """Return a list of token ids as an array. An id that does not fit in int32 becomes one that no vocabulary has.
-
-    Raises:
-        InvalidValueError: it is not a list of whole numbers.
-    """
+    """Return a list of token ids as an array. An id that does not fit in int32 becomes one that no vocabulary has."""
     try:
         array = np.asarray(ids)
     except ValueError:  # lists of different lengths
@@ -115,9 +107,6 @@ def bad_word_tokens(tokenizer: Any, sampling: SamplingParams) -> list[list[int]]
     Many vocabularies have other tokens for a word at the beginning of a text than for one after a space. So the sequence
     after a space is banned too, if it begins with another token and has the same length. A longer one begins with a separate
     token for the space and ends with the first sequence, so that it needs no entry.
-
-    Raises:
-        InvalidValueError: a word consists of white space only.
     """
     found: list[list[int]] = []
     for word in sampling.bad_words:

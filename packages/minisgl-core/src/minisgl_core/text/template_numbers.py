@@ -15,11 +15,9 @@ _MAX_DIGITS = 100
 
 
 def check_numbers(environment: Environment, template: Any) -> None:
-    """Check a tokenizer's chat template: a text, or a mapping from names to texts.
+    """Refuse ``**``, and the filter ``round`` with a precision that is not a small constant, with ValueError.
 
-    Raises:
-        ValueError: it has ``**``, or the filter ``round`` with a precision that is not a small constant.
-        TemplateSyntaxError: it is not valid.
+    `template` is a tokenizer's chat template: a text, or a mapping from names to texts.
     """
     for text in template.values() if isinstance(template, dict) else (template,):
         _check_text(environment, text)

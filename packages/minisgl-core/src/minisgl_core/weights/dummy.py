@@ -37,7 +37,7 @@ class DummyWeights(FolderSource):
         self._blocks: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
 
     def tensors(self, config: ModelConfig) -> Iterator[tuple[str, LazyTensor]]:
-        """Yield no tensors; see `generate`."""
+        """Yield nothing; see `generate`."""
         return iter(())
 
     def generate(self, name: str, target: WeightTarget) -> None:

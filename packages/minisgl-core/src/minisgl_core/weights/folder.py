@@ -40,12 +40,7 @@ class FolderSource(WeightSource):
         return self._generation_config
 
     def tokenizer(self) -> Any:
-        """Load the folder's tokenizer by `transformers.AutoTokenizer`.
-
-        Raises:
-            TokenizerNotFoundError: the folder has no tokenizer files.
-            ModelFormatError: transformers cannot read it.
-        """
+        """Load the folder's tokenizer by `transformers.AutoTokenizer`."""
         missing = TokenizerNotFoundError(
             f"{self._path} holds no tokenizer (no tokenizer.json, tokenizer.model or vocab); add the model's tokenizer files"
         )
@@ -81,9 +76,6 @@ class FolderSource(WeightSource):
         """Return the EOS id from the tokenizer's config files if possible, otherwise from the loaded tokenizer.
 
         It is None without a ``tokenizer_config.json``.
-
-        Raises:
-            ModelFormatError: one of the files cannot be read.
         """
         path = self._path / "tokenizer_config.json"
         if not path.is_file():
@@ -126,11 +118,7 @@ def _content(token: Any) -> str | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON file with an object.
-
-    Raises:
-        ModelFormatError: the file cannot be read, or is not a JSON object.
-    """
+    """Read a JSON file with an object, or raise ModelFormatError."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -32,11 +32,7 @@ class TypedTensor(LazyTensor, Protocol):
 
 
 def reasons_against_dequantization(config: Mapping[str, Any]) -> list[str]:
-    """Return the reasons why the weights cannot be dequantized, one sentence each. Empty if they can be, or are not quantized.
-
-    Args:
-        config: the checkpoint's ``config.json``.
-    """
+    """Return the reasons why the weights cannot be dequantized, one sentence each. Empty if they can be, or are not quantized."""
     try:
         quantization = CheckpointQuantization.of(config)
         if quantization is None or quantization.is_float8:
@@ -68,10 +64,7 @@ def join_scales(
     If ``X.weight_scale`` is in `wanted`, ``X.weight`` and ``X.weight_scale`` are yielded as they are stored. The scales then have
     shape [1, 1], [rows, 1] or [row blocks, column blocks]. Other float8 weights are dequantized when they are read.
 
-    Args:
-        tensors: names and tensors of the checkpoint.
-        config: the checkpoint's ``config.json``, which has the block size.
-        wanted: names of tensors; see `WeightSource.stored_tensors`.
+    `config` is the checkpoint's ``config.json``, which has the block size.
 
     Raises:
         ModelFormatError: a float8 weight has no scales, scales belong to no float8 weight, or shapes do not match.
@@ -105,19 +98,10 @@ def join_scales(
 
 
 class ScaledTensor:
-    """Float8 weight that is dequantized to float32 when it is read.
-
-    Attributes:
-        shape: shape of the weight.
-        weight: the float8 weight as it is stored.
-    """
+    """Float8 weight that is dequantized to float32 when it is read; `weight` is as it is stored."""
 
     def __init__(self, name: str, weight: LazyTensor, scales: LazyTensor, block: tuple[int, int] | None) -> None:
-        """`block`: numbers of rows and columns that share a scale, if the checkpoint has block scales.
-
-        Raises:
-            ModelFormatError: the shape of the scales does not match.
-        """
+        """`block`: numbers of rows and columns that share a scale, if the checkpoint has block scales."""
         self.shape = tuple(weight.shape)
         self.weight, self._scales, self._name = weight, scales, name
         shape = tuple(scales.shape)
@@ -143,13 +127,9 @@ class ScaledTensor:
         return values.mul_(scales)
 
     def scales(self) -> torch.Tensor:
-        """Return the scales, float32 [row blocks, column blocks].
-
-        Raises:
-            ModelFormatError: they are integers, such as the exponents that other formats store as uint8.
-        """
+        """Return the scales, float32 [row blocks, column blocks]."""
         scales = self._scales[()]
-        if not scales.dtype.is_floating_point:
+        if not scales.dtype.is_floating_point:  # such as the exponents that other formats store as uint8
             raise ModelFormatError(f"{self._name} has scales in {scales.dtype}, not in a floating-point dtype")
         return scales.float().view(_num_blocks(self.shape, self._block))
 

@@ -58,8 +58,7 @@ def load_weights(model: Model, source: WeightSource, progress: bool = True) -> N
     """Fill `model` from `source` and prepare its layers.
 
     Only this rank's slices are read, and only one slice is in memory besides the model. Before that, the layers' methods
-    allocate the weights: quantized ones as the checkpoint stores them, others in the model's dtype. With `progress`, a bar is
-    shown on stderr if that is a terminal.
+    allocate the weights: quantized ones as the checkpoint stores them, others in the model's dtype.
 
     Raises:
         ModelFormatError: tensors are missing or unknown, or their shapes or dtypes do not fit the config.
@@ -114,11 +113,7 @@ def _copy(model: Model, source: WeightSource, targets: TargetsByName, advance: C
 
 
 def fill_target(name: str, tensor: LazyTensor, target: WeightTarget) -> None:
-    """Copy this rank's slice of a checkpoint's tensor to its destination.
-
-    Raises:
-        ModelFormatError: the tensor has another shape or dtype than the target.
-    """
+    """Copy this rank's slice of a checkpoint's tensor to its destination. Raise ModelFormatError if it does not fit."""
     shape = tuple(tensor.shape) or (1,)  # a scalar is equivalent to one element
     destination = target.destination if target.destination.ndim else target.destination.view(1)
     held = tuple(destination.shape)

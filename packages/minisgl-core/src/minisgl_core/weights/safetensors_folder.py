@@ -45,11 +45,7 @@ class SafetensorsWeights(FolderSource):
         return reasons
 
     def _files(self) -> Mapping[Path, set[str] | None]:
-        """Return the files, each with the names of its tensors in the index; None for all tensors.
-
-        Raises:
-            ModelFormatError: the index cannot be read, or does not map names of tensors to files.
-        """
+        """Return the files, each with the names of its tensors in the index; None for all tensors."""
         if (self._path / _INDEX).is_file():
             weight_map = read_json(self._path / _INDEX).get("weight_map")
             if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
@@ -66,11 +62,7 @@ class SafetensorsWeights(FolderSource):
         return dict.fromkeys([single] if single.is_file() else _files_without_index(self._path))
 
     def tensors(self, config: ModelConfig) -> Iterator[tuple[str, LazyTensor]]:
-        """Yield the tensors in the order of the files; an FP8 matrix follows once its scales have been read, too.
-
-        Raises:
-            ModelFormatError: see `stored_tensors`.
-        """
+        """Yield the tensors in the order of the files; an FP8 matrix follows once its scales have been read, too."""
         return self.stored_tensors(config, ())
 
     def stored_tensors(self, config: ModelConfig, wanted: Container[str]) -> Iterator[tuple[str, LazyTensor]]:
