@@ -48,17 +48,12 @@ Incoming = (
 
 
 class Generation:
-    """Requests that the engine runs for one HTTP request: delivers their outputs, and aborts them.
-
-    Created by `EngineClient.start`; must be closed.
-
-    Attributes:
-        is_sending: True while output is being sent to the client. Output that arrives meanwhile counts as unsent.
-    """
+    """Requests that the engine runs for one HTTP request. `EngineClient.start` creates it, and it must be closed."""
 
     def __init__(self, client: "EngineClient", request_ids: Sequence[str], receive: Receive) -> None:
         self._client = client
         self.is_sending = False
+        """True while output is being sent to the client. Output that arrives meanwhile counts as unsent."""
         self._num_unsent_bytes = self._num_unsent_prompt_bytes = 0
         max_seq_len = 0 if client.info is None else client.info.max_seq_len
         self._max_unsent_prompt_bytes = MAX_UNSENT_PROMPT_BYTES + _BYTES_PER_LOGPROB * (MAX_LOGPROBS + 1) * max_seq_len
@@ -124,11 +119,6 @@ class Generation:
                 or self._num_unsent_prompt_bytes > self._max_unsent_prompt_bytes
             ):
                 self.fail(slow_client())
-
-    def reject(self, message: Rejected) -> None:
-        """End all requests, as one of them was rejected."""
-        del self._running[message.request_id]
-        self.fail(rejected(message))
 
     def _wake_up(self) -> None:
         if self._wake is not None and not self._wake.done():
@@ -342,10 +332,11 @@ class EngineClient:
                 case TokenizerReply() as tokens:
                     self._resolve(tokens.request_id, tokens)
                 case Rejected() as message:
-                    self._resolve(message.request_id, rejected(message))
+                    error = rejected(message)
+                    self._resolve(message.request_id, error)
                     self._waiting_prompts.remove(message.request_id)
-                    if route := self._routes.pop(message.request_id, None):
-                        route[0].reject(message)
+                    if route := self._routes.pop(message.request_id, None):  # first, so that it is not aborted
+                        route[0].fail(error)
                 case RequestCounts() | EngineSnapshot() as answer:
                     self._resolve(answer.correlation_id, answer)
                 case NoSnapshot(correlation_id):
