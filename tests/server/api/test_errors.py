@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -10,8 +9,8 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
 
-from minisgl_core.utils.logs import REQUEST_ID
 from minisgl_server.api.errors import ApiError, add_error_handlers, invalid_fields
 from minisgl_server.api.http.request_log import AccessRecord, RequestLogMiddleware
 from minisgl_server.api.openai.schemas import ChatRequest
@@ -32,15 +31,15 @@ def test_only_unsupported_values_have_a_reason() -> None:
     assert "Only POST" not in message_of(ResponsesRequest, input="Hi", store="maybe")
 
 
-def test_anthropic_errors_have_the_request_id_header() -> None:
-    token = REQUEST_ID.set("id-1")
-    try:
-        answer = ApiError(429, "Full.").response("/v1/messages/count_tokens")
-    finally:
-        REQUEST_ID.reset(token)
-    assert (answer.headers["request-id"], json.loads(bytes(answer.body))["request_id"]) == ("id-1", "id-1")
-    assert answer.headers["retry-after"] == "1"
-    assert "request-id" not in ApiError(429, "Full.").response("/v1/chat/completions").headers
+def test_responses_of_anthropics_routes_have_its_request_id_header() -> None:
+    async def fail(scope: Scope, receive: Receive, send: Send) -> None:
+        await ApiError(429, "Full.").send(scope, receive, send)
+
+    client = TestClient(RequestLogMiddleware(fail), headers={"X-Request-Id": "id-1"})
+    answer = client.post("/v1/messages/count_tokens")
+    assert (answer.headers["request-id"], answer.headers["x-request-id"]) == ("id-1", "id-1")
+    assert (answer.json()["request_id"], answer.headers["retry-after"]) == ("id-1", "1")
+    assert "request-id" not in client.post("/v1/chat/completions").headers
 
 
 def test_disconnected_clients_are_logged_with_status_499(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from minisgl_core.errors import InvalidValueError
 from minisgl_core.protocol.messages import Rejected
 from minisgl_core.utils.exceptions import shortened
 from minisgl_core.utils.logs import REQUEST_ID
-from minisgl_server.api.http.request_log import access_record
+from minisgl_server.api.http.request_log import ANTHROPIC_PATH, access_record
 from minisgl_server.api.unsupported_fields import UNSUPPORTED_PARTS, UNSUPPORTED_REASONS
 
 logger = logging.getLogger(__name__)
@@ -34,10 +34,6 @@ _REJECTIONS = {
     "replica_lost": (503, "replica_lost"),
 }
 """Status and code by `Rejected.kind`. For no_replica see `no_replica`; all other kinds are internal errors."""
-ANTHROPIC_PATH = "/v1/messages"
-"""Prefix of the paths whose errors are in Anthropic's format."""
-ANTHROPIC_ID_HEADER = "request-id"
-"""Response header in which Anthropic's client expects the request's id, also of errors."""
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -78,11 +74,8 @@ class ApiError(Exception):
 
     def response(self, path: str = "") -> Response:
         """Return the response, in the format of the API that `path` belongs to."""
-        body, headers = self.body(), self.headers
-        if path.startswith(ANTHROPIC_PATH):
-            request_id = REQUEST_ID.get()
-            body, headers = anthropic_body(self, request_id), {**headers, ANTHROPIC_ID_HEADER: request_id}
-        return Response(msgspec.json.encode(body), self.status, headers, media_type="application/json")
+        body = anthropic_body(self, REQUEST_ID.get()) if path.startswith(ANTHROPIC_PATH) else self.body()
+        return Response(msgspec.json.encode(body), self.status, self.headers, media_type="application/json")
 
 
 def anthropic_body(error: ApiError, request_id: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from minisgl_core.sampling_params import INTEGER_BOUNDS, NUMBER_BOUNDS
-from minisgl_server.api.errors import ANTHROPIC_PATH
+from minisgl_server.api.http.request_log import ANTHROPIC_PATH
 from minisgl_server.api.response_models import AnthropicErrorResponse, Error
 
 ERRORS = {

@@ -20,7 +20,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl_core.runtime.ipc import AsyncReceiver
 from minisgl_server.api.engine_client import MAX_UNSENT_BYTES
-from minisgl_server.api.errors import ANTHROPIC_PATH, ApiError, anthropic_body, slow_client
+from minisgl_server.api.errors import ApiError, anthropic_body, slow_client
+from minisgl_server.api.http.request_log import ANTHROPIC_PATH
 from minisgl_server.api.openai.event_stream import event, typed_event
 from minisgl_server.ray import API_APP
 from minisgl_server.ray.connections import open_receiver

@@ -168,9 +168,3 @@ class MessageResponse(BaseModel):
     stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
     stop_sequence: str | None
     usage: MessageUsage
-
-
-class TokenCount(BaseModel):
-    """Response of ``POST /v1/messages/count_tokens``."""
-
-    input_tokens: int

@@ -17,6 +17,9 @@ logger = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 """Ids that a client may choose: printable, as they are returned in a header and written to the log."""
+ANTHROPIC_PATH = "/v1/messages"
+"""Prefix of the paths of Anthropic's API, whose client expects the id in the header ``request-id``."""
+
 _KEY = "minisgl.access"
 """Key of the `AccessRecord` in the ASGI scope."""
 _POLLED_PATHS = PROBED_PATHS | {"/metrics", "/engine/state"}
@@ -60,13 +63,16 @@ class RequestLogMiddleware:
             return await self._app(scope, receive, send)
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex[:16].encode()
+        id_headers = (
+            (b"x-request-id", b"request-id") if scope["path"].startswith(ANTHROPIC_PATH) else (b"x-request-id",)
+        )
         record = scope[_KEY] = AccessRecord()
 
         def send_with_id(message: Message) -> Any:
             # Not a coroutine, as it is called for each chunk.
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+                message["headers"] = [*message["headers"], *((name, request_id) for name in id_headers)]
             return send(message)
 
         token = REQUEST_ID.set(request_id.decode())
