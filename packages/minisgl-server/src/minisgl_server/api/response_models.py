@@ -35,18 +35,6 @@ class AnthropicErrorResponse(BaseModel):
     request_id: str
 
 
-class Status(BaseModel):
-    """Response of a health check."""
-
-    status: Literal["ok"]
-
-
-class Version(BaseModel):
-    """Version of the server."""
-
-    version: str
-
-
 class Counts(RootModel[dict[str, int]]):
     """Requests that this API worker, its tokenizer workers, the router and the schedulers hold, and locked KV cache pages."""
 
@@ -112,15 +100,20 @@ class ChatCompletionChoice(Choice):
     message: Message
 
 
-class ChatCompletionResponse(PromptOutput):
-    """Response of ``POST /v1/chat/completions``."""
+class GenerationResponse(BaseModel):
+    """Fields of the responses of chats and completions."""
 
     id: str
-    object: Literal["chat.completion"]
     created: int
     model: str
-    choices: list[ChatCompletionChoice]
     usage: Usage
+
+
+class ChatCompletionResponse(GenerationResponse, PromptOutput):
+    """Response of ``POST /v1/chat/completions``."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatCompletionChoice]
 
 
 class CompletionChoice(Choice, PromptOutput):
@@ -129,15 +122,11 @@ class CompletionChoice(Choice, PromptOutput):
     text: str
 
 
-class CompletionResponse(BaseModel):
+class CompletionResponse(GenerationResponse):
     """Response of ``POST /v1/completions``."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[CompletionChoice]
-    usage: Usage
 
 
 class TokenizeResponse(BaseModel):
@@ -147,12 +136,6 @@ class TokenizeResponse(BaseModel):
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None
-
-
-class DetokenizeResponse(BaseModel):
-    """Response of ``POST /detokenize``."""
-
-    prompt: str
 
 
 class GenerateMetaInfo(BaseModel):

@@ -3,7 +3,7 @@
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
-from pydantic import Field
+from pydantic import Field, create_model
 
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.protocol.messages import Detokenize, Tokenize, ToolUse
@@ -20,7 +20,7 @@ from minisgl_server.api.openai.requests import (
 from minisgl_server.api.openai.schemas import ADD_SPECIAL_TOKENS, ChatMessage, Tool
 from minisgl_server.api.openai.tools import tool_dicts
 from minisgl_server.api.openapi import route_docs
-from minisgl_server.api.response_models import DetokenizeResponse, TokenizeResponse
+from minisgl_server.api.response_models import TokenizeResponse
 from minisgl_server.api.strict_model import StrictModel, TokenId
 
 router = APIRouter()
@@ -88,7 +88,7 @@ def _query(body: TokenizeRequest, limits: RequestLimits) -> Tokenize:
     return message
 
 
-@router.post("/detokenize", **route_docs(DetokenizeResponse, DetokenizeRequest))
+@router.post("/detokenize", **route_docs(create_model("DetokenizeResponse", prompt=str), DetokenizeRequest))
 async def detokenize(request: Request) -> Response:
     """Return the text of token ids, including special tokens."""
     body = await parse_request(DetokenizeRequest, request)

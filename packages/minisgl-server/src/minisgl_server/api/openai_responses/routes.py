@@ -1,9 +1,10 @@
 """Routes of the Responses API, below ``/v1/responses``."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Query, Request, Response
+from pydantic import create_model
 
 from minisgl_core.errors import InvalidValueError
 from minisgl_server.api.field_names import FieldNames
@@ -20,11 +21,9 @@ from minisgl_server.api.openai.schemas import TranslatedChat
 from minisgl_server.api.openai_responses.events import ResponseEvents
 from minisgl_server.api.openai_responses.response_object import ResponseObject, new_id
 from minisgl_server.api.openai_responses.schemas import (
-    DeletedResponse,
     InputItems,
     InputItemsQuery,
     InputTokensRequest,
-    InputTokensResponse,
     PromptFields,
     ResponsesRequest,
     ResponsesResponse,
@@ -46,6 +45,8 @@ _decode_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _decode_id = msgspec.json.Decoder(_ItemId).decode
 _STORED_DOCS: dict[str, Any] = {"errors": (400, 404), "needs_engine": False}
 """Arguments of `route_docs` that the routes of stored responses share."""
+_Deleted = create_model("DeletedResponse", id=str, object=Literal["response"], deleted=Literal[True])
+_InputTokens = create_model("InputTokensResponse", object=Literal["response.input_tokens"], input_tokens=int)
 _ID_PREFIXES = {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 
@@ -78,7 +79,7 @@ async def create(request: Request) -> Response:
     return json_response(finish())
 
 
-@router.post("/v1/responses/input_tokens", **route_docs(InputTokensResponse, InputTokensRequest))
+@router.post("/v1/responses/input_tokens", **route_docs(_InputTokens, InputTokensRequest))
 async def input_tokens(request: Request) -> Response:
     """Count the tokens of the prompt of a response, without generating it."""
     body = await parse_request(InputTokensRequest, request)
@@ -96,7 +97,7 @@ async def retrieve(request: Request, response_id: str, query: Annotated[Retrieve
     return Response(stored.body, media_type="application/json")
 
 
-@router.delete("/v1/responses/{response_id}", **route_docs(DeletedResponse, **_STORED_DOCS))
+@router.delete("/v1/responses/{response_id}", **route_docs(_Deleted, **_STORED_DOCS))
 async def delete(request: Request, response_id: str) -> Response:
     """Delete a stored response."""
     request.app.state.response_store.delete(response_id)

@@ -256,18 +256,3 @@ class InputItems(BaseModel):
     first_id: str | None
     last_id: str | None
     has_more: bool
-
-
-class DeletedResponse(BaseModel):
-    """Response of ``DELETE /v1/responses/{response_id}``."""
-
-    id: str
-    object: Literal["response"]
-    deleted: Literal[True]
-
-
-class InputTokensResponse(BaseModel):
-    """Response of ``POST /v1/responses/input_tokens``."""
-
-    object: Literal["response.input_tokens"]
-    input_tokens: int
