@@ -282,7 +282,7 @@ def test_moe_kernels_get_the_models_features_in_the_spec() -> None:
 def test_auto_quantizes_if_checkpoint_and_hardware_allow() -> None:
     assert choose(H200).config.backends.quantization == "none"
     assert choose(H200, quantization="fp8").config.backends.quantization == "fp8"
-    fp8 = replace(MODEL, quantization="fp8")
+    fp8 = replace(MODEL, quantization="fp8", raw={"quantization_config": {"quant_method": "fp8"}})
     resolved = choose(H200, ["gguf", "int4"], model=fp8)
     assert resolved.config.backends.quantization == "fp8"
     for hardware in (LAPTOP, H200):

@@ -93,7 +93,6 @@ class ContextLengthError(InvalidValueError):
         self.args = (f"{context_length_message(max_seq_len, what)} {shorten}{' ' + remedy if remedy else ''}",)
 
     def renamed(self, names: Mapping[str, str]) -> Self:
-        """See `InvalidValueError.renamed`."""
         return type(self)(names.get(self.name, self.name), *self._numbers, self.remedy, self._is_cut)
 
     def __reduce__(self) -> tuple[type[ContextLengthError], tuple[object, ...]]:

@@ -481,7 +481,6 @@ def _refuse_text(prompt: Prompt, params: SamplingParams) -> None:
 
 
 def _list_sampling(sampling: Any, num_prompts: int) -> list[SamplingParams]:
-    """Return one `SamplingParams` per prompt."""
     if isinstance(sampling, SamplingParams):
         return [sampling] * num_prompts
     if not isinstance(sampling, Sequence) or not all(isinstance(each, SamplingParams) for each in sampling):

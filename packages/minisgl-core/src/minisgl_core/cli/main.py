@@ -110,7 +110,6 @@ def _summary(registry: Registry, name: str) -> str:
 
 
 def _with_plugin_options(command: click.Command, name: str, registry: Registry) -> click.Command:
-    """Return a copy of `command` with the options that hooks add."""
     from minisgl_core.plugins.hooks import Hooks
 
     hooks = Hooks(registry)

@@ -76,7 +76,6 @@ def with_options(*sections: type, hidden: Sequence[str] = ()) -> Callable[[F], F
 
 
 def _shown(values: Mapping[str, Any], declared: Sequence[dataclasses.Field[Any]]) -> dict[str, Any]:
-    """Return `values` without secrets."""
     secret = {item.name for item in declared if item.metadata["option"].secret}
     return {name: _HIDDEN if name in secret and value else value for name, value in values.items()}
 

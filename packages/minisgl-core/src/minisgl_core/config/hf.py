@@ -250,7 +250,6 @@ def _sliding_windows(keys: Keys, num_layers: int, architecture: str) -> tuple[in
 
 
 def _moe(keys: Keys, num_layers: int, intermediate_size: int) -> MoeConfig | None:
-    """Return the config of the experts; None for a dense model."""
     count = keys.get("num_experts", keys.get("num_local_experts", 0))
     if not count:
         return None

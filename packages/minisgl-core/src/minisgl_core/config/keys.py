@@ -26,7 +26,6 @@ class Keys:
     """Keys of a config. A null counts as a missing key."""
 
     def __init__(self, raw: Mapping[str, Any], where: str = "config") -> None:
-        """Store the config; `where` names it in messages."""
         self._raw, self._where = raw, where
 
     def replaced(self, key: str, value: Any) -> "Keys":

@@ -34,7 +34,7 @@ PREFERENCES: dict[tuple[str, str], tuple[str, ...]] = {
 }
 """Providers that ``auto`` tries, best first, by kind and platform. It first tries the one that a plugin's hook prefers. For
 ``ops``, each role is served by the first provider that has it. On CPUs, ``native`` are this project's kernels in C, and ``torch``
-is plain PyTorch.
+is plain PyTorch. A plugin's platform has the CPU's lists.
 
 The order of attention backends on CUDA was measured on Hopper GPUs (docs/performance-notes.md). There, the Hopper kernels are the
 fastest for prefills and decodes. What they do not support goes to FlashAttention or FlashInfer for prefills, and to Triton for
@@ -58,7 +58,6 @@ class ProviderPicker:
         preferred: Callable[[str], str | None],
         uncompiled: Callable[..., str],
     ) -> None:
-        """Store the platform's name, and the functions that `minisgl_core.config.resolve.resolve` receives."""
         self._platform = platform
         self._installed, self._unsupported, self._preferred = installed, unsupported, preferred
         self._uncompiled = uncompiled
@@ -121,8 +120,7 @@ class ProviderPicker:
         return self._preferred(kind) or self._preferences(kind)[0]
 
     def _preferences(self, kind: str) -> tuple[str, ...]:
-        """Return the platform's list. A plugin's platform has the CPU's lists."""
-        return PREFERENCES.get((kind, self._platform), ()) or PREFERENCES[(kind, "cpu")]
+        return PREFERENCES.get((kind, self._platform)) or PREFERENCES[kind, "cpu"]
 
 
 def check_providers(values: Mapping[str, Any], registry: Registry) -> None:

@@ -130,8 +130,7 @@ def resolve(
         choose("moe", *picker.pick("moe", config.backends.moe, moe_spec(config, model, device)))
     quantization = config.backends.quantization
     stored = CheckpointQuantization.of(model.raw)
-    is_float8 = model.quantization == "fp8" or (stored is not None and stored.is_float8)
-    if quantization == AUTO and model.moe is not None and is_float8:
+    if quantization == AUTO and model.moe is not None and stored is not None and stored.is_float8:
         why = "experts use fp8 only with --quantization fp8"
         choose("quantization", "none", _with_checkpoint_format(model, "none", why))
     elif quantization != AUTO or model.quantization:

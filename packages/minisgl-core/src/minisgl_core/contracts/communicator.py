@@ -127,21 +127,16 @@ class SingleRank(Communicator):
         self.rank, self.size = 0, 1
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `x`."""
         return x
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """Return `x`."""
         return x
 
     def send(self, x: torch.Tensor, dst: int) -> None:
-        """Raise an error, as there is no other rank."""
         raise ValueError(f"a group of one rank has no rank {dst} to send to")
 
     def recv(self, x: torch.Tensor, src: int) -> torch.Tensor:
-        """Raise an error, as there is no other rank."""
         raise ValueError(f"a group of one rank has no rank {src} to receive from")
 
     def broadcast_object(self, value: object) -> object:
-        """Return `value`."""
         return value

@@ -301,7 +301,6 @@ class PlainExperts(ExpertsMethod):
         yield from self.bias_targets()
 
     def prepare(self) -> ExpertsOp:
-        """Bind the weights to the kernel."""
         return self.operation(self.gate_up, self.down)
 
 

@@ -6,7 +6,7 @@ This imports no torch, so that a launcher checks ``--tp`` quickly.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from minisgl_core.contracts.weights import WeightTarget
 from minisgl_core.errors import InvalidValueError
@@ -14,17 +14,7 @@ from minisgl_core.errors import InvalidValueError
 if TYPE_CHECKING:
     import torch
 
-
-class TensorParallelRank(Protocol):
-    """Rank and size of a tensor-parallel group, as `minisgl_core.contracts.model.BuildContext` has them."""
-
-    @property
-    def tp_rank(self) -> int:
-        """Rank in the group."""
-
-    @property
-    def tp_size(self) -> int:
-        """Number of ranks in the group."""
+    from minisgl_core.contracts.model import BuildContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +33,7 @@ class Shard:
     total: int
 
     @classmethod
-    def of(cls, total: int, build: TensorParallelRank) -> Shard:
+    def of(cls, total: int, build: BuildContext) -> Shard:
         """Return the shard of an even split over the tensor-parallel ranks, rounded up."""
         size = -(-total // build.tp_size)
         start = min(build.tp_rank * size, total)

@@ -1,8 +1,8 @@
 """CUDA graphs of several capture sizes, which share one memory pool."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -11,19 +11,10 @@ from minisgl_core.utils.exceptions import one_line_with_type
 from minisgl_core.utils.progress import progress_bar
 
 
-class CapturedStep(Protocol):
-    """Captured graphs of one size."""
-
-    @property
-    def graphs(self) -> Sequence[Any]:
-        """Graphs in replay order; see `Platform.capture_piecewise`."""
-
-
-Captured = TypeVar("Captured", bound=CapturedStep)
-
-
-class CapturedSizes(ABC, Generic[Captured]):
+class CapturedSizes(ABC):
     """Graphs of several capture sizes. A step runs in the smallest size that fits.
+
+    A subclass captures a size as an object with ``graphs`` in replay order; see `Platform.capture_piecewise`.
 
     Attributes:
         name, remedy: name of the graphs, and remedy in error messages.
@@ -34,10 +25,10 @@ class CapturedSizes(ABC, Generic[Captured]):
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._sizes = np.array(sorted(sizes))
-        self._captured: dict[int, Captured] = {}
+        self._captured: dict[int, Any] = {}
 
     @abstractmethod
-    def _capture(self, size: int, pool: Any) -> Captured:
+    def _capture(self, size: int, pool: Any) -> Any:
         """Capture the graphs of one size in a memory pool; None for a new one."""
 
     def _capture_sizes(self, sizes: Sequence[int], progress: bool) -> None:
@@ -46,7 +37,7 @@ class CapturedSizes(ABC, Generic[Captured]):
         Raises:
             MinisglError: a size cannot be captured. None of these sizes is captured then.
         """
-        captured: dict[int, Captured] = {}
+        captured: dict[int, Any] = {}
         pool = next((each.graphs[0].pool() for each in self._captured.values()), None)
         try:
             with progress_bar(progress) as bar:
@@ -71,7 +62,7 @@ class CapturedSizes(ABC, Generic[Captured]):
         self._captured.clear()
 
 
-def _free(captured: Mapping[int, CapturedStep]) -> None:
+def _free(captured: dict[int, Any]) -> None:
     """Free the graphs even if references exist. A rank can leave a communicator only when no graph has its collectives."""
     for step in captured.values():
         for graph in step.graphs:

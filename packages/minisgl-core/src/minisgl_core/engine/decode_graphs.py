@@ -74,9 +74,10 @@ def decode_new_pages(plan: BatchPlan, page_size: int) -> np.ndarray | None:
     return found
 
 
-class DecodeGraphs(CapturedSizes[_Captured]):
+class DecodeGraphs(CapturedSizes):
     """CUDA graphs of decode steps, captured at start-up or at the first use of a size."""
 
+    _captured: dict[int, _Captured]
     name = "CUDA graphs"
     remedy = "--cuda-graph-max-bs 0 captures none"
 

@@ -150,7 +150,6 @@ class ModelRunner:
         return pending or tokens, token_logprobs(logits, tokens, num_top) if num_top >= 0 else None
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits of the whole vocabulary."""
         return self.model.gather_logits(self.model.compute_logits(hidden))
 
     def _prompt_logprobs(self, plan: BatchPlan, hidden: torch.Tensor) -> LogprobTensors | None:

@@ -64,13 +64,14 @@ class _Captured:
     hidden: torch.Tensor
 
 
-class PiecewiseGraphs(CapturedSizes[_Captured]):
+class PiecewiseGraphs(CapturedSizes):
     """Piecewise CUDA graphs of all sizes, captured at start-up.
 
     All sizes share their input buffers. Padding tokens are stored in slot 0 of the padding page. If a size has more tokens than
     there can be requests, the last layer computes only the tokens that are sampled from.
     """
 
+    _captured: dict[int, _Captured]
     name = "piecewise CUDA graphs"
     remedy = "--piecewise-cuda-graph-max-tokens 0 captures none"
 

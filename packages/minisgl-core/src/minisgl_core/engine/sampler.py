@@ -52,7 +52,6 @@ def needs_sampler(plan: SamplePlan) -> bool:
 
 
 def _has_filters(plan: SamplePlan) -> bool:
-    """Return True if a request that is not greedy has a sampling filter."""
     filters = (plan.top_k > 0) | (plan.top_p < 1) | (plan.min_p > 0)
     return bool((filters & (plan.temperature > 0)).any())
 

@@ -161,7 +161,6 @@ class PendingStep:
 
 
 def _to_host(tensors: LogprobTensors | None, platform: Platform) -> LogprobTensors | None:
-    """Start to copy all tensors to the host; see `Platform.to_host`."""
     return None if tensors is None else LogprobTensors(*map(platform.to_host, tensors))
 
 

@@ -54,7 +54,6 @@ class VocabParallelEmbedding(Layer):
         return self._packed
 
     def prepare(self) -> None:
-        """Prepare a packed weight."""
         self.packed()
 
     def _rows(self, ids: torch.Tensor) -> torch.Tensor:

@@ -71,7 +71,6 @@ class ReplicatedLinear(Layer):
         return found
 
     def prepare(self) -> None:
-        """Prepare the layer's operation from the loaded weights."""
         assert self._method is not None, "the weights have not been loaded, or `prepare` was called before"
         method, self._method = self._method, None
         self._apply = method.prepare()

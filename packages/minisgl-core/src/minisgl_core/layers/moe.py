@@ -94,13 +94,11 @@ class FusedMoE(Layer):
         return out if self._communicator is None else self._communicator.all_reduce(out)
 
     def prepare(self) -> None:
-        """Prepare the layer's operation from the loaded weights."""
         assert self._method is not None, "the weights have not been loaded, or `prepare` was called before"
         method, self._method = self._method, None
         self._apply = method.prepare()
 
     def weight_targets(self, name: str, fused_projections: FusedProjections) -> Targets:
-        """Yield the targets for this rank's shards of the tensors that the checkpoint has for the experts."""
         if self._method is None:
             spec = ExpertsSpec(name, self._spec, self._inner, self._names, self._owns_bias, self._is_stacked)
             self._method = self._quantization.experts(spec, self._kernel)

@@ -38,7 +38,6 @@ class RMSNorm(Layer):
         self.weight = empty_parameter(size, build=build)
 
     def prepare(self) -> None:
-        """Add the offset to the weight."""
         if self._weight_offset:
             self.weight = nn.Parameter(self.weight.float() + self._weight_offset, requires_grad=False)
 
@@ -86,5 +85,4 @@ class ShardedRMSNorm(Layer):
         return (x32 * torch.rsqrt(mean + self.eps)).to(x.dtype) * self.weight
 
     def weight_targets(self, name: str, fused_projections: FusedProjections) -> Targets:
-        """Yield this rank's part."""
         yield f"{name}.weight", sharded_target(self.weight, self._shard)

@@ -94,9 +94,7 @@ class CpuGraph(TorchDispatchMode):  # type: ignore[no-untyped-call]
         grouped = groupby(self.calls, lambda call: getattr(call[0], "sequence", None))
         self.calls = [each for key, calls in grouped for each in (calls if key is None else [(key(list(calls)), ())])]
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if torch.Tag.data_dependent_output in func.tags or _has_dynamic_shape(func, args):

@@ -21,5 +21,4 @@ class LocalExecutor(Executor):
         return [RankPlacement(rank, size, rank, f"ipc://{directory}/rank-{rank}", rendezvous) for rank in range(size)]
 
     def start(self, name: str, placement: RankPlacement, target: Callable[..., None] | str, *args: Any) -> None:
-        """Run the rank in a child process."""
         self.start_process(name, target, *args)

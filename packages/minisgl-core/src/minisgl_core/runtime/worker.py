@@ -227,7 +227,6 @@ def run_stage_plans(
 
 
 def _launch_next(model_runner: ModelRunner, from_rank0: Receiver[FromRank0]) -> PendingStep | None:
-    """Launch the next step of rank 0; return None if it stops."""
     plan = from_rank0.receive()
     if not isinstance(plan, BatchPlan):
         return None

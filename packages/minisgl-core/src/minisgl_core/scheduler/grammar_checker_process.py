@@ -107,7 +107,6 @@ def _verdict(backend: type[GrammarBackend], source: GrammarSource, cpu_limit_s: 
 
 
 def _limit_memory() -> None:
-    """Limit the memory that is allocated from now on."""
     used = _memory("VmData")
     if used:
         resource.setrlimit(resource.RLIMIT_DATA, (used + MEMORY_LIMIT_BYTES,) * 2)

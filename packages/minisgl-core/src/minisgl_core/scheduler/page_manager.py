@@ -139,7 +139,6 @@ class PageManager:
         return int(np.maximum(missing, 0).sum())
 
     def _allocate(self, num_pages: int) -> Int32Array:
-        """Allocate pages, and evict cached pages if too few are free."""
         shortfall = num_pages - self.allocator.num_free
         if shortfall > 0:
             evicted = self.cache.evict(shortfall)

@@ -33,7 +33,6 @@ class Planner:
     """Builder of plans, with the sampling parameters of all page-table rows in arrays, so that a step only indexes them."""
 
     def __init__(self, num_rows: int, vocab_size: int, running: RunningRequests) -> None:
-        """Allocate arrays for `num_rows` page-table rows of requests, besides row 0."""
         rows = num_rows + 1
         self._vocab_size, self._running = vocab_size, running
         self._temperature = np.zeros(rows, np.float32)

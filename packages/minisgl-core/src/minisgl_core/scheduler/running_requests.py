@@ -38,7 +38,6 @@ class RunningRequests:
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:
-        """Allocate a row for each of `limits.max_running` requests."""
         rows, max_pages = limits.max_running + 1, -(-limits.max_seq_len // limits.page_size)
         self.tokens, self.pages = (np.empty((rows, width), np.int32) for width in (limits.max_seq_len, max_pages))
         self._counts = np.zeros((7, rows), np.int32)

@@ -236,7 +236,6 @@ class Scheduler:
         return self._batches(aborted, _NO_ROWS, _NO_ROWS)
 
     def _at(self, plan: BatchPlan, indices: Int32Array) -> list[Request]:
-        """Return the requests at these indices of a step in flight."""
         return [self._running[row] for row in plan.rows[indices].tolist()]
 
     def _batches(
@@ -271,7 +270,6 @@ class Scheduler:
         return decodes, prefills
 
     def _next_rows(self) -> tuple[Int32Array, Int32Array]:
-        """Return the rows that decode in the next step, and those of prefills."""
         decodes, prefills = self._running.schedulable()
         if self.limits.num_micro_batches > 1:
             # An equal share of the requests per micro-batch in flight.

@@ -149,7 +149,6 @@ class AttentionRig:
 
     @property
     def layout(self) -> KVLayout:
-        """Layout of the pool."""
         return self.backend_class.capabilities.layouts[self.layout_index]
 
     def free(self, request: RigRequest) -> None:
@@ -313,7 +312,6 @@ class AttentionRig:
         return fused.to(self.spec.device, self.spec.dtype)
 
     def split(self, fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return views of q, k and v."""
         heads = self.spec.num_kv_heads
         q, k, v = torch.split(fused, [self.spec.num_q_heads, heads, heads], dim=1)
         return q, k, v

@@ -174,11 +174,9 @@ class GrammarTests:
     provider: ClassVar[type[GrammarBackend]]
 
     def make(self, name: str) -> GrammarState:
-        """Return the initial state of a case."""
         return self.make_provider().compile(CASES[name].kind, CASES[name].text, "it")
 
     def make_provider(self) -> GrammarBackend:
-        """Return a provider for the kit's tokenizer."""
         return self.provider(byte_tokenizer(), VOCAB_SIZE, EOS)
 
     @pytest.mark.parametrize("name", list(CASES))
@@ -259,7 +257,6 @@ class GrammarTests:
 
     @pytest.mark.parametrize("name", list(CASES))
     def test_copies_are_independent(self, name: str) -> None:
-        """Copies of an initial and of a later state are independent."""
         tokens = _encode(CASES[name].valid[0])
         state = self.make(name)
         for token in tokens:
@@ -306,7 +303,6 @@ class GrammarTests:
             assert not copied.accept(last), output
 
     def test_batched_masks_equal_single_masks(self) -> None:
-        """Masks filled together equal masks filled one by one, for any number and order."""
         provider = self.make_provider()
         states = [provider.compile(case.kind, case.text, "it") for case in CASES.values()] * 2
         states = [state.copy() for state in states]
@@ -320,7 +316,6 @@ class GrammarTests:
                 assert np.array_equal(mask, _mask(state))
 
     def test_models_may_have_fewer_logits_than_tokens(self) -> None:
-        """Masks are right if the model has fewer logits than the tokenizer has tokens."""
         state = self.provider(byte_tokenizer(), 261, EOS).compile("regex", "(ab|true)*", "it")
         assert _allowed(state, 261) == {*_encode("a"), *_encode("t", one_byte_each=True), *EOS}
 

@@ -1,6 +1,6 @@
 """Detection of tensor reads on the host, which a CUDA graph would not repeat."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -25,14 +25,7 @@ class HostReads(TorchFunctionMode):
         super().__init__()
         self.found: list[str] = []
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Run the function, and record it if it reads tensor values on the host."""
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__name__
         reads = name in _READS or (name in ("__getitem__", "__setitem__") and _reads_index(args[1]))
         if reads and (full := resolve_name(func) or name) not in self.found:

@@ -1,7 +1,6 @@
 """Counter of the memory of tensors."""
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,14 +21,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
         self._known: set[int] = set()
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Run an operator, and count the storages that it allocates."""
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         inputs = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         for each in tree_leaves(result):

@@ -59,7 +59,6 @@ class ModelTests:
         raise NotImplementedError
 
     def test_logits_equal_the_reference(self) -> None:
-        """The logits at all positions of a prompt equal those of transformers."""
         logits = _logits(self._load(), self._ids, torch.arange(len(self._ids)), DenseAttention())
         assert (logits - self._expected).abs().max() < self.tolerance
 
@@ -157,7 +156,6 @@ class ModelTests:
             assert (logits - expected).abs().max() < self.tolerance
 
     def test_it_runs_in_bfloat16(self) -> None:
-        """Hidden states and logits of a model in bfloat16 have that dtype and are finite."""
         ids, model = self._ids, self._load(dtype=torch.bfloat16)
         with torch.inference_mode():
             hidden = model.forward(ids, torch.arange(len(ids)), DenseAttention())

@@ -90,7 +90,7 @@ class MoeKernelTests:
         plain = self.spec((3, 4, 2, 32, 16), self.dtypes[0])
         skip_if_unsupported(self.provider, plain)
         spec = replace(plain, **_FEATURES[feature])
-        reasons = self.reasons(spec)
+        reasons = reasons_of(self.provider, spec)
         if self.provider.capabilities.missing(spec):
             assert reasons, f"experts with {feature} must be refused, because the capabilities do not declare it"
         else:
@@ -107,7 +107,7 @@ class MoeKernelTests:
             _SpecWithUnknownField(*sizes, plain.dtype, plain.device),
         ]
         for spec in unknown:
-            assert self.reasons(spec), f"{spec} must be refused"
+            assert reasons_of(self.provider, spec), f"{spec} must be refused"
 
     @pytest.mark.parametrize(("weight_dtype", "shape", "routing"), _QUANTIZED)
     def test_quantized_experts(self, weight_dtype: torch.dtype, shape: Shape, routing: str) -> None:
@@ -117,7 +117,7 @@ class MoeKernelTests:
         """
         for dtype in self.dtypes:
             spec = self.spec(shape, dtype, weight_dtype=weight_dtype)
-            if not self.reasons(spec):  # see test_undeclared_features_are_refused
+            if not reasons_of(self.provider, spec):  # see test_undeclared_features_are_refused
                 self.run(spec, shape, routing)
 
     @pytest.mark.parametrize(("weight_dtype", "shape"), _VARIANTS)
@@ -152,7 +152,7 @@ class MoeKernelTests:
         shape = (9, 4, 3, 32, 16)
         for has_bias in (False, True):
             spec = self.spec(shape, torch.float32, has_bias=has_bias)
-            if has_bias and self.reasons(spec):
+            if has_bias and reasons_of(self.provider, spec):
                 continue
             case = self.make_case(spec, shape)
             case.topk_weights[:] = torch.tensor([0.0, -1.5, 4.0])
@@ -168,7 +168,6 @@ class MoeKernelTests:
         self.run_and_compare(self.make_kernel(spec), replace(case, x=wide[:, 7:39]))
 
     def spec(self, shape: Shape, dtype: torch.dtype, **changes: Any) -> MoeSpec:
-        """Return the spec of plain experts with these changes."""
         _, num_experts, top_k, hidden_size, intermediate_size = shape
         device = torch.device(self.device)
         return MoeSpec(num_experts, top_k, hidden_size, intermediate_size, dtype, device, **changes)
@@ -178,12 +177,8 @@ class MoeKernelTests:
         choices = self.provider.capabilities.activations, (False, True), (None, _LIMIT), self.dtypes
         for activation, has_bias, limit, dtype in itertools.product(*choices):
             spec = self.spec(shape, dtype, activation=activation, has_bias=has_bias, swiglu_limit=limit, **changes)
-            if not self.reasons(spec):  # see test_undeclared_features_are_refused
+            if not reasons_of(self.provider, spec):  # see test_undeclared_features_are_refused
                 yield spec
-
-    def reasons(self, spec: MoeSpec) -> list[str]:
-        """Return the reasons why the provider does not support `spec`, and assert that they are sentences."""
-        return reasons_of(self.provider, spec)
 
     def make_kernel(self, spec: MoeSpec) -> MoeKernel:
         """Return a kernel for these experts. Skip the test if the provider does not support them."""
@@ -191,11 +186,9 @@ class MoeKernelTests:
         return self.provider(spec)
 
     def make_case(self, spec: MoeSpec, shape: Shape, routing: str = "uniform") -> MoeCase:
-        """Return random inputs, which are of about unit size."""
         return random_case(spec, shape[0], routing, seed=hash(shape) % 2**31)
 
     def run(self, spec: MoeSpec, shape: Shape, routing: str = "uniform") -> None:
-        """Run a new kernel on random inputs, and check it."""
         self.run_and_compare(self.make_kernel(spec), self.make_case(spec, shape, routing))
 
     def run_and_compare(self, kernel: MoeKernel, case: MoeCase) -> torch.Tensor:

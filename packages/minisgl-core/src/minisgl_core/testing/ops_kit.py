@@ -31,7 +31,6 @@ class OpsTests(LinearChecks, NormChecks, RotaryChecks, SamplingChecks, StepCheck
         assert roles_of(self.provider), "the provider subclasses no role of minisgl_core.contracts.ops"
 
     def test_unsupported_returns_reasons(self) -> None:
-        """`unsupported` returns sentences for any device and dtype."""
         for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
             for device in ("cpu", "cuda"):
                 reasons_of(self.provider, torch.device(device), dtype)

@@ -25,7 +25,6 @@ class PlatformTests:
         return self.provider(0)
 
     def test_hardware(self) -> None:
-        """`hardware` returns consistent properties."""
         platform = self.make()
         hardware = self.provider.hardware()
         assert hardware.platform == self.provider.name
@@ -36,7 +35,6 @@ class PlatformTests:
         assert all(getattr(torch, name).is_floating_point for name in hardware.dtypes)
 
     def test_memory(self) -> None:
-        """Free memory does not exceed total memory."""
         platform = self.make()
         assert 0 < platform.free_memory() <= self.provider.hardware().total_memory
 
@@ -67,7 +65,6 @@ class PlatformTests:
 
     @pytest.mark.parametrize("num_words", [100, _NUM_WORDS])
     def test_an_array_may_be_reused_at_once(self, num_words: int) -> None:
-        """Changing the array during the copy does not change the copy."""
         platform = self.make()
         with platform.stream():
             for number in range(8):
@@ -79,7 +76,6 @@ class PlatformTests:
                 assert (filled == number).all().item()
 
     def test_concurrent_copies_are_independent(self) -> None:
-        """Concurrent copies do not overwrite each other's memory."""
         platform = self.make()
         with platform.stream():
             # This work keeps the device busy while the host queues all copies.

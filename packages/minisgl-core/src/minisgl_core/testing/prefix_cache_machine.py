@@ -137,14 +137,12 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.handles)
     @rule(data=st.data())
     def lock(self, data: st.DataObject) -> None:
-        """Lock any valid handle."""
         handle, prefix = data.draw(st.sampled_from(self.handles))
         self.hold(handle, prefix, lock=True)
 
     @precondition(lambda self: self.locks)
     @rule(data=st.data())
     def unlock(self, data: st.DataObject) -> None:
-        """Unlock any of the locked handles."""
         handle, prefix = self.locks.pop(data.draw(st.integers(0, len(self.locks) - 1)))
         self.cache.unlock(handle)
         self.use(prefix, surely=True)
@@ -183,7 +181,6 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.cached) > 4 and not self.locked())
     @rule()
     def reset(self) -> None:
-        """`reset` returns all pages."""
         assert sorted(self.cache.reset()) == sorted(self.cached.values()), "reset returned other pages"
         self.free += self.cached.values()
         self.cached = {}

@@ -61,7 +61,6 @@ class QuantizationTests:
     loss: ClassVar[float] = 0.05
 
     def test_unsupported_returns_reasons(self) -> None:
-        """`unsupported` returns sentences for any spec."""
         dtypes = torch.float64, torch.float16, torch.bfloat16
         stored = [checkpoint.quantization() for checkpoint in (PLAIN, *self.checkpoints)]
         for dtype, device, num_experts, each in product(dtypes, ("cpu", "cuda"), (0, 8), stored):
@@ -309,7 +308,6 @@ class QuantizationTests:
         return self.load(layer, name, GATE_UP if len(modules) > 1 else {}, modules)
 
     def load(self, layer: L, name: str, fused_projections: FusedProjections, modules: Mapping[str, PackedModule]) -> L:
-        """Load the layer's weights and prepare it."""
         fill(layer.weight_targets(name, fused_projections), modules)
         layer.prepare()
         return layer

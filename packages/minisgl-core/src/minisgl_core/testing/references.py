@@ -71,7 +71,6 @@ class NaiveMoe(MoeKernel):
     def forward(
         self, x: torch.Tensor, weights: ExpertWeights, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> torch.Tensor:
-        """Return `expected_output` in the dtype of `x`."""
         return expected_output(MoeCase(x, weights, topk_weights, topk_ids), self.spec).to(x)
 
 
@@ -112,6 +111,5 @@ class WithExtraTensor(SafetensorsWeights):
         self._extra = extra
 
     def stored_tensors(self, config: ModelConfig, wanted: Container[str]) -> Iterator[tuple[str, LazyTensor]]:
-        """Yield the folder's tensors, then the added one."""
         yield from super().stored_tensors(config, wanted)
         yield self._extra, torch.zeros(1)

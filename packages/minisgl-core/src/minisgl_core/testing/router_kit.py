@@ -36,7 +36,6 @@ class RouterTests:
     provider: ClassVar[type[Router]]
 
     def router(self, num_replicas: int, num_blocks: int = 4096) -> Router:
-        """Return a new router."""
         return self.provider(RouterSpec(num_replicas, num_blocks))
 
     @pytest.mark.parametrize("num_replicas", [1, 2, 9, 64])
@@ -57,7 +56,6 @@ class RouterTests:
                 router.lost(replica)
 
     def test_decisions_depend_on_the_calls_alone(self) -> None:
-        """Two routers with the same calls make the same decisions."""
 
         def decisions() -> list[int]:
             draw, router = random.Random(0), self.router(5)
@@ -89,7 +87,6 @@ class RouterTests:
         assert replicas[2].num_requests, "a replica that was lost and is ready again gets no request"
 
     def test_changes_no_argument(self) -> None:
-        """The replicas and the keys of events stay as they are."""
         router = self.router(3)
         replicas: list[Replica] = [Replica(number, number) for number in range(3)]
         keys = prompt(0).block_keys()

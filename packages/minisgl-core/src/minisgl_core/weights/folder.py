@@ -20,7 +20,6 @@ class FolderSource(WeightSource):
 
     @classmethod
     def unsupported(cls, path: Path) -> list[str]:
-        """Refuse paths without a ``config.json``."""
         if not path.is_dir():
             return ["it is not a folder"]
         return [] if (path / "config.json").is_file() else ["the folder has no config.json"]
@@ -40,7 +39,6 @@ class FolderSource(WeightSource):
         return self._generation_config
 
     def tokenizer(self) -> Any:
-        """Load the folder's tokenizer by `transformers.AutoTokenizer`."""
         missing = TokenizerNotFoundError(
             f"{self._path} holds no tokenizer (no tokenizer.json, tokenizer.model or vocab); add the model's tokenizer files"
         )

@@ -144,7 +144,6 @@ def _is_packed(dtype: torch.dtype) -> bool:
 
 
 def _sliced_shape(shape: Sequence[int], index: Sequence[slice]) -> tuple[int, ...]:
-    """Return the shape of the slice `index` of a tensor."""
     whole = (slice(None),) * (len(shape) - len(index))
     return tuple(len(range(*part.indices(size))) for part, size in zip((*index, *whole), shape, strict=False))
 

@@ -41,14 +41,7 @@ class NormOps(OpsProvider):
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``rms_norm(x + residual)`` and ``x + residual``. May overwrite both inputs.
-
-        Args:
-            x: [..., H].
-            residual: like `x`.
-            weight: see `rms_norm`.
-            eps: added to the mean square.
-        """
+        """Return ``rms_norm(x + residual)`` and ``x + residual``, each [..., H]. May overwrite both inputs. See `rms_norm`."""
         residual = x + residual
         return self.rms_norm(residual, weight, eps), residual
 

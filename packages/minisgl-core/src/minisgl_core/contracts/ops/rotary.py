@@ -59,15 +59,9 @@ class RotaryOps(OpsProvider):
         return _apply_rope(q, cos, sin), _apply_rope(k, cos, sin)
 
     def qk_norm_rope(self, q: torch.Tensor, k: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
-        """Normalize each head of q and k if `rope` has norms, then call `apply_rope`. May overwrite both inputs.
+        """Normalize each head of q [T, Hq, D] and k [T, Hkv, D] if `rope` has norms, then call `apply_rope`.
 
-        Args:
-            q: [T, Hq, D].
-            k: [T, Hkv, D].
-            rope: cos, sin and the QK norm of the step.
-
-        Returns:
-            q and k with RoPE applied.
+        May overwrite both inputs.
         """
         if rope.norms is not None:
             q, k = (rms_norm(x, weight, rope.eps) for x, weight in zip((q, k), rope.norms, strict=True))

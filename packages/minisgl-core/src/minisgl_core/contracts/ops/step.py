@@ -73,14 +73,11 @@ class StepOps(OpsProvider):
         buffer_index.neg_().add_(1)
 
     def gather_rows(self, table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """Return ``table[index]``, such as an embedding lookup.
+        """Return ``table[index]``, [T, width], such as an embedding lookup.
 
         Args:
             table: [num_rows, width], contiguous.
             index: int32 or int64 [T].
-
-        Returns:
-            [T, width].
         """
         return table.index_select(0, index)
 
