@@ -101,7 +101,8 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
                 wait(lambda: False)  # until a signal
                 _drain(replicas, apis, options, wait, signals)
                 supervisor.check_ended()
-                replicas.check_drained()
+                if replicas.drain_error is not None:
+                    raise replicas.drain_error
         except WorkerDiedError:
             apis.broadcast(Stop())  # running requests fail, as there will be no more output
             raise
@@ -198,10 +199,7 @@ def _wait_ready(
     wait: Callable[..., bool],
     timer: StartupTimer,
 ) -> bool:
-    """Wait until the engines, then the router and the tokenizer workers, then the API server are ready.
-
-    Return False on a signal.
-    """
+    """Wait until engines, router, tokenizer workers and API server are ready, in this order. Return False on a signal."""
     if not wait(replicas.are_ready):
         return False
     timer.done("waited for the engine")

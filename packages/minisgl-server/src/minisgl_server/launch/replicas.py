@@ -71,8 +71,8 @@ class Replicas(RestartableProcesses):
         self.info: EngineInfo | None = None
         """Description of the engines, once all have started."""
         self._is_draining = self._no_replica = False
-        self._drain_error: WorkerDiedError | None = None
-        """Error of the first replica that failed during the drain."""
+        self.drain_error: WorkerDiedError | None = None
+        """Error of the first replica that failed during the drain, whose requests may be lost."""
         self._router: Sender | None = None
 
     def close(self) -> None:
@@ -102,15 +102,6 @@ class Replicas(RestartableProcesses):
             del self._engine_ids[replica]
             self._deadline_s.pop(replica, None)
         self.due_s.clear()
-
-    def check_drained(self) -> None:
-        """Raise the error of the first replica that failed during the drain, as its requests may be lost.
-
-        Raises:
-            WorkerDiedError: a replica failed.
-        """
-        if self._drain_error is not None:
-            raise self._drain_error
 
     def check(self) -> None:
         """Tell the router, once it is ready, which engines have become ready since the last call."""
@@ -143,7 +134,7 @@ class Replicas(RestartableProcesses):
         if self._is_draining:
             logger.error("%s Replica %d stays down, because the server is stopping.", error, replica)
             del self._engine_ids[replica]
-            self._drain_error = self._drain_error or error
+            self.drain_error = self.drain_error or error
             return bool(self._engine_ids)
         if self.info is None and (
             isinstance(error, WorkerRefusedError) or self.backoffs[replica].num_failures == MAX_FAILURES - 1

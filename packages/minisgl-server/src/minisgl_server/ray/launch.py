@@ -12,8 +12,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -66,9 +65,9 @@ def serve_on_ray(config: EngineConfig, options: ServerOptions, registry: Registr
     name = f"{ENGINES_APP}{secrets.token_hex(4)}"
     has_head = True
     try:
-        with _signals():
-            _deploy(config, options, name, executor.copied_environment())
-            has_head = _wait_replaced(name)
+        _raise_on_signal()
+        _deploy(config, options, name, executor.copied_environment())
+        has_head = _wait_replaced(name)
         if not has_head:
             raise WorkerDiedError(f"The head of the Ray cluster has not answered for {HEAD_S:g} s.", "head")
         click.echo("Another launch has replaced this one.")
@@ -207,8 +206,7 @@ def _is_replacing() -> bool:
     return any(number for state, number in deployment.replica_states.items() if state != "RUNNING")
 
 
-@contextmanager
-def _signals() -> Iterator[None]:
+def _raise_on_signal() -> None:
     """Raise `_StoppedError` at the first of `stop_signals`."""
 
     def stop(*_: object) -> None:
@@ -219,4 +217,3 @@ def _signals() -> Iterator[None]:
     numbers = stop_signals()
     for number in numbers:
         signal.signal(number, stop)
-    yield

@@ -90,16 +90,13 @@ class ProxyMiddleware:
                     seen_s = time.monotonic()
                 call = asyncio.create_task(asyncio.to_thread(ray.nodes))
             if time.monotonic() - seen_s > HEAD_S:
-                failing = (response.fail(head_lost()) for response in self._responses.values())
+                error = ApiError(500, "The head of the Ray cluster has not answered.", code="engine_stopped")
+                failing = (response.fail(error) for response in self._responses.values())
                 await asyncio.gather(*failing, return_exceptions=True)  # some clients may be gone
 
 
 class ProxiedResponse:
-    """Response that passes through the proxy, until it is complete or has failed.
-
-    Attributes:
-        error: reason why the response cannot go on, if any; the request is being cancelled.
-    """
+    """Response that passes through the proxy, until it is complete or has failed. `error` is why its request is cancelled."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope, self._receive, self._send_message = scope, receive, send
@@ -231,8 +228,3 @@ def replica_lost() -> ApiError:
     """Return the error of a request whose replica of the API has ended."""
     message = "The replica of the API that ran the request has ended. Please send it again."
     return ApiError(503, message, code="replica_lost")
-
-
-def head_lost() -> ApiError:
-    """Return the error of a request on a cluster without a head."""
-    return ApiError(500, "The head of the Ray cluster has not answered.", code="engine_stopped")
