@@ -261,10 +261,7 @@ class EngineClient:
             self._workers[route[1]].send(Abort(request_id))
 
     async def count(self) -> dict[str, int]:
-        """Return the requests that this API worker, its tokenizer workers, the router and the schedulers hold.
-
-        The locked pages of the KV cache are counted, too. Waits until all processes have answered. See `RequestCounts`.
-        """
+        """Return the requests and locked pages that this API worker and the processes behind it hold; see `RequestCounts`."""
         requests = [RequestCounts(worker=each, correlation_id=next(self._correlation_ids)) for each in self._workers]
         counts = {self._name: len(self._routes)}
         for answer in await asyncio.gather(*[self._ask(each.worker, each, each.correlation_id) for each in requests]):

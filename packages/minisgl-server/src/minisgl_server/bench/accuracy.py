@@ -137,8 +137,7 @@ def compare(
 ) -> dict[str, float]:
     """Compare the hidden states of a variant with those of the baseline: float [n, H] per window of int64 [n] token ids.
 
-    Args:
-        logits_of: LM head, which both share: [m, H] to [m, V], for H hidden size and V vocabulary.
+    `logits_of` is the LM head, which both share: [m, H] to [m, V], for H hidden size and V vocabulary.
 
     Returns:
         perplexity: perplexity of the variant on the text.

@@ -12,10 +12,7 @@ _W_MAX_ID = 10_000
 class Workload:
     """Prompts that are all submitted at the start, each with a fixed number of output tokens.
 
-    Attributes:
-        prompts: token ids of each prompt.
-        output_lens: tokens to generate per prompt; EOS tokens are ignored.
-        temperature: 0 is greedy.
+    `output_lens` has that number per prompt; EOS tokens are ignored.
     """
 
     name: str

@@ -19,15 +19,12 @@ MAX_PROMPT_CHARS = 16 * 2**20
 
 
 def render_in_child_process(tokenizer: Any, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
-    """Return the result of ``tokenizer.apply_chat_template`` for an untrusted template.
+    """Return the result of ``tokenizer.apply_chat_template`` for an untrusted template; raise `ValueError` beyond a limit.
 
     The limits of `minisgl_core.text.render_limit`, which hold for the model's own template, are not enough here: a thread is
     stopped between two operations only, and comparing nested lists is one operation that may take hours. The child is forked, so
     that it starts within milliseconds and has the tokenizer. A lock that another thread held at the fork may never be released
     in the child; the time limit then ends it.
-
-    Raises:
-        ValueError: the template fails, or exceeds a limit.
     """
     receiver, sender = multiprocessing.Pipe(duplex=False)
     child = os.fork()

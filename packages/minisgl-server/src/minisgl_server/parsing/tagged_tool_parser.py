@@ -87,10 +87,7 @@ class TaggedToolParser(ToolParser):
     def _read_to(
         tags: tuple[str, ...], emit: Callable[[str], object], char: str | None = None
     ) -> Generator[None, str, str | None]:
-        """Emit text up to one of the tags, and return the tag, or None at the end of the output.
-
-        `char` is the first character, if it has been read.
-        """
+        """Emit text up to one of the tags, from `char` on if that was read. Return the tag, or None at the end of the output."""
         finder = StopFinder(tags)
         while char := (yield) if char is None else char:
             shown, tag = finder.push(char)

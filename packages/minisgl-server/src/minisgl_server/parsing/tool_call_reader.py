@@ -17,12 +17,7 @@ _NAME = re.compile(
 
 
 class JsonScanner:
-    """Follows the brackets and strings of a JSON text.
-
-    Attributes:
-        depth: number of open brackets.
-        in_string: True inside a string.
-    """
+    """Follows the strings of a JSON text, and the `depth` of its open brackets."""
 
     def __init__(self) -> None:
         """Start before the first character."""

@@ -66,12 +66,7 @@ def _check_scaling(scaling: Any) -> None:
 def engines(
     config: EngineConfig, options: ServerOptions, scaling: dict[str, Any], environment: dict[str, str] | None = None
 ) -> Application:
-    """Return the deployment Engine, whose replicas each reserve what their ranks need.
-
-    Args:
-        scaling: fields of Serve's AutoscalingConfig.
-        environment: environment variables of the replicas.
-    """
+    """Return the deployment Engine, whose replicas each reserve what their ranks need, with these environment variables."""
     registry, parallel = Registry.from_environment(), config.parallel
     check_providers(config.flat(), registry)
     registry.entry("router", options.router)

@@ -62,12 +62,9 @@ class RoutingEntry:
     """Entry of the routing table: an engine and its load; a `minisgl_core.contracts.router.ReplicaView`.
 
     Attributes:
-        replica: its index in the router.
         engine_id: id of the engine for tokenizer workers: index plus a multiple of the number of entries, larger after each
             loss.
         replica_id: id of the replica in Serve; empty for a free entry.
-        num_requests: requests that were routed to it by this process.
-        num_prompt_tokens: prompt tokens of these.
         ticks_since_heartbeat: calls of `tick` since its last heartbeat, counted while it has requests. From
             `HEARTBEAT_TIMEOUT_TICKS` on, it counts as lost, until its next heartbeat.
     """
@@ -83,8 +80,7 @@ class RoutingEntry:
 class RoutingTable:
     """Engines and the requests of this process. Methods may be called by any thread.
 
-    Args:
-        router: the router of ``--router``, with an index for each replica that may run, and more for those that are stopping.
+    The router has an index for each replica that may run, and more for those that are stopping.
     """
 
     def __init__(self, router: Router, info: EngineInfo) -> None:
@@ -108,12 +104,7 @@ class RoutingTable:
             self._submits.pop(request_id, None)
 
     def choose(self, request_id: str, available: Sequence[str], running: Sequence[str]) -> RoutingEntry | None:
-        """Select an engine for a request and count the request as its load; None if none has room or the request has ended.
-
-        Args:
-            available: ids of the replicas that have room.
-            running: ids of all running replicas.
-        """
+        """Select an engine with room, and count the request as its load. None if none has room or the request has ended."""
         with self._lock:
             self._unroute(request_id)
             submit = self._submits.get(request_id)

@@ -51,8 +51,6 @@ class Replica:
         engine_id: id of its engine; meaningless if `send` is None.
         send: sends to the scheduler of its engine; None if that is not ready.
         num_starts: number of its engines that have become ready.
-        num_requests: running and waiting requests.
-        num_prompt_tokens: prompt tokens of those requests.
         num_routed: requests since the start of the server.
     """
 
@@ -160,10 +158,7 @@ class RouterWorker:
         asked.send(message)
 
     def _submit(self, submit: Submit) -> None:
-        """Send a request to a replica with room. If there is none, it waits for a replica that is not ready.
-
-        If all replicas are ready and full, one of them refuses the request.
-        """
+        """Send a request to a replica with room, or to any if all are ready. Otherwise, it waits for one that is not ready."""
         candidates = [each for each in self._ready() if each.num_requests < self._max_per_replica]
         if not candidates:
             candidates = self._ready()
@@ -184,10 +179,7 @@ class RouterWorker:
         replica.num_routed += 1
 
     def _enqueue(self, submit: Submit) -> None:
-        """Add a request to those that wait for a replica.
-
-        It is refused if there are as many requests as all replicas accept together, or if all replicas fail repeatedly.
-        """
+        """Add a request to those that wait for a replica, unless these are too many or all replicas fail repeatedly."""
         if self._has_failed:
             kind = "no_replica"
             message = "No replica is ready; each has failed repeatedly and is restarted after a delay."

@@ -44,11 +44,7 @@ class PromptEncoder:
         return message.token_ids, ""
 
     def _encode_text(self, message: Tokenize, text: str, add_special_tokens: bool) -> list[int]:
-        """Return the tokens of a text.
-
-        A text beyond the limit is tokenized only as far as it takes to refuse it. Of a text to be truncated, only the end is
-        tokenized.
-        """
+        """Return the tokens of a text: of one beyond the limit, enough to refuse it; of one to be truncated, only the end."""
         name = _prompt_field(message)
         if (num_kept := self._num_kept(message)) is None:
             return encode_prompt(self._tokenizer, text, add_special_tokens, self._max_tokens, name)

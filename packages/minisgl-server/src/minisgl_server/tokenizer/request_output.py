@@ -19,10 +19,7 @@ class RequestOutput:
     """Output of one running request.
 
     Attributes:
-        detokenizer: turns its tokens into text.
-        token_bytes: bytes of each token of the vocabulary.
         pending: the next `Text`; it also holds tokens whose characters are not complete yet.
-        is_chat: True for a chat, False for a completion.
         only_prompt: True if the generated tokens are not returned.
         is_buffered: True if nothing is returned before the output is complete.
         parser: separates reasoning content and tool calls from text; None if all output is text.

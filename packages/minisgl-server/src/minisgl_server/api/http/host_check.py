@@ -12,13 +12,10 @@ _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 class HostMiddleware:
-    """Refuses requests to host names that are not this server's.
+    """Refuses requests to host names that are not `allowed`: names as `minisgl_server.launch.allowed_hosts` returns them.
 
     This stops DNS rebinding: ``evil.example`` resolves to 127.0.0.1, so that requests of its page have its own origin, and
     only the Host header reveals them. Requests without the header do not come from browsers, and are passed on.
-
-    Args:
-        allowed: names as `minisgl_server.launch.allowed_hosts.allowed_hosts` returns them, without "*".
     """
 
     def __init__(self, app: ASGIApp, allowed: Sequence[str]) -> None:
@@ -38,12 +35,9 @@ class HostMiddleware:
 
 
 class OriginMiddleware:
-    """Refuses requests other than GET, HEAD and OPTIONS from web pages of other origins.
+    """Refuses requests other than GET, HEAD and OPTIONS from web pages of other origins, unless they are `allowed` or "*" is.
 
     Browsers send some of them without a CORS preflight, such as those of forms, and would only hide the response.
-
-    Args:
-        allowed: origins such as ``https://chat.example``; "*" allows all.
     """
 
     def __init__(self, app: ASGIApp, allowed: Sequence[str]) -> None:

@@ -41,9 +41,8 @@ def add_middleware(
 ) -> ASGIApp:
     """Return `api` behind the middleware that `options` ask for; a request passes the last one first.
 
-    Args:
-        request_counts: number of POST requests that each API worker serves, int32, in memory that all of them share. By default,
-            there is one worker.
+    `request_counts` has the POST requests that each API worker serves, int32, in memory that all of them share. By default,
+    there is one worker.
     """
 
     def max_body_bytes() -> int:
@@ -67,11 +66,7 @@ def add_middleware(
 
 
 class ApiKeyMiddleware:
-    """Authenticates API keys.
-
-    Args:
-        digests: SHA-256 of each key. All of them are compared, in constant time.
-    """
+    """Authenticates API keys by their SHA-256. All digests are compared, in constant time."""
 
     def __init__(self, app: ASGIApp, digests: Sequence[bytes], public_paths: PublicPaths) -> None:
         self._app, self._digests, self._public_paths = app, digests, public_paths

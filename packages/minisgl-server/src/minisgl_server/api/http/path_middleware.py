@@ -7,12 +7,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class PathMiddleware:
-    """Handles HEAD as GET, and a path with a trailing slash as the path without it.
+    """Handles HEAD as GET, and a path with a trailing slash as the path without it, if one of `routes` matches that.
 
     uvicorn sends no body to HEAD. There is no redirect, as several clients drop the body of a POST request when they follow one.
-
-    Args:
-        routes: routes of the application. The slash is kept if no route matches the path without it.
     """
 
     def __init__(self, app: ASGIApp, routes: Sequence[BaseRoute]) -> None:

@@ -28,13 +28,7 @@ _POLLED_PATHS = PROBED_PATHS | {"/metrics", "/engine/state"}
 
 @dataclass(slots=True)
 class AccessRecord:
-    """Log record of one HTTP request.
-
-    Attributes:
-        started_s: start time, of `time.perf_counter`.
-        status: status of the response; 0 before there is one.
-        usage: returns OpenAI's usage object, if the request generates tokens.
-    """
+    """Log record of one HTTP request. The status is 0 before there is a response; `usage` returns OpenAI's usage object."""
 
     started_s: float = field(default_factory=time.perf_counter)
     status: int = 0

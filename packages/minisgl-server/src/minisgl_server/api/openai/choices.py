@@ -34,7 +34,7 @@ more."""
 class Choices:
     """Engine requests of one HTTP request, and their token counts: n outputs per prompt, in order of the prompts.
 
-    `Generation` delivers the outputs, and each route encodes them.
+    `Generation` delivers the outputs, and each route encodes them. Too many outputs, and too large ones, are refused.
 
     Attributes:
         generation: source of the outputs; it detects by itself that the client disconnected. Set by `start`.
@@ -44,10 +44,6 @@ class Choices:
         prefix: prefix of the response's id, such as ``chatcmpl``.
         prompts: one `Tokenize` per prompt, without ids; its `sampling` has the request's n.
         is_buffered: all outputs are kept in memory until the last one is complete; by default if they are not streamed.
-
-    Raises:
-        ApiError: 400, there are more outputs than the engine holds at a time, or too many copies of large parameters.
-        InvalidValueError: there are too many bad words in all outputs.
     """
 
     generation: Generation
@@ -123,11 +119,7 @@ class Choices:
             self.generation.close()
 
     def count_tokens(self, outputs: list[tuple[int, Text]]) -> list[tuple[int, Text]]:
-        """Count the tokens of `outputs` for the usage, and return them. A prompt counts once for any n.
-
-        Raises:
-            ApiError: 400, there are too many log-probabilities; 500, the engine aborted a request.
-        """
+        """Count the tokens of `outputs` for the usage, and return them. A prompt counts once for any n."""
         if self._max_logprobs is not None:
             self._count_logprobs(outputs, self._max_logprobs)
         totals = self._totals

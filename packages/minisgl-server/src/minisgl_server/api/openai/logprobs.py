@@ -13,10 +13,7 @@ MIN_LOGPROB = -9999.0
 
 
 def prompt_fields(request: GenerationRequest, text: Text) -> dict[str, Any]:
-    """Return the fields with the prompt's token ids and log-probabilities that a request asks for, as vLLM has them.
-
-    The log-probabilities are those of a part of the prompt; see `RequestOutput`.
-    """
+    """Return the fields with token ids and log-probabilities of a part of the prompt, as a request asks for them."""
     fields: dict[str, Any] = {}
     if request.return_token_ids and text.prompt_token_ids is not None:
         fields["prompt_token_ids"] = text.prompt_token_ids
@@ -87,7 +84,9 @@ class CompletionLogprobs:
             for index, logprobs in enumerate(text.prompt_logprobs):
                 token_id = (text.prompt_token_ids or ())[index] if logprobs is None else logprobs.token.token_id
                 token = text.token_bytes[token_id]
-                is_shown = token_id not in text.special_ids or self._is_in_prompt_text(token)
+                # The text lacks special tokens that the tokenizer added, such as BOS, or that detokenization skipped.
+                is_special = token_id in text.special_ids
+                is_shown = not is_special or self._prompt_text.startswith(token.decode(), self._offset)
                 is_first = is_shown and self._offset == 0
                 if logprobs is not None:
                     logprobs = TokenLogprobs(logprobs.token, logprobs.top[: self._num_prompt_logprobs])
@@ -101,13 +100,6 @@ class CompletionLogprobs:
             is_shown = not self._skips_special or token_id not in text.special_ids
             self._add(result, text, token_id, output_logprobs, is_shown)
         return result
-
-    def _is_in_prompt_text(self, token: bytes) -> bool:
-        """Return True if the echoed text continues with this special token.
-
-        It does not if the tokenizer added the token, such as BOS, or if detokenization skipped it.
-        """
-        return self._prompt_text.startswith(token.decode(), self._offset)
 
     def _add(
         self, result: dict[str, Any], text: Text, token_id: int, logprobs: TokenLogprobs | None, is_shown: bool

@@ -32,11 +32,7 @@ class Segment:
 
 
 class Segments:
-    """Splits the output of a request into segments.
-
-    Attributes:
-        all: segments so far; only the last one can grow.
-    """
+    """Splits the output of a request into segments. Of `all` segments so far, only the last one can grow."""
 
     def __init__(self) -> None:
         self.all: list[Segment] = []

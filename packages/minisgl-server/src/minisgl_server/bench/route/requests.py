@@ -23,13 +23,7 @@ TokenIds = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRequest:
-    """Request with tokens.
-
-    Attributes:
-        number: index in the trace.
-        sequence: prompt and output, int32.
-        num_prompt: tokens of the prompt.
-    """
+    """Request of a trace, with its index there. The first `num_prompt` tokens of its int32 `sequence` are the prompt."""
 
     number: int
     arrival_s: float

@@ -42,8 +42,6 @@ class Simulation:
     """Simulation of `num_requests` requests. All results but `decision_s` and `event_s` are the same in each run.
 
     Attributes:
-        num_ended: requests that have ended.
-        num_output_tokens: their output tokens.
         ttft_s: time to the first token per request, in order of arrival.
         tpot_s: time per further token, likewise; 0 if there is none.
         now_s: virtual time; after `run`, that of the last end.

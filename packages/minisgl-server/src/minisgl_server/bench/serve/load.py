@@ -14,10 +14,9 @@ from minisgl_server.bench.serve.request import ApiClient, Record
 
 @dataclass(slots=True)
 class Outcome:
-    """Records and counts of a run.
+    """Records of a run, in order of sending, and its counts.
 
     Attributes:
-        records: record of every sent request, in order of sending.
         num_failed: number of ended requests without a complete response.
         num_unsent: number of turns that were not sent, as an earlier one failed.
         seconds: time from the start to the last event.

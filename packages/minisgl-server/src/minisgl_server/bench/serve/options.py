@@ -21,13 +21,7 @@ METRIC_NAMES = ("ttft", "tpot", "latency")
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Parameters of one run of a sweep.
-
-    Attributes:
-        request_rate: new conversations per second.
-        max_concurrency: maximum concurrent conversations; None for no limit.
-        time_scale: factor on the times of a trace; None for random prompts.
-    """
+    """Parameters of one run of a sweep. Without a trace, `time_scale` is None, as is `max_concurrency` without a limit."""
 
     number: int
     request_rate: float

@@ -112,10 +112,7 @@ class _ConversationSource:
 def synthetic_trace(
     num_requests: int, seed: int, requests_per_s: float = REQUESTS_PER_S, output_median: float = OUTPUT_MEDIAN
 ) -> Iterator[TraceRequest]:
-    """Yield requests in order of time.
-
-    All conversations start within the trace, so that its first minutes have few later turns.
-    """
+    """Yield requests in order of time. Conversations start within the trace, so its first minutes have few later turns."""
     source = _ConversationSource(seed, output_median)
     # Heap of next turns: time, id of the previous request, and conversation.
     due: list[tuple[float, int, _Conversation]] = []
