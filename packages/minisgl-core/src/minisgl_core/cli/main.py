@@ -105,7 +105,7 @@ def _summary(registry: Registry, name: str) -> str:
     entries = [entry for entry in registry.entries("commands") if entry.name == name]
     known = KNOWN_COMMANDS.get(name, "")
     if not entries:
-        return f"{known} Needs: {remedies.install(remedies.requirement('commands', name))}"
+        return f"{known} Needs: {remedies.install_command(remedies.requirement('commands', name))}"
     return known or f"From {' and '.join(map(str, entries))}."
 
 

@@ -24,7 +24,7 @@ import dataclasses
 import functools
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, TypeVar
 
 import click
@@ -39,8 +39,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _CONFIG_PATH = "minisgl.config_path"
 """Key of the path of the ``--config`` file in a click context's ``meta``."""
-_HIDDEN = object()
-"""Stands for a secret value that is set and not shown."""
 
 
 def with_options(*sections: type, hidden: Sequence[str] = ()) -> Callable[[F], F]:
@@ -62,7 +60,8 @@ def with_options(*sections: type, hidden: Sequence[str] = ()) -> Callable[[F], F
             sources = {param.name: param.source(ctx) for param in ctx.command.params if isinstance(param, ConfigOption)}
             if params.pop("print_config"):
                 check_providers(values, ctx.find_object(Registry) or Registry.from_environment())
-                return click.echo(format_config(_shown(values, declared), sources), nl=False)
+                secret = {item.name for item in declared if item.metadata["option"].secret}
+                return click.echo(format_config(values, sources, secret), nl=False)
             return function(*args, values=values, sources=sources, **params)
 
         help = "Print the options and where each comes from, as a config file, and exit."
@@ -75,22 +74,17 @@ def with_options(*sections: type, hidden: Sequence[str] = ()) -> Callable[[F], F
     return decorate
 
 
-def _shown(values: Mapping[str, Any], declared: Sequence[dataclasses.Field[Any]]) -> dict[str, Any]:
-    secret = {item.name for item in declared if item.metadata["option"].secret}
-    return {name: _HIDDEN if name in secret and value else value for name, value in values.items()}
-
-
 def pick(values: Mapping[str, Any], *sections: type) -> dict[str, Any]:
     """Return the `values` that are options of `sections`."""
     return {item.name: values[item.name] for section in sections for item in _option_fields(section)}
 
 
-def format_config(values: Mapping[str, Any], sources: Mapping[str, str]) -> str:
-    """Return `values` as TOML, each with its source as a comment. A value of None is a comment, as TOML has no null.
+def format_config(values: Mapping[str, Any], sources: Mapping[str, str], secret: Set[str] = frozenset()) -> str:
+    """Return `values` as TOML, each with its source as a comment: a valid ``--config`` file.
 
-    The result is a valid ``--config`` file without secret values.
+    A value of None is a comment, as TOML has no null. So is a `secret` one, which is not shown.
     """
-    lines = [_line(name, value) for name, value in values.items()]
+    lines = [_line(name, value, name in secret) for name, value in values.items()]
     width = max(map(len, lines), default=0)
     return "".join(f"{line:<{width}}  # {sources[name]}\n" for name, line in zip(values, lines, strict=True))
 
@@ -205,10 +199,10 @@ def _metavar(item: dataclasses.Field[Any], meta: Option) -> str:
     return names[types[0]] + (f"|{AUTO}" if types[0] != "str" and "str" in types else "")
 
 
-def _line(name: str, value: Any) -> str:
-    if value is None or value is _HIDDEN:
-        return f"# {name} is {'not set' if value is None else 'set, and not shown'}"
-    return f"{name} = {_toml(value)}"
+def _line(name: str, value: Any, is_secret: bool) -> str:
+    if value is None:
+        return f"# {name} is not set"
+    return f"# {name} is set, and not shown" if is_secret and value else f"{name} = {_toml(value)}"
 
 
 def _toml(value: Any) -> str:

@@ -23,11 +23,7 @@ class RopeAndStore:
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, rope: Rope | None
     ) -> tuple[torch.Tensor, torch.Tensor, bool]:
-        """Apply `rope` to q and k, and the QK norm before it if it has one. See `minisgl_core.contracts.model.Attend`.
-
-        Returns:
-            q, k, and True if K and V are stored.
-        """
+        """Apply `rope` to q and k, and its QK norm before it. Return q, k, and True if K and V are stored; see `Attend`."""
         if rope is None:
             return q, k, False
         if self._slots is None:

@@ -22,11 +22,7 @@ def not_prepared(*_: torch.Tensor) -> NoReturn:
 
 
 def check_activation(config: ModelConfig, *allowed: str) -> None:
-    """Check that the config's activation is among `allowed`, by default silu.
-
-    Raises:
-        ModelFormatError: the activation is not supported.
-    """
+    """Raise ModelFormatError if the config's activation is not among `allowed`, by default silu."""
     if config.hidden_act not in (allowed or ("silu", "swish")):
         names = " or ".join(map(repr, allowed or ("silu",)))
         raise ModelFormatError(f"config: hidden_act={config.hidden_act!r} is not supported; only {names} is")

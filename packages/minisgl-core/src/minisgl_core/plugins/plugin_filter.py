@@ -31,10 +31,7 @@ class PluginFilter:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> "PluginFilter":
-        """Read both variables, whose items are separated by commas. Unset and empty variables mean no list.
-
-        An item with a kind that does not exist is an error, since it would have no effect.
-        """
+        """Read both variables, whose items are separated by commas. An item with an unknown kind is an error."""
         return cls(*(_parse(name, environ.get(name, "")) for name in (ALLOW_VARIABLE, BLOCK_VARIABLE)))
 
     def hidden_reason(self, kind: str, name: str, distribution: str) -> str:

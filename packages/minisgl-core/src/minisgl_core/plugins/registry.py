@@ -181,7 +181,7 @@ class Registry:
         if kind == "models" and "transformers" in installed:
             text += " With --model-impl transformers, or auto, the architectures of transformers run as well."
         if needed := remedies.requirement(kind, name):
-            return f"{text} Try: {remedies.install(needed)}"
+            return f"{text} Try: {remedies.install_command(needed)}"
         return f"{text} {did_you_mean(name, [*installed, *remedies.shipped_names(kind)])}".rstrip()
 
 

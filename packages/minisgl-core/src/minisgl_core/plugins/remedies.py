@@ -41,7 +41,7 @@ def requirement(kind: str, name: str) -> str:
     return _REQUIREMENTS.get((kind, name), "")
 
 
-def install(requirement: str) -> str:
+def install_command(requirement: str) -> str:
     """Return the command that installs `requirement`, quoted for a shell if it has an extra."""
     return f"pip install '{requirement}'" if "[" in requirement else f"pip install {requirement}"
 
@@ -54,7 +54,7 @@ def shipped_names(kind: str) -> list[str]:
 def for_import_failure(kind: str, name: str, distribution: str, error: BaseException) -> str:
     """Return a remedy for a provider whose import raised `error`, as a sentence."""
     if shipped := requirement(kind, name):
-        return f"Try: {install(shipped)}"
+        return f"Try: {install_command(shipped)}"
     if isinstance(error, ModuleNotFoundError) and error.name:
         module = error.name.partition(".")[0]
         return f"Install what {distribution} needs ({module}), or another version of {distribution}."

@@ -202,11 +202,7 @@ class Sender(_Channel):
         self._connect(address)
 
     def send(self, message: msgspec.Struct, wait: bool = True) -> None:
-        """Queue one message.
-
-        Raises:
-            zmq.Again: the queue is full, and `wait` is False.
-        """
+        """Queue one message. Without `wait`, this raises zmq.Again if the queue is full."""
         self.socket.send(encode(message), 0 if wait else zmq.NOBLOCK)
 
     def drop(self) -> None:

@@ -20,13 +20,13 @@ class Chunk:
     """Chunk of a prefill in a step: tokens ``[start, start + num_new)`` of a prompt, or of a resumed request.
 
     Attributes:
-        samples: True for the last chunk of the prefill, after which the step samples a token.
+        is_last: True for the last chunk of the prefill, after which the step samples a token.
     """
 
     request: Request
     start: int
     num_new: int
-    samples: bool
+    is_last: bool
 
 
 class Planner:
@@ -70,7 +70,7 @@ class Planner:
             rows = np.concatenate((rows, np.array([c.request.row for c in chunks], np.int32)))
             starts = np.concatenate((starts, np.array([c.start for c in chunks], np.int32)))
             num_new = np.concatenate((num_new, np.array([c.num_new for c in chunks], np.int32)))
-            samples = np.concatenate((samples, [c.samples for c in chunks]))
+            samples = np.concatenate((samples, [c.is_last for c in chunks]))
             known = [c.request.tokens[c.start : c.start + c.num_new] for c in chunks]
             token_ids = np.concatenate((token_ids, *known))
         with_logprobs = [

@@ -378,7 +378,7 @@ class Scheduler:
         if self.pages.missing_pages(request, end) > self.pages.num_available:
             return 0
         self.pages.take(request, end)
-        chunks.append(Chunk(request, request.num_computed, num_new, samples=end == request.length))
+        chunks.append(Chunk(request, request.num_computed, num_new, is_last=end == request.length))
         request.num_computed = end
         self.pages.share(request)
         return num_new

@@ -16,13 +16,7 @@ _encode = msgspec.json.Encoder(enc_hook=str).encode
 
 
 def configure(process: str, level: str, log_format: str) -> None:
-    """Configure logging of this process.
-
-    Args:
-        process: name of the process in each line.
-        level: lowest level that is logged, such as ``info``.
-        log_format: ``text`` or ``json``.
-    """
+    """Configure logging of this process, from a lowest level such as ``info``. `log_format` is ``text`` or ``json``."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter(process) if log_format == "json" else TextFormatter(process))
     logging.basicConfig(level=level.upper(), handlers=[handler])
