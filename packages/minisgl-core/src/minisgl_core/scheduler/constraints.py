@@ -2,8 +2,8 @@
 
 A grammar takes milliseconds to compile, and the grammar backend reads the tokenizer before it compiles the first one. Threads do
 this work. A request waits in the queue until its grammar is compiled, and other requests run meanwhile. Before a thread
-compiles a grammar, `GrammarChecker` checks it, and refuses it if that takes too much time or memory. Grammars that fail a quick
-trial are left to a thread of their own, so that expensive grammars delay others by little.
+compiles a grammar, `GrammarChecker` checks it, and refuses it if that takes too much time or memory. A grammar that fails a
+quick trial goes to a separate thread, so that it does not delay cheaper ones.
 """
 
 import hashlib

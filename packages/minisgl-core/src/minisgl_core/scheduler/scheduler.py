@@ -313,10 +313,9 @@ class Scheduler:
     def _schedule_prefills(self, num_decodes: int, rows: Int32Array) -> list[Chunk]:
         limit = self.limits.max_prefill_tokens
         budget = self.step_times.prompt_tokens(num_decodes, limit)
-        # With fewer prompts, a step is shorter and returns their first tokens earlier. So if `max_step_s` limits the budget, the
-        # first chunk may use all of it, but `_admit` adds a further request only while more than half of it, `min_left`, is left.
-        # While few requests wait, `min_left` must be left even after the request's whole prompt. With many, that would delay the
-        # last ones.
+        # A step with fewer prompts is shorter and returns their first tokens earlier. So if `max_step_s` limits the budget,
+        # `_admit` adds a request to other chunks only if half of the budget is left. If few requests wait, half must be left even
+        # after the whole prompt. If many wait, that would delay the last ones.
         min_left = 0 if budget == limit else budget // 2
         chunks: list[Chunk] = []
         for row in rows.tolist():

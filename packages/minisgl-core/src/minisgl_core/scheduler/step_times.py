@@ -17,7 +17,7 @@ _NUM_KEPT = 5
 _DECODES_PER_GROUP = 8
 """Decode steps share an estimate if their numbers of requests round up to the same multiple of this."""
 _LIMITED_BY_WEIGHTS = 1.25
-"""GEMMs that take less than this times as long as reading the weights may be limited by that, not by their tokens."""
+"""A step's GEMMs may be limited by reading the weights, not by tokens, if they take less than this times as long as that."""
 MIN_CHUNK = 64
 """Smallest limit of prompt tokens per step, and the limit until a step with prompt tokens has run."""
 
@@ -51,9 +51,9 @@ class StepTimes:
         self._launch_s = launch_s
         gemm_s = max(seconds - self._attention_time(num_decodes), 0.0)
         token_s = gemm_s / (num_decodes + num_prompt_tokens)
-        has_waited = launch_s > seconds / 2  # the device, for the launch
+        is_limited_by_launch = launch_s > seconds / 2
         is_limited_by_weights = gemm_s < _LIMITED_BY_WEIGHTS * self._weights_time()
-        _append(self._token_s, token_s, is_upper_bound or has_waited or is_limited_by_weights)
+        _append(self._token_s, token_s, is_upper_bound or is_limited_by_launch or is_limited_by_weights)
 
     def predict(self, num_decodes: int, num_prompt_tokens: int) -> float:
         """Return the expected duration of a step in seconds, 0 if unknown."""
