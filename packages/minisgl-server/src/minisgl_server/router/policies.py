@@ -28,11 +28,6 @@ class LeastLoadedRouter(Router):
 
     def route(self, prompt: RoutedPrompt, replicas: Sequence[ReplicaView]) -> int:
         """Return the least loaded replica; equally loaded ones take turns."""
-        return self._turns.route(prompt, least_loaded(replicas))
-
-
-def least_loaded(replicas: Sequence[ReplicaView]) -> list[ReplicaView]:
-    """Return the replicas with the fewest requests, and among these the fewest prompt tokens."""
-    loads = [(each.num_requests, each.num_prompt_tokens) for each in replicas]
-    least = min(loads)
-    return [each for each, load in zip(replicas, loads, strict=True) if load == least]
+        loads = [(each.num_requests, each.num_prompt_tokens) for each in replicas]
+        least = min(loads)
+        return self._turns.route(prompt, [each for each, load in zip(replicas, loads, strict=True) if load == least])

@@ -77,13 +77,13 @@ class TokenizerQueue:
     def add(self, message: Any) -> None:
         """Handle a message at once, or queue it. A `RequestCounts` is queued, as it must follow everything sent before it."""
         match message:
-            case Tokenize() | Detokenize() | RequestCounts():
+            case Detokenize() | RequestCounts():
+                self._quick[next(self._numbers)] = message
+            case Tokenize():
                 number = next(self._numbers)
-                if isinstance(message, Tokenize):
-                    self._waiting_ids |= dict.fromkeys(message.output_ids, number)
-                if isinstance(message, Tokenize) and (
-                    (num_chars := _num_chars(message)) > _BACKGROUND_CHARS or self._has_slow_template(message)
-                ):
+                self._waiting_ids |= dict.fromkeys(message.output_ids, number)
+                num_chars = message.num_chars + _CHARS_PER_MESSAGE * len(message.messages or ())
+                if num_chars > _BACKGROUND_CHARS or self._has_slow_template(message):
                     self._slow[number] = time.monotonic() + num_chars * _S_PER_CHAR, message
                 else:
                     self._quick[number] = message
@@ -167,8 +167,3 @@ class TokenizerQueue:
 
         threading.Thread(target=encode, name="tokenize", daemon=True).start()
         return encoded
-
-
-def _num_chars(message: Tokenize) -> int:
-    """Return the number of characters that take as long to tokenize as a prompt."""
-    return message.num_chars + _CHARS_PER_MESSAGE * len(message.messages or ())
