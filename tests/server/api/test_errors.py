@@ -31,6 +31,15 @@ def test_only_unsupported_values_have_a_reason() -> None:
     assert "Only POST" not in message_of(ResponsesRequest, input="Hi", store="maybe")
 
 
+def test_messages_about_objects_name_no_class() -> None:
+    with pytest.raises(ValidationError) as caught:
+        ChatRequest.model_validate([])
+    assert invalid_fields(caught.value.errors()).message == "Input should be a JSON object."
+    chat = {"messages": [{"role": "user", "content": "Hi"}]}
+    assert message_of(ChatRequest, **chat, stream_options=3) == "stream_options: Input should be a JSON object."
+    assert message_of(ChatRequest, **chat, chat_template_kwargs=[]).endswith(": Input should be a JSON object.")
+
+
 def test_responses_of_anthropics_routes_have_its_request_id_header() -> None:
     async def fail(scope: Scope, receive: Receive, send: Send) -> None:
         await ApiError(429, "Full.").send(scope, receive, send)

@@ -144,7 +144,9 @@ def invalid_fields(errors: Sequence[ErrorDetails]) -> ApiError:
         return ApiError(400, message, param, "context_length_exceeded")
     # The reasons are about values that are not supported, and not about wrong types.
     reason = "" if first["type"].endswith(("_type", "_parsing")) else _reason(param)
-    return ApiError(400, f"{where}{': ' if where else ''}{first['msg']}.{reason}", param)
+    # pydantic's message about objects names the class of the model.
+    what = "Input should be a JSON object" if first["type"] in ("model_type", "dict_type") else first["msg"]
+    return ApiError(400, f"{where}{': ' if where else ''}{what}.{reason}", param)
 
 
 def _specificity(error: ErrorDetails) -> tuple[int, bool, list[int]]:
