@@ -30,17 +30,13 @@ def summarize(
         server_cpu_s: CPU time of the server's processes by name; empty if it is not known.
 
     Returns:
-        Among others:
-
-        - ``seconds``: time from the start to the last event.
-        - ``errors``: number of failed requests by error message, most frequent first.
-        - ``num_cached_tokens``, ``hit_rate``: None if the server does not return cached tokens.
-        - ``has_usage``: the server returned its usage; otherwise, events are counted as tokens.
-        - ``num_other_lengths``, ``num_other_prompts``: outputs and prompts without the requested length.
-        - ``longest_wait_s``: maximum wait after arrival, for ``--max-concurrency`` or the load generator.
-        - ``goodput_per_s``: requests per second within every limit; None without limits.
-        - ``ttft_ms`` and the like: percentiles of a metric; None if it has no values.
-        - ``frontend_cpu_us_per_token``: CPU time of minisgl's API server and tokenizer workers together.
+        ``errors``: number of failed requests by error message, most frequent first.
+        ``num_cached_tokens``, ``hit_rate``: None if the server does not return cached tokens.
+        ``has_usage``: the server returned its usage; otherwise, events are counted as tokens.
+        ``longest_wait_s``: maximum wait after arrival, for ``--max-concurrency`` or the load generator.
+        ``goodput_per_s``: requests per second within every limit; None without limits.
+        ``ttft_ms`` and the like: percentiles of a metric; None if it has no values.
+        ``frontend_cpu_us_per_token``: CPU time of minisgl's API server and tokenizer workers together.
     """
     completed, seconds = outcome.completed, outcome.seconds
     num_prompt_tokens = sum(record.num_prompt_tokens for record in completed)
