@@ -49,13 +49,6 @@ class Model(BaseModel):
     max_model_len: int
 
 
-class ModelList(BaseModel):
-    """List of the served models."""
-
-    object: Literal["list"]
-    data: list[Model]
-
-
 class Usage(BaseModel):
     """Token counts of a request."""
 
@@ -127,15 +120,6 @@ class CompletionResponse(GenerationResponse):
 
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
-
-
-class TokenizeResponse(BaseModel):
-    """Response of ``POST /tokenize``."""
-
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None
 
 
 class GenerateMetaInfo(BaseModel):

@@ -20,10 +20,14 @@ from minisgl_server.api.openai.requests import (
 from minisgl_server.api.openai.schemas import ADD_SPECIAL_TOKENS, ChatMessage, Tool
 from minisgl_server.api.openai.tools import tool_dicts
 from minisgl_server.api.openapi import route_docs
-from minisgl_server.api.response_models import TokenizeResponse
 from minisgl_server.api.strict_model import StrictModel, TokenId
 
 router = APIRouter()
+
+_Detokenized = create_model("DetokenizeResponse", prompt=str)
+_Tokenized = create_model(
+    "TokenizeResponse", count=int, max_model_len=int, tokens=list[int], token_strs=list[str] | None
+)
 
 
 class TokenizeRequest(StrictModel):
@@ -48,7 +52,7 @@ class DetokenizeRequest(StrictModel):
     tokens: list[TokenId]
 
 
-@router.post("/tokenize", **route_docs(TokenizeResponse, TokenizeRequest))
+@router.post("/tokenize", **route_docs(_Tokenized, TokenizeRequest))
 async def tokenize(request: Request) -> Response:
     """Return the token ids of a prompt or of messages, as completions and chats use them."""
     info, _ = served_model(request.app)
@@ -88,7 +92,7 @@ def _query(body: TokenizeRequest, limits: RequestLimits) -> Tokenize:
     return message
 
 
-@router.post("/detokenize", **route_docs(create_model("DetokenizeResponse", prompt=str), DetokenizeRequest))
+@router.post("/detokenize", **route_docs(_Detokenized, DetokenizeRequest))
 async def detokenize(request: Request) -> Response:
     """Return the text of token ids, including special tokens."""
     body = await parse_request(DetokenizeRequest, request)

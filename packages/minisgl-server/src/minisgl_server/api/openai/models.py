@@ -1,16 +1,19 @@
 """Routes ``GET /v1/models`` and ``GET /v1/models/NAME``."""
 
+from typing import Literal
+
 from fastapi import APIRouter, FastAPI, Request, Response
+from pydantic import create_model
 
 from minisgl_server.api.errors import model_not_found
 from minisgl_server.api.openai.requests import json_response, served_model
 from minisgl_server.api.openapi import route_docs
-from minisgl_server.api.response_models import Model, ModelList
+from minisgl_server.api.response_models import Model
 
 router = APIRouter()
 
 
-@router.get("/v1/models", **route_docs(ModelList))
+@router.get("/v1/models", **route_docs(create_model("ModelList", object=Literal["list"], data=list[Model])))
 async def models(request: Request) -> Response:
     """List the served model."""
     return json_response({"object": "list", "data": [_model(request.app)]})
