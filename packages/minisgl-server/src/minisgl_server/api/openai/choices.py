@@ -34,7 +34,7 @@ more."""
 class Choices:
     """Engine requests of one HTTP request, and their token counts: n outputs per prompt, in order of the prompts.
 
-    `Generation` delivers the outputs, and each route encodes them. Too many outputs, and too large ones, are refused.
+    `Generation` delivers the outputs, and each route encodes them. Too many outputs, or copies of large parameters, are refused.
 
     Attributes:
         generation: source of the outputs; it detects by itself that the client disconnected. Set by `start`.
