@@ -194,21 +194,34 @@ class DecodeGraphs(CapturedSizes):
         io.restart()
         captured = _Captured(io, inputs, batch, attend, [graph], *results)
         if has_host_graphs:
-            # Check a replay, since a kernel that is called neither through torch nor through `cpu_graphs.call` is missing in the
-            # graph. Each request has token 1 at position 1, so its sequence has 2 tokens.
-            first[1:3], first[4], batch.seq_lens_host[:] = 1, 2, 2
-            self._platform.fill(inputs, first)
-            self._attention.plan_replay(batch)
-            written = captured.logits, captured.tokens, io.tokens[0], last_tokens[:1], io.buffer_index
-            for tensor in written[:-1]:  # the capture's results may equal those of the replay
-                tensor.fill_(-1)
-            graph.replay()
-            replayed = [tensor.clone() for tensor in written]
-            io.restart()
-            run(torch.clone)
-            expected = *results[1:], *written[2:]
-            is_same = all(torch.allclose(*pair, 0, 0, equal_nan=True) for pair in zip(replayed, expected, strict=True))
-            io.restart()
-            if not is_same:
-                raise MinisglError("a replay has different results; a kernel bypasses torch and cpu_graphs.call")
+
+            def run_again() -> list[torch.Tensor]:
+                run(torch.clone)
+                return results
+
+            self._check_replay(captured, first, run_again)
         return captured
+
+    def _check_replay(
+        self, captured: _Captured, step_inputs: np.ndarray, run_again: Callable[[], list[torch.Tensor]]
+    ) -> None:
+        """Compare a replay with a run of the same kernels.
+
+        A kernel that is called neither through torch nor through `cpu_graphs.call` is missing in the graph.
+        """
+        io = captured.io
+        # Each request has token 1 at position 1, so its sequence has 2 tokens.
+        step_inputs[1:3], step_inputs[4], captured.batch.seq_lens_host[:] = 1, 2, 2
+        self._platform.fill(captured.inputs, step_inputs)
+        self._attention.plan_replay(captured.batch)
+        written = captured.logits, captured.tokens, io.tokens[0], self._last_tokens[:1], io.buffer_index
+        for tensor in written[:-1]:  # the capture's results may equal those of the replay
+            tensor.fill_(-1)
+        captured.graphs[0].replay()
+        replayed = [tensor.clone() for tensor in written]
+        io.restart()
+        expected = *run_again()[1:], *written[2:]
+        is_same = all(torch.allclose(*pair, 0, 0, equal_nan=True) for pair in zip(replayed, expected, strict=True))
+        io.restart()
+        if not is_same:
+            raise MinisglError("a replay has different results; a kernel bypasses torch and cpu_graphs.call")

@@ -91,8 +91,11 @@ class CpuGraph(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         _current.graph = None
-        grouped = groupby(self.calls, lambda call: getattr(call[0], "sequence", None))
-        self.calls = [each for key, calls in grouped for each in (calls if key is None else [(key(list(calls)), ())])]
+        merged: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
+        for sequence, calls in groupby(self.calls, lambda call: getattr(call[0], "sequence", None)):
+            adjacent = list(calls)
+            merged += adjacent if sequence is None else [(sequence(adjacent), ())]
+        self.calls = merged
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

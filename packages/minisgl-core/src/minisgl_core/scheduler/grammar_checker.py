@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from threading import Lock
 
@@ -127,8 +126,8 @@ class TrialProcess:
 
     def close(self) -> None:
         """End the process."""
-        with suppress(AttributeError):
-            self._process.kill()  # type: ignore[union-attr]  # a trial may end it concurrently
+        if (process := self._process) is not None:  # without the lock, which a running trial holds
+            process.kill()
         with self._lock:
             self._end()
 
