@@ -54,6 +54,12 @@ class TestTriton(OnGpu):
             ((40, 8, 128), 64, torch.float16),
             ((2, 1, 256), 16, torch.bfloat16),
             ((64, 1, 64), 1, torch.bfloat16),
+            ((128, 128, 192), 16, torch.bfloat16),  # DeepSeek-V3
+            ((16, 1, 192), 64, torch.float32),
+            ((32, 32, 80), 16, torch.bfloat16),
+            ((24, 8, 96), 256, torch.float16),
+            ((8, 4, 40), 16, torch.bfloat16),
+            ((8, 2, 248), 1, torch.bfloat16),
         ],
     )
     def test_other_sizes_match_the_reference(
@@ -61,6 +67,13 @@ class TestTriton(OnGpu):
     ) -> None:
         spec = replace(self.spec(shape, page_size, dtype), kv_dtype=FP8 if is_fp8 else dtype)
         self.run(spec, decodes=[1, 3000, 257], prefills=[(0, 300), (700, 3)])
+
+
+class TestTritonWithTwoColumnBlocks(OnGpu):
+    """Heads that are not a power of two."""
+
+    provider = TritonAttention
+    head_shapes = ((16, 8, 192), (4, 4, 80), (8, 2, 96), (12, 4, 112))
 
 
 class TestHopper(OnGpu):

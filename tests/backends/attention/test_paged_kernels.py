@@ -7,7 +7,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.mark.parametrize(
-    ("heads", "dim", "dtype"), [(3, 40, torch.float32), (8, 64, torch.bfloat16), (1, 128, torch.float16)]
+    ("heads", "dim", "dtype"),
+    [(3, 40, torch.float32), (8, 64, torch.bfloat16), (1, 128, torch.float16), (2, 192, torch.bfloat16)],
 )
 def test_store_writes_k_and_v_to_their_slots_only(heads: int, dim: int, dtype: torch.dtype) -> None:
     from minisgl_backends.kernels.paged import store_kv

@@ -19,7 +19,9 @@ from minisgl_backends.attention.flashinfer_backend import FlashInferAttention
 from minisgl_backends.attention.hopper_backend import HopperAttention
 from minisgl_backends.attention.triton_backend import TritonAttention
 from minisgl_backends.attention.trtllm_backend import TrtllmAttention
+from minisgl_core.config.provider_picker import ProviderPicker
 from minisgl_core.contracts.attention import AttentionBackend, AttentionSpec
+from minisgl_core.plugins.registry import Registry
 
 SPEC = AttentionSpec(8, 2, 64, 16, torch.bfloat16, torch.bfloat16, torch.device("cuda"), 4096, 64)
 BACKENDS: list[type[AttentionBackend]] = [FlashAttention, FlashInferAttention, TritonAttention, TrtllmAttention]
@@ -58,8 +60,8 @@ def test_unsupported_dtypes_and_head_dims_are_named(backend: type[AttentionBacke
         ({"kv_dtype": torch.float8_e4m3fn}, no_fp8),
         ({"dtype": torch.float64, "kv_dtype": torch.float64}, ["float64"]),
         ({"kv_dtype": torch.float16}, ["KV pool must hold bfloat16"]),
-        ({"head_dim": 80}, ["80"]),
-        ({"dtype": torch.float64, "head_dim": 80}, ["KV pool must hold", "float64", "80"]),
+        ({"head_dim": 84}, ["84"]),
+        ({"dtype": torch.float64, "head_dim": 84}, ["KV pool must hold", "float64", "84"]),
     ):
         new = [reason for reason in backend.unsupported(replace(SPEC, **change)) if reason not in base]
         assert len(new) == len(said), new
@@ -128,6 +130,25 @@ def test_the_remedy_names_a_flash_attention_for_the_gpu(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     [reason] = FlashAttention.unsupported(SPEC)
     assert f"(pip install 'minisgl-backends[{extra}]'" in reason
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+@pytest.mark.parametrize("head_dim", [40, 80, 112, 192])
+@pytest.mark.usefixtures("hopper")
+def test_auto_selects_triton_with_cuda_graphs_for_other_head_dims(head_dim: int) -> None:
+    registry = Registry.from_environment({})
+    picker = ProviderPicker("cuda", registry.names, registry.unsupported, lambda kind: None, lambda *_: "")
+    name, _ = picker.pick("attention", "auto", replace(SPEC, head_dim=head_dim))
+    assert name == "triton"
+    assert registry.load("attention", name).capabilities.cuda_graphs
+
+
+@pytest.mark.parametrize("head_dim", [8, 100, 264, 576])
+@pytest.mark.usefixtures("hopper")
+def test_triton_names_the_range_of_its_head_dims(head_dim: int) -> None:
+    base = TritonAttention.unsupported(SPEC)
+    [reason] = [each for each in TritonAttention.unsupported(replace(SPEC, head_dim=head_dim)) if each not in base]
+    assert reason == f"it has kernels for head dimensions that are multiples of 8 from 16 to 256, not {head_dim}"
 
 
 @pytest.mark.usefixtures("hopper")

@@ -15,6 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from minisgl_backends.kernels.step import _decode_inputs, _decode_outputs, _gather_rows, _scatter
+from minisgl_backends.kernels.head_blocks import head_blocks
 from minisgl_backends.kernels.paged import _store_kv
 from minisgl_backends.kernels.paged_decode import _decode
 from minisgl_backends.kernels.paged_prefill import _prefill
@@ -60,14 +61,17 @@ pool = dict.fromkeys(("k_pages", "v_pages", "k_pool", "v_pool"), "*fp8e4nv") | s
 tables = dict.fromkeys(("page_table", "rows", "seq_lens", "cu_seqlens_q", "tiles", "arrived"), "*i32")
 kinds = pool | tables | dict.fromkeys(("q", "k", "v", "out"), "*bf16") | {"partials": "*fp32", "partial_lse": "*fp32"}
 compiled(_store_kv, kinds | {"slots": "*i64"}, {"D": 80, "D_BLOCK": 128, "H_BLOCK": 8})
-sizes = {"G": 2, "D": 128, "PAGE_SIZE": 16, "WIDEN": False}
-of_decode = {"WINDOW": 0, "G_BLOCK": 16, "KEYS": 64, "R_BLOCK": 256, "LEAST": 2}
-of_prefill = {"WINDOW": 7, "M_BLOCK": 128, "N_BLOCK": 64}
-for soft_cap, has_sinks in ((0.0, False), (30.0, True)):
-    common = sizes | {"SOFT_CAP": soft_cap} | ({} if has_sinks else {"sinks": None})
+of_decode = {"WINDOW": 0, "G_BLOCK": 16, "R_BLOCK": 256, "LEAST": 2}
+for dim, soft_cap, has_sinks in ((128, 0.0, False), (128, 30.0, True), (80, 0.0, False), (200, 30.0, True)):
+    d_block, rest = head_blocks(dim)
+    common = {"G": 2, "D": dim, "D_BLOCK": d_block, "REST": rest, "PAGE_SIZE": 16, "WIDEN": False, "SOFT_CAP": soft_cap}
+    common |= {} if has_sinks else {"sinks": None}
     kinds |= {"sinks": "*bf16"} if has_sinks else {}
-    compiled(_decode, dict(kinds), common | of_decode | {"PAIRS": has_sinks}, num_warps=4, num_stages=5)
-    compiled(_prefill, dict(kinds), common | of_prefill, num_warps=8, num_stages=2)
+    keys, pairs = (64, 128) if dim <= 128 else (32, 64)
+    of_tile = {"KEYS": keys, "PAIRS": has_sinks and dim == 128}
+    compiled(_decode, dict(kinds), common | of_decode | of_tile, num_warps=4, num_stages=5)
+    of_tile = {"WINDOW": 7, "M_BLOCK": pairs, "N_BLOCK": keys}
+    compiled(_prefill, dict(kinds), common | of_tile, num_warps=pairs // 16, num_stages=2)
 
 # Products in float8.
 kinds = {"x": "*bf16", "quantized": "*fp8e4nv", "scales": "*fp32"}
@@ -107,7 +111,7 @@ kinds = dict.fromkeys(("q", "k_pages", "v_pages", "out"), "*fp32") | dict.fromke
 kinds |= dict.fromkeys(("page_table", "rows", "seq_lens", "cu_seqlens_q", "tiles"), "*i32")
 pairs, keys = prefill_tile(256, torch.float32)
 constants = {"G": 4, "D": 256, "PAGE_SIZE": 16, "WIDEN": False, "WINDOW": 0, "M_BLOCK": pairs, "N_BLOCK": keys}
-constants |= {"SOFT_CAP": 50.0, "sinks": None}
+constants |= {"D_BLOCK": 256, "REST": 0, "SOFT_CAP": 50.0, "sinks": None}
 signature = {name: kinds.get(name, "constexpr" if name in constants else "i32") for name in _prefill.arg_names}
 aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(_prefill.arg_names) if signature[name][0] == "*"}
 for capability in (89, 120):
@@ -125,14 +129,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from minisgl_backends.kernels import decode_tile
+from minisgl_backends.kernels.head_blocks import head_blocks
 from minisgl_backends.kernels.paged_decode import _decode
 
+dim = {dim}
+d_block, rest = head_blocks(dim)
 decode_tile.has_large_shared_memory = lambda device: True
-tile = decode_tile.decode_tile(256, torch.bfloat16, torch.bfloat16, torch.device("cuda"))
+tile = decode_tile.decode_tile(dim, torch.bfloat16, torch.bfloat16, torch.device("cuda"))
 kinds = dict.fromkeys(("q", "k_pages", "v_pages", "out"), "*bf16") | dict.fromkeys(("scale", "v_scale"), "fp32")
 kinds |= dict.fromkeys(("page_table", "rows", "seq_lens", "arrived"), "*i32")
 kinds |= dict.fromkeys(("partials", "partial_lse"), "*fp32")
-constants = {"G": 2, "D": 256, "PAGE_SIZE": 64, "WIDEN": False, "WINDOW": 1024, "G_BLOCK": 16, "R_BLOCK": 256, "LEAST": 2}
+constants = {"G": 2, "D": dim, "PAGE_SIZE": 64, "WIDEN": False, "WINDOW": 1024, "G_BLOCK": 16, "R_BLOCK": 256, "LEAST": 2}
+constants |= {"D_BLOCK": d_block, "REST": rest}
 constants |= {"KEYS": tile.keys, "PAIRS": False, "SOFT_CAP": 0.0, "sinks": None}
 signature = {name: kinds.get(name, "constexpr" if name in constants else "i32") for name in _decode.arg_names}
 strides = ("q_stride_t", "q_stride_h", "row_stride")
@@ -205,9 +213,10 @@ def test_slice_offsets_recompile_no_kernel() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-def test_decode_programs_with_heads_of_256_fit_an_sm() -> None:
+@pytest.mark.parametrize("dim", [80, 96, 192, 256])
+def test_decode_programs_with_two_column_blocks_or_heads_of_256_fit_an_sm(dim: int) -> None:
     """All programs of the grid fit into registers and shared memory at once, without spilling."""
-    run(PROGRAMS_PER_SM)
+    run(PROGRAMS_PER_SM.replace("{dim}", str(dim)))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")

@@ -15,14 +15,14 @@ from minisgl_core import LLM, SamplingParams
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU tests cover it there")
-@pytest.mark.parametrize("attn", ["triton", "triton,triton"])
-def test_tokens_equal_transformers(attn: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("attn", "head_dim"), [("triton", 16), ("triton,triton", 16), ("triton", 24)])
+def test_tokens_equal_transformers(attn: str, head_dim: int, tmp_path: Path) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(2)
     config: Any = Qwen3Config(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=64, initializer_range=0.2, eos_token_id=None,
+        num_key_value_heads=2, head_dim=head_dim, max_position_embeddings=64, initializer_range=0.2, eos_token_id=None,
     )  # fmt: skip
     reference = Qwen3ForCausalLM(config).eval()
     reference.save_pretrained(tmp_path)

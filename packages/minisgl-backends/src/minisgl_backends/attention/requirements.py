@@ -27,4 +27,8 @@ def head_dim_unsupported(spec: AttentionSpec, allowed: Sequence[int]) -> list[st
     """Return why the head dimension is not one of `allowed`."""
     if spec.head_dim in allowed:
         return []
-    return [f"it has kernels for head dimensions {', '.join(map(str, allowed))}, not {spec.head_dim}"]
+    if isinstance(allowed, range):
+        sizes = f"that are multiples of {allowed.step} from {allowed[0]} to {allowed[-1]}"
+    else:
+        sizes = ", ".join(map(str, allowed))
+    return [f"it has kernels for head dimensions {sizes}, not {spec.head_dim}"]

@@ -1,5 +1,6 @@
 """Paged attention in Triton, which needs no package besides torch and triton."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -46,7 +47,7 @@ class TritonAttention(FusedStoreAttention):
         head_dims: head dimensions that the kernels support.
     """
 
-    head_dims: ClassVar[tuple[int, ...]] = (16, 32, 64, 128, 256)
+    head_dims: ClassVar[Sequence[int]] = range(16, 257, 8)
 
     capabilities = AttentionCapabilities(
         fused_kv_store=True,

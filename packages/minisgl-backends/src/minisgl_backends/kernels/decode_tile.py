@@ -39,9 +39,10 @@ def decode_tile(dim: int, dtype: torch.dtype, kv_dtype: torch.dtype, device: tor
 
     Up to 64 KB of K and V are in flight per program. An SM with 200 KB of shared memory holds three programs, and one with less
     holds one. With heads of 256, it holds two at most, because their queries and sums take many registers
-    (docs/performance-notes.md).
+    (docs/performance-notes.md). Heads between two powers of two have the tile of the larger one.
     """
-    keys = min(max(_TILE_BYTES // (dim * dtype.itemsize), 16), 128)
+    largest = _TILE_BYTES // (dim * dtype.itemsize)
+    keys = min(max(1 << (largest.bit_length() - 1), 16), 128)  # a power of two, as sizes of Triton's tiles are
     num_stages = 1 + 2 * dtype.itemsize // kv_dtype.itemsize
     programs_per_sm = 1 if not has_large_shared_memory(device) else 2 if dim > 128 else 3
     return DecodeTile(keys, 4, num_stages, programs_per_sm)

@@ -99,7 +99,7 @@ class AttentionBackendTests:
         """The backend refuses unusual page sizes, heads and KV dtypes, or computes them correctly."""
         changes: list[dict[str, Any]] = [
             {"page_size": 3},
-            {"head_dim": 40},
+            *({"head_dim": dim} for dim in (40, 80, 96, 192)),
             {"num_q_heads": 7, "num_kv_heads": 1},
             {"kv_dtype": torch.float8_e4m3fn},
         ]
