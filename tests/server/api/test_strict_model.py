@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import pytest
-from pydantic import BaseModel, TypeAdapter, create_model
+from pydantic import BaseModel, TypeAdapter, ValidationError, create_model
 
+from minisgl_server.api.openai.schemas import CompletionRequest
 from minisgl_server.api.strict_model import ByType
 
 
@@ -28,3 +29,11 @@ def test_a_value_without_a_type_is_of_the_model_that_allows_it() -> None:
 def test_a_model_needs_exactly_one_type(kind: Any) -> None:
     with pytest.raises(TypeError, match="the type of Model must be one literal"):
         TypeAdapter(Annotated[model_of(kind) | model_of(Literal["image"]), ByType()])
+
+
+def test_two_spellings_of_one_token_id_are_refused() -> None:
+    """Otherwise, one of the biases would silently have no effect."""
+    with pytest.raises(ValidationError, match="one entry per token id"):
+        CompletionRequest.model_validate({"prompt": "a", "logit_bias": {"5": 1, "05": -1}})
+    assert CompletionRequest.model_validate({"prompt": "a", "logit_bias": {"5": 1}}).logit_bias == {5: 1}
+    assert CompletionRequest.model_validate({"prompt": "a", "logit_bias": None}).logit_bias is None

@@ -11,6 +11,8 @@ from pydantic import (
     GetCoreSchemaHandler,
     ValidationError,
     ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
     model_validator,
 )
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
@@ -24,6 +26,17 @@ Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenKey = Annotated[int, Field(ge=0, lt=2**31, strict=False)]
 """Token id as the key of a JSON object, which is a string."""
+
+
+def _validate_distinct(biases: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    validated = handler(biases)
+    if isinstance(biases, dict) and len(validated) < len(biases):
+        raise PydanticCustomError("equal_keys", "Input should have one entry per token id, unlike 5 and 05")
+    return validated
+
+
+TokenBiases = Annotated[dict[TokenKey, float] | None, WrapValidator(_validate_distinct)]
+"""Bias of each token id. Keys that are different strings and the same number are refused, as only one would count."""
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
 ]

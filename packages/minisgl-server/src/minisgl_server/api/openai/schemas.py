@@ -10,7 +10,7 @@ from pydantic import Field
 
 from minisgl_core.sampling_params import MAX_BAD_WORDS
 from minisgl_server.api.limits import Bound
-from minisgl_server.api.strict_model import Int, Metadata, StrictModel, TokenId, TokenKey
+from minisgl_server.api.strict_model import Int, Metadata, StrictModel, TokenBiases, TokenId
 
 ADD_SPECIAL_TOKENS = "Add tokens such as BOS; true by default for texts only, as chat templates add them."
 MAX_TEMPLATE_CHARS = 2**16
@@ -79,7 +79,7 @@ class CommonSamplingFields(StrictModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: Annotated[dict[TokenKey, float] | None, Bound.VOCABULARY] = None
+    logit_bias: Annotated[TokenBiases, Bound.VOCABULARY] = None
     seed: Int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: Annotated[list[TokenId] | None, Bound.VOCABULARY] = None
