@@ -47,6 +47,16 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "granitemoe": {"num_local_experts": 8, "num_experts_per_tok": 2},
 }
 
+HEADS_OF_192: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+"""Sizes of DeepSeek-V3's heads."""
+
 
 def logprobs_of(model: Any, ids: list[int]) -> torch.Tensor:
     with torch.inference_mode():
@@ -98,6 +108,10 @@ class TestOnOneGpu:
     def test_experts_of_the_transformers_backend_run(self, model_type: str, tmp_path: Path) -> None:
         """They run with CUDA graphs if these can be captured, and else without."""
         check_spread(model_type, EXPERTS[model_type], tmp_path, model_impl="transformers")
+
+    def test_latent_attention_runs_on_triton_with_cuda_graphs(self, tmp_path: Path) -> None:
+        options = {"model_impl": "transformers", "attn": "triton", "cuda_graph_max_bs": 8}
+        check_spread("minicpm3", HEADS_OF_192, tmp_path, **options)
 
     @pytest.mark.parametrize("model_type", ["stablelm", "cohere", "gpt_neox"])
     def test_cuda_graphs_keep_the_tokens_of_transformers_modules(self, model_type: str, tmp_path: Path) -> None:
