@@ -5,8 +5,7 @@ from pathlib import Path
 import click
 
 from minisgl_server.bench.flags import FloatRange, file_option, refuse_flags
-
-TRACE_A_REQUESTS = 43_058
+from minisgl_server.bench.trace.format import TRACE_A_REQUESTS
 
 
 @click.command()

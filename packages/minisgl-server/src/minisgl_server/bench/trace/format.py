@@ -14,6 +14,8 @@ import msgspec
 from minisgl_core.errors import InvalidValueError
 
 BLOCK_TOKENS = 16
+TRACE_A_REQUESTS, TRACE_A_CONVERSATIONS = 43_058, 23_101
+"""Requests of the published trace A, and those that start a conversation."""
 
 
 class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,13 +17,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from minisgl_server.bench.trace.format import BLOCK_TOKENS, TraceRequest
+from minisgl_server.bench.trace.format import BLOCK_TOKENS, TRACE_A_CONVERSATIONS, TRACE_A_REQUESTS, TraceRequest
 
 TYPES = {"text": 31_744, "search": 8_187, "image": 1_617, "file": 1_510}
 """Number of requests of trace A by type."""
-NUM_REQUESTS, NUM_CONVERSATIONS = 43_058, 23_101
-"""Requests of trace A, and those that start a conversation."""
-REQUESTS_PER_S = NUM_REQUESTS / 7_200
+REQUESTS_PER_S = TRACE_A_REQUESTS / 7_200
 TEMPLATE_BLOCKS = {"text": 12, "search": 64, "image": 12, "file": 12}
 """Blocks of the chat template of each type."""
 CONTINUED_SHARE = 0.405
@@ -100,7 +98,7 @@ class _ConversationSource:
 
     def start_gap_s(self, requests_per_s: float) -> float:
         """Return the seconds until the next conversation starts."""
-        return self._random.exponential(1 / (requests_per_s * (NUM_CONVERSATIONS / NUM_REQUESTS)))
+        return self._random.exponential(1 / (requests_per_s * (TRACE_A_CONVERSATIONS / TRACE_A_REQUESTS)))
 
     def _output_length(self) -> int:
         return self._length(self._output_median, OUTPUT_SIGMA)

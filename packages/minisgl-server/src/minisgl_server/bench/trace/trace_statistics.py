@@ -4,18 +4,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from minisgl_server.bench.trace.format import BLOCK_TOKENS, TraceRequest
+from minisgl_server.bench.trace.format import BLOCK_TOKENS, TRACE_A_CONVERSATIONS, TRACE_A_REQUESTS, TraceRequest
 
 PUBLISHED = {
-    "requests": 43_058,
+    "requests": TRACE_A_REQUESTS,
     "requests/s": 6.0,
     "input tokens, median": 1_046,
     "input tokens, mean": 2_331,
     "input tokens, max": 89_286,
-    "text requests": 31_744 / 43_058,
-    "search requests": 8_187 / 43_058,
-    "later turns": 19_957 / 43_058,
-    "conversations of several turns": 9_012 / 23_101,
+    "text requests": 31_744 / TRACE_A_REQUESTS,
+    "search requests": 8_187 / TRACE_A_REQUESTS,
+    "later turns": 19_957 / TRACE_A_REQUESTS,
+    "conversations of several turns": 9_012 / TRACE_A_CONVERSATIONS,
     "ideal reuse of blocks": 0.598,
     "reuse within 10 minutes": 0.8,
     "reuse by 10% of the blocks": 0.77,
