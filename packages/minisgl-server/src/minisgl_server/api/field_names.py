@@ -13,9 +13,8 @@ _MESSAGE = re.compile(r"messages\[(\d+)\](\.content)?.*")
 class FieldNames:
     """Mapping from the fields of a chat to those of another API.
 
-    Args:
-        patterns: regular expressions of a chat's fields, and their replacements.
-        messages: field that each of the chat's messages comes from; `all_messages` is that of all.
+    `patterns` are regular expressions of a chat's fields, with their replacements. `messages` has the field that each of the
+    chat's messages comes from, and `all_messages` that of all.
     """
 
     def __init__(self, patterns: Mapping[str, str], messages: Sequence[str], all_messages: str) -> None:

@@ -19,9 +19,7 @@ from minisgl_server.bench.workloads import Workload
 class Run:
     """Times and counts of one run of a workload, from the tokenized prompts to the last output.
 
-    Attributes:
-        num_steps: number of forward passes.
-        num_cached_tokens: prompt tokens from the prefix cache, which were not computed.
+    `num_steps` counts forward passes, and `num_cached_tokens` prompt tokens from the prefix cache, which were not computed.
     """
 
     seconds: float

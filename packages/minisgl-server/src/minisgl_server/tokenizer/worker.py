@@ -86,7 +86,6 @@ class TokenizerWorker:
         to_scheduler: sends `Submit`, `Abort`, `Ended`, `RequestCounts` and `SnapshotRequest`, to the router if there is one.
         to_api: sends `TextBatch`, `TokenizerReply`, `Rejected`, `RequestCounts`, `EngineSnapshot` and `NoSnapshot`.
         chat_format: chat template and parsers; by default those of the tokenizer's template, without a reasoning parser.
-        registry: has the grammar backend.
         num_replicas: number of replicas. If there are several, a router is told when requests end. Requests of a replica that
             died are submitted again if they have sent nothing.
         connect_api: connects `to_api` to the API worker with a given id, which has replaced the previous one.

@@ -91,10 +91,7 @@ class ApiKeyMiddleware:
 class RequestLimitMiddleware:
     """Limits the size of bodies, the time between their parts, and the number of concurrent POST requests.
 
-    Args:
-        max_requests: maximum number of concurrent POST requests; None for no limit.
-        body_timeout_s: maximum wait for the next part of a body, and time after which its mean rate is checked.
-        request_counts, worker_index: see `add_middleware`.
+    `body_timeout_s` is also the time after which the mean rate of a body is checked.
     """
 
     def __init__(

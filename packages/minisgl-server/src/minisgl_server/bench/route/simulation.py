@@ -25,10 +25,7 @@ from minisgl_server.router.worker import RouterWorker, Send
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """Replicas of a simulation. Without a cache, they are `SimpleReplica`.
-
-    `overload` has overload_requests and overload_ratio of `RouterSpec`.
-    """
+    """Replicas of a simulation: `SimpleReplica` without a cache. `overload` has the two numbers of `RouterSpec`."""
 
     num_replicas: int
     limits: SchedulerLimits

@@ -17,11 +17,9 @@ EMPTY = np.zeros(0, np.int64)
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request of a conversation.
+    """One request of a conversation, with the new content of its prompt.
 
-    Attributes:
-        content: new content of the prompt.
-        placeholder: content that stands for the response in the next prompt, if its tokens are not known.
+    `placeholder` stands for the response in the next prompt, if its tokens are not known.
     """
 
     content: ContentIds
