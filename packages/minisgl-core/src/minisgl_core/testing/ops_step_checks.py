@@ -47,30 +47,27 @@ class SamplingChecks(OpsChecks):
     @pytest.mark.parametrize(("size", "vocab_size"), [(2, 10), (4, 9), (4, 30_000), (2, 8192)])
     def test_sampling_over_ranks(self, size: int, vocab_size: int) -> None:
         """Ranks with shards of the logits sample the same tokens as from all logits; the last shard may have padding."""
-        part = -(-vocab_size // size)
         for ops in self.providers(SamplingOps):
             for num_rows in (1, 7, 12):
-                logits = self.random(num_rows, vocab_size, dtype=ops.dtype) * 3
-                logits[:, : vocab_size // 5] = -torch.inf
-                logits[num_rows // 2, vocab_size // 2 :] = 9.0
-                padded = torch.cat((logits, 99 * torch.ones_like(logits)), dim=1)
-                temperature = torch.linspace(0.3, 1.5, num_rows, device=self.device)
-                temperature[num_rows // 2 :: 5] = 0.0
-                uniform = torch.linspace(1 - 2**-24, 0.0, num_rows, device=self.device)
+                self.check_sampling_over_ranks(ops, size, num_rows, vocab_size)
 
-                def sample(
-                    group: Communicator,
-                    ops: SamplingOps = ops,
-                    padded: torch.Tensor = padded,
-                    temperature: torch.Tensor = temperature,
-                    uniform: torch.Tensor = uniform,
-                ) -> torch.Tensor:
-                    shard = padded[:, group.rank * part : (group.rank + 1) * part].contiguous()
-                    return ops.sample_shard(shard, temperature, uniform, VocabShard(group, vocab_size))
+    def check_sampling_over_ranks(self, ops: SamplingOps, size: int, num_rows: int, vocab_size: int) -> None:
+        part = -(-vocab_size // size)
+        logits = self.random(num_rows, vocab_size, dtype=ops.dtype) * 3
+        logits[:, : vocab_size // 5] = -torch.inf
+        logits[num_rows // 2, vocab_size // 2 :] = 9.0
+        padded = torch.cat((logits, 99 * torch.ones_like(logits)), dim=1)
+        temperature = torch.linspace(0.3, 1.5, num_rows, device=self.device)
+        temperature[num_rows // 2 :: 5] = 0.0
+        uniform = torch.linspace(1 - 2**-24, 0.0, num_rows, device=self.device)
 
-                tokens = run_ranks(size, sample, one_at_a_time=True)
-                self.check_sampled(tokens[0], logits, temperature, uniform)
-                assert all(torch.equal(each, tokens[0]) for each in tokens), "ranks sampled different tokens"
+        def sample(group: Communicator) -> torch.Tensor:
+            shard = padded[:, group.rank * part : (group.rank + 1) * part].contiguous()
+            return ops.sample_shard(shard, temperature, uniform, VocabShard(group, vocab_size))
+
+        tokens = run_ranks(size, sample, one_at_a_time=True)
+        self.check_sampled(tokens[0], logits, temperature, uniform)
+        assert all(torch.equal(each, tokens[0]) for each in tokens), "ranks sampled different tokens"
 
     @pytest.mark.parametrize("vocab_size", [31, 64, 300, 5001])
     def test_masks(self, vocab_size: int) -> None:
