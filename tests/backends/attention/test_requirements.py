@@ -152,6 +152,14 @@ def test_triton_names_the_range_of_its_head_dims(head_dim: int) -> None:
 
 
 @pytest.mark.usefixtures("hopper")
+def test_triton_refuses_fp8_pools_of_other_head_dims() -> None:
+    spec = replace(SPEC, kv_dtype=torch.float8_e4m3fn)
+    base = TritonAttention.unsupported(spec)
+    [reason] = [each for each in TritonAttention.unsupported(replace(spec, head_dim=96)) if each not in base]
+    assert reason == "it has kernels for head dimensions 16, 32, 64, 128, 256 with an fp8 KV pool, not 96"
+
+
+@pytest.mark.usefixtures("hopper")
 def test_hopper_names_a_head_dim_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_backend, "hopper_missing", lambda device, dtype: [])
     base = HopperAttention.unsupported(SPEC)

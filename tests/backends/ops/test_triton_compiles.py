@@ -67,6 +67,7 @@ for dim, soft_cap, has_sinks in ((128, 0.0, False), (128, 30.0, True), (80, 0.0,
     common = {"G": 2, "D": dim, "D_BLOCK": d_block, "REST": rest, "PAGE_SIZE": 16, "WIDEN": False, "SOFT_CAP": soft_cap}
     common |= {} if has_sinks else {"sinks": None}
     kinds |= {"sinks": "*bf16"} if has_sinks else {}
+    kinds |= {} if rest == 0 else dict.fromkeys(("k_pages", "v_pages"), "*bf16")
     keys, pairs = (64, 128) if dim <= 128 else (32, 64)
     of_tile = {"KEYS": keys, "PAIRS": has_sinks and dim == 128}
     compiled(_decode, dict(kinds), common | of_decode | of_tile, num_warps=4, num_stages=5)

@@ -31,4 +31,5 @@ def head_dim_unsupported(spec: AttentionSpec, allowed: Sequence[int]) -> list[st
         sizes = f"that are multiples of {allowed.step} from {allowed[0]} to {allowed[-1]}"
     else:
         sizes = ", ".join(map(str, allowed))
-    return [f"it has kernels for head dimensions {sizes}, not {spec.head_dim}"]
+    pool = " with an fp8 KV pool" if spec.kv_dtype == FP8 else ""
+    return [f"it has kernels for head dimensions {sizes}{pool}, not {spec.head_dim}"]

@@ -177,7 +177,7 @@ def _decode(
         if REST > 0:
             q_index = request.to(tl.int64) * q_stride_t + q_head[:, None] * q_stride_h + dim_rest
             q_rest = tl.load(q + q_index, mask=is_rest, other=0.0)
-        queries, q_rest, factor = to_dot_dtype(queries, q_rest, scale, k_pages, REST)
+        queries, factor = to_dot_dtype(queries, scale, k_pages)
         begin, end = start + (tile - first) * KEYS, start + (until - first) * KEYS
         row_max = tl.full((G_BLOCK,), float("-inf"), tl.float32)
         row_sum = tl.zeros((G_BLOCK,), tl.float32)

@@ -92,7 +92,7 @@ def _prefill(
     if REST > 0:
         dim_rest, is_rest = (D_BLOCK + tl.arange(0, REST))[None, :], column_mask(is_query, D, D_BLOCK, REST)
         q_rest = tl.load(q + (token * q_stride_t + q_head * q_stride_h)[:, None] + dim_rest, mask=is_rest, other=0.0)
-    queries, q_rest, scale = to_dot_dtype(queries, q_rest, scale, k_pages, REST)
+    queries, scale = to_dot_dtype(queries, scale, k_pages)
     total = tl.zeros((M_BLOCK, D_BLOCK), tl.float32)
     total_rest = tl.zeros((M_BLOCK, REST if REST > 0 else 1), tl.float32)
     row_max = tl.full((M_BLOCK,), float("-inf"), tl.float32)
