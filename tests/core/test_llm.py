@@ -279,7 +279,7 @@ def test_an_interrupted_step_aborts_only_running_requests(overlap: bool, monkeyp
         next(stream)
         execute_model, calls = llm._loop.model_runner.execute_model, 0
 
-        def interrupted(plan: Any) -> Any:
+        def interrupted(plan: Any, *rest: None) -> Any:
             nonlocal calls
             calls += 1
             if calls == 3:

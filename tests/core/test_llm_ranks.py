@@ -87,7 +87,7 @@ def test_a_killed_rank_raises_an_error_and_ends_all_ranks(
     [follower] = children()
     execute_model = llm._loop.model_runner.execute_model
 
-    def kill_and_execute(plan: Any) -> Any:
+    def kill_and_execute(plan: Any, *rest: None) -> Any:
         follower.kill()
         return execute_model(plan)
 

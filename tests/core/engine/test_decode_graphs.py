@@ -188,7 +188,7 @@ def test_replayed_decodes_give_the_tokens_of_eager_ones(
 def with_masks(step: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `ModelRunner.execute_model` to mask every second request of a decode step."""
 
-    def execute_model(model_runner: ModelRunner, plan: BatchPlan) -> Any:
+    def execute_model(model_runner: ModelRunner, plan: BatchPlan, *rest: None) -> Any:
         if plan.num_decodes == plan.num_tokens:
             masked = np.arange(0, plan.num_tokens, 2, dtype=np.int32)
             plan = msgspec.structs.replace(plan, sample=msgspec.structs.replace(plan.sample, masked=masked))

@@ -17,13 +17,14 @@ from transformers import Qwen3MoeConfig
 from minisgl_core.contracts.attention import AttentionBackend, AttentionBatch, AttentionCapabilities, AttentionLayer
 from minisgl_core.contracts.model import Attend
 from minisgl_core.contracts.ops import Ops, RotaryOps
+from minisgl_core.engine import piecewise_graphs
 from minisgl_core.engine.build import capture_graphs
 from minisgl_core.engine.model_runner import ModelRunner
 from minisgl_core.engine.piecewise_graphs import PiecewiseGraphs, piecewise_sizes
 from minisgl_core.errors import InvalidValueError, MinisglError
 from minisgl_core.kv.pool import KVPool
 from minisgl_core.platforms.cpu import CpuPlatform
-from minisgl_core.runtime.engine_loop import EngineLoop
+from minisgl_core.runtime.engine_loop import EngineLoop, Outputs
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_core.testing.attention_rig import dense_attention
 
@@ -100,7 +101,7 @@ def test_tokens_equal_transformers(
     sizes = []
     run = PiecewiseGraphs.run
     monkeypatch.setattr(
-        PiecewiseGraphs, "run", lambda self, inputs: (sizes.append(len(inputs.input_ids)), run(self, inputs))[1]
+        PiecewiseGraphs, "run", lambda self, inputs, *rest: (sizes.append(len(inputs.input_ids)), run(self, inputs))[1]
     )
     loop = tiny.new_loop(cache=cache, max_prefill_length=max_prefill_length, **OPTIONS)
     assert loop.model_runner is model_runner
@@ -108,6 +109,28 @@ def test_tokens_equal_transformers(
         generate(loop, seed)
     assert {size > SIZES[0] for size in sizes} == {True, False}  # several graph sizes ran
     assert max(sizes) <= SIZES[-1]
+
+
+def test_outputs_are_delivered_between_the_launches_of_layers(
+    model_runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(piecewise_graphs, "_NUM_LAYERS_AHEAD", 0)
+    loop = tiny.new_loop(max_prefill_length=7, disable_overlap=False, **OPTIONS)
+    delivered: Outputs = []
+    num_delivered = []
+    loop._deliver, step = delivered.extend, loop.step
+
+    def step_and_delivered() -> Outputs:
+        outputs = step()
+        num_delivered.append(len(delivered))
+        outputs[:0], delivered[:] = delivered, []
+        return outputs
+
+    monkeypatch.setattr(loop, "step", step_and_delivered)
+    for seed in range(3):
+        generate(loop, seed)
+    assert sum(num_delivered) > 20
+    tiny.assert_nothing_in_use(loop)
 
 
 def test_a_layer_may_keep_two_attention_outputs(model_runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +155,7 @@ def test_prompt_logprobs_with_piecewise_graphs(model_runner: ModelRunner, monkey
     sizes: set[int] = set()
     run = PiecewiseGraphs.run
     monkeypatch.setattr(
-        PiecewiseGraphs, "run", lambda self, inputs: (sizes.add(len(inputs.input_ids)), run(self, inputs))[1]
+        PiecewiseGraphs, "run", lambda self, inputs, *rest: (sizes.add(len(inputs.input_ids)), run(self, inputs))[1]
     )
     loop = tiny.new_loop(max_prefill_length=16, cache="naive", **OPTIONS)
     prompts = {str(length): tuple(range(3, 3 + length)) for length in (2, 4, 9, 16)}
@@ -153,7 +176,7 @@ def test_padding_contains_no_nans(model_runner: ModelRunner, monkeypatch: pytest
     """Buffers may hold NaNs before a step, for which a router would select expert ids out of range."""
     run, filled = PiecewiseGraphs.run, set()
 
-    def run_after_nans(self: PiecewiseGraphs, inputs: Any) -> torch.Tensor:
+    def run_after_nans(self: PiecewiseGraphs, inputs: Any, *rest: Any) -> torch.Tensor:
         for captured in self._captured.values():
             for call in captured.calls:
                 call.out.fill_(torch.nan)

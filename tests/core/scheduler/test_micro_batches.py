@@ -18,7 +18,9 @@ def watched(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[EngineLoop
     """Return a loop, the plans that it launches, and the number of steps in flight after each call of `step`."""
     loop, plans, left = tiny.new_loop(num_rows=9, num_pages=100, **options), [], []
     execute_model, step = loop.model_runner.execute_model, loop.step
-    monkeypatch.setattr(loop.model_runner, "execute_model", lambda plan: (plans.append(plan), execute_model(plan))[1])
+    monkeypatch.setattr(
+        loop.model_runner, "execute_model", lambda plan, *rest: (plans.append(plan), execute_model(plan))[1]
+    )
     monkeypatch.setattr(loop, "step", lambda: (step(), left.append(len(loop._in_flight)))[0])
     return loop, plans, left
 

@@ -211,7 +211,7 @@ def test_steps_with_slow_launches_are_scheduled_earlier(monkeypatch: pytest.Monk
     loop.scheduler.step_times = Constant(max_step_s=0.0)
     now, execute_model = time.monotonic(), loop.model_runner.execute_model
 
-    def slow_execute_model(plan: BatchPlan) -> ForwardOutput:
+    def slow_execute_model(plan: BatchPlan, *rest: None) -> ForwardOutput:
         nonlocal now
         now += 0.004 if plan.num_tokens == plan.num_decodes else 0.009
         return execute_model(plan)
@@ -244,7 +244,7 @@ def test_an_unnoticed_end_is_assumed_when_expected(monkeypatch: pytest.MonkeyPat
     loop.scheduler.step_times = Constant(max_step_s=0.0)
     now, done, execute_model = time.monotonic(), list[PendingStep](), loop.model_runner.execute_model
 
-    def slow_execute_model(plan: BatchPlan) -> ForwardOutput:
+    def slow_execute_model(plan: BatchPlan, *rest: None) -> ForwardOutput:
         nonlocal now
         now += 0.02
         return execute_model(plan)

@@ -13,7 +13,7 @@ With pipeline parallelism, `execute_model` receives hidden states and residual f
 sends them on. Only the last stage has logits and samples, so only its results have tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -81,8 +81,13 @@ class ModelRunner:
         """Launch a step without token masks. On an asynchronous device this returns before the step is done."""
         return self.sample_tokens(self.execute_model(plan))
 
-    def execute_model(self, plan: BatchPlan) -> ForwardOutput:
-        """Launch a step up to its logits, or up to its tokens if a CUDA graph runs it."""
+    def execute_model(self, plan: BatchPlan, between_layers: Callable[[], None] | None = None) -> ForwardOutput:
+        """Launch a step up to its logits, or up to its tokens if a CUDA graph runs it.
+
+        Args:
+            plan: plan of the step.
+            between_layers: called between the launches of layers with piecewise CUDA graphs, which take several milliseconds.
+        """
         with self.platform.stream(), torch.inference_mode():
             if self._graphs is not None and self._graphs.fits(plan):
                 return self._graphs.run(plan)
@@ -90,7 +95,7 @@ class ModelRunner:
             num_sampled = len(plan.sample.index)
             needs_all = num_sampled == plan.num_tokens or len(plan.prompt_logprobs) > 0
             if self._piecewise is not None and self._piecewise.fits(plan):
-                hidden = self._piecewise.run(inputs)
+                hidden = self._piecewise.run(inputs, between_layers)
             else:
                 attend = BoundAttention(self.attention, self.attention.plan(inputs.batch), self._ops.rotary)
                 # Without a sampled token, one is still needed: token 0, the first entry of cu_seqlens_q.

@@ -24,6 +24,9 @@ from minisgl_core.engine.capture import CapturedSizes
 from minisgl_core.engine.step import StepInputs
 from minisgl_core.protocol.batch_plan import BatchPlan
 
+_NUM_LAYERS_AHEAD = 4
+"""Attention calls that are launched before `between_layers` is called, so that the device has work meanwhile."""
+
 
 def piecewise_sizes(max_tokens: int) -> list[int]:
     """Return the capture sizes: in steps of 16, from 256 on of 32, from 512 on of 64, and so on.
@@ -108,8 +111,12 @@ class PiecewiseGraphs(CapturedSizes):
         """Return True if the last layer computes only the tokens that are sampled from."""
         return size > len(self._logits_index)
 
-    def run(self, inputs: StepInputs) -> torch.Tensor:
+    def run(self, inputs: StepInputs, between_layers: Callable[[], None] | None = None) -> torch.Tensor:
         """Run a step that `fits`.
+
+        Args:
+            inputs: step inputs.
+            between_layers: see `ModelRunner.execute_model`.
 
         Returns:
             Hidden states, valid until the next step: of all tokens, [T, hidden_size], or of the sampled ones, [N, hidden_size].
@@ -125,7 +132,9 @@ class PiecewiseGraphs(CapturedSizes):
         if self._uses_logits_index(size):
             self._logits_index[:num_sampled].copy_(inputs.logits_index)
             self._logits_index[num_sampled:].zero_()  # indices of an earlier, larger step could be out of range
-        for graph, call in zip(captured.graphs, captured.calls, strict=False):
+        for index, (graph, call) in enumerate(zip(captured.graphs, captured.calls, strict=False)):
+            if between_layers is not None and index >= _NUM_LAYERS_AHEAD:
+                between_layers()
             graph.replay()
             q, out = call.q[:count], call.out[:count]
             if call.is_stored:

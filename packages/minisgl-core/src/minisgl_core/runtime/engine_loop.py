@@ -6,6 +6,9 @@ while the device runs step n. The results of step n are processed while the devi
     host    | schedule 1 | launch 1 | schedule 2 | launch 2 | wait 1, process 1 | schedule 3 | launch 3 | process 2 | ...
     device               |--------- step 1 ---------|--------- step 2 ---------|--------- step 3 -----------| ...
 
+Launching a step with prompts may take longer than the rest of step n. Then the results of step n are processed between the
+launches of two layers.
+
 If grammars restrict the tokens of step n + 1, its token masks depend on step n's tokens, so sampling is delayed:
 
     host    | schedule 2 | execute 2 | wait 1, process 1 | masks for 2 | sample 2 | schedule 3 | ...
@@ -55,6 +58,7 @@ class _InFlight:
         launched_s: time of the launch.
         launch_s: duration of the launch; 0 if steps do not overlap.
         done_s: estimated time when the step was done; 0 before that.
+        was_running: True if the step was still running when the next one was being launched.
     """
 
     plan: BatchPlan
@@ -62,6 +66,7 @@ class _InFlight:
     launched_s: float
     launch_s: float
     done_s: float
+    was_running: bool = False
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -82,6 +87,7 @@ class EngineLoop:
         num_stages: int,
         send_plan: Callable[[BatchPlan | TokenMasks], None] | None,
         receive_result: Callable[[], StepResult] | None,
+        deliver: Callable[[Outputs], None] | None,
     ) -> None:
         """Start without steps.
 
@@ -93,12 +99,14 @@ class EngineLoop:
             num_stages: pipeline stages.
             send_plan: sends each plan and its token masks to the other ranks before this rank uses them.
             receive_result: waits for the next step's result from the last pipeline stage, if that is another rank.
+            deliver: sends outputs of a step while the next one is being launched. If it is None, `step` returns all outputs.
         """
         self.scheduler, self.model_runner, self.hooks, self.overlap = scheduler, model_runner, hooks, overlap
         self._is_pipeline = num_stages > 1
         self._max_in_flight = num_stages - 1 + overlap
         """Maximum number of steps in flight when `step` returns."""
         self._send_plan, self._receive_result = send_plan, receive_result
+        self._deliver = None if self._is_pipeline else deliver
         self._in_flight: deque[_InFlight] = deque()
         self._host_s = 0.0
         """Duration of scheduling and launching the newest decode step on the host. Steps with prompts do not count: their
@@ -165,7 +173,22 @@ class EngineLoop:
             self.hooks.batch_scheduled(plan=plan, num_waiting=scheduler.num_waiting, num_running=scheduler.num_running)
         if self._send_plan is not None:
             self._send_plan(plan)
-        return self.model_runner.execute_model(plan)
+        deliver = self._deliver
+        return self.model_runner.execute_model(
+            plan, None if deliver is None else lambda: self._deliver_if_done(deliver)
+        )
+
+    def _deliver_if_done(self, deliver: Callable[[Outputs], None]) -> None:
+        """Process the step in flight and deliver its outputs, if it is done while the next one is being launched."""
+        if not self._in_flight:
+            return
+        oldest = self._in_flight[0]
+        if not oldest.pending.is_done():
+            oldest.was_running = True
+            return
+        if oldest.was_running and not oldest.done_s:
+            oldest.done_s = time.monotonic()
+        deliver(self._process(self._in_flight.popleft()))
 
     def _sample_tokens(self, plan: BatchPlan, forward_output: ForwardOutput) -> PendingStep:
         masks = self.scheduler.token_masks(plan)

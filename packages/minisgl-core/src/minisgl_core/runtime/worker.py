@@ -97,14 +97,15 @@ def _run_rank0(
         timer = StartupTimer()
         plan_senders = [Sender(each.address) for each in placements[1:]]
         info = msgspec.structs.replace(built.info, engine_id=addresses.engine_id, replica=addresses.replica)
-        loop = make_loop(built, registry, hooks, plan_senders, results)
+        tokenizers = [Sender(address) for address in addresses.scheduler_out]
+        deliver = partial(_deliver, tokenizers=tokenizers, engine_id=addresses.engine_id)
+        loop = make_loop(built, registry, hooks, plan_senders, results, deliver)
         if hooks.engine_started is not None:
             hooks.engine_started(info=info)
         if hooks.engine_stopped is not None:
             stack.callback(hooks.engine_stopped)
         timer.done("made the scheduler")
         report(Ready(process="engine rank 0", engine_info=info))
-        tokenizers = [Sender(address) for address in addresses.scheduler_out]
         with closing(built.model_runner):
             try:
                 _serve(loop, requests, tokenizers, addresses.engine_id, addresses.replica)
@@ -134,10 +135,12 @@ def make_loop(
     hooks: Hooks,
     plan_senders: list[Sender],
     results: Receiver[FromLastStage] | None = None,
+    deliver: Callable[[Outputs], None] | None = None,
 ) -> EngineLoop:
     """Return rank 0's loop, with a new scheduler.
 
-    `plan_senders` reach the other ranks. `results` come from the last pipeline stage, if there are several.
+    `plan_senders` reach the other ranks. `results` come from the last pipeline stage, if there are several. For `deliver`, see
+    `EngineLoop`.
     """
     config = built.config
     overlap, num_stages = not config.scheduler.disable_overlap, config.parallel.pp
@@ -165,6 +168,7 @@ def make_loop(
         num_stages=num_stages,
         send_plan=partial(send_all, plan_senders) if plan_senders else None,
         receive_result=None if results is None else partial(_next_result, results),
+        deliver=deliver,
     )
 
 
