@@ -4,39 +4,29 @@ A step packs tokens of several requests. A convolution, a token shift, or positi
 them without an error. So would frequencies that depend on the longest sequence.
 """
 
-from typing import Protocol
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 
 from minisgl_core.contracts.attention import AttentionLayer
 from minisgl_core.contracts.layer import Layer
-from minisgl_core.contracts.model import Attend, BuildContext
-from minisgl_core.contracts.model_config import ModelConfig
+from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.ops import Rope
 from minisgl_core.errors import InvalidValueError, ModelFormatError
+
+if TYPE_CHECKING:
+    from minisgl_models.transformers_backend.model import TransformersModel
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 _NUM_TOKENS = 6
 
 
-class Backbone(Protocol):
-    """A model with its hidden states, as `TokenCheck` reads them.
-
-    Attributes:
-        config: names the architecture, and bounds token ids and positions.
-    """
-
-    config: ModelConfig
-
-    def hidden_states(self, input_ids: torch.Tensor, positions: torch.Tensor | None, attend: Attend) -> torch.Tensor:
-        """Map ids and positions [T] to hidden states [T, H]. Without positions, the model has those of one sequence."""
-        ...
-
-
 class TokenCheck(Layer):
     """Runs a loaded model on tokens, and on some of them in another order. It must be the last layer to be prepared."""
 
-    def __init__(self, model: Backbone, build: BuildContext) -> None:
+    def __init__(self, model: TransformersModel, build: BuildContext) -> None:
         """Keep the model, whose weights are loaded later; see `prepare`."""
         self._model, self._build = model, build
 
