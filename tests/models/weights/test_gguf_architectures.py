@@ -312,6 +312,16 @@ def test_huge_numbers_of_layers_are_refused_before_allocation(name: str, tmp_pat
         GgufWeights(path)
 
 
+def test_huge_shared_experts_without_tensors_are_refused_before_allocation(tmp_path: Path) -> None:
+    each = FORMS["qwen2moe"]
+    _, raw, tensors, _ = make_both_forms("qwen2moe")
+    lacking = {name: values for name, values in tensors.items() if ".shared_expert." not in name}
+    huge = {"expert_shared_feed_forward_length": 2**31 - 1}
+    path = write(tmp_path / "m.gguf", each, AutoConfig.for_model(**raw), lacking, **huge)
+    with pytest.raises(ModelFormatError, match=r"m\.gguf: tensor blk\.0\.ffn_\w+_shexp\.weight is missing"):
+        _ = GgufWeights(path).config
+
+
 @pytest.mark.parametrize("missing", ["rope_factors_long.weight", "rope_factors_short.weight"])
 def test_longrope_with_one_list_of_factors_is_refused(missing: str, tmp_path: Path) -> None:
     each = FORMS["phi3"]

@@ -145,59 +145,44 @@ def check_shapes(path: Path, config: Mapping[str, Any], tensors: Mapping[str, Gg
     layers = {name.split(".")[1] for name in tensors if name.startswith("blk.")}
     if len(layers) != num_layers or not layers <= {str(layer) for layer in range(len(layers))}:
         raise ModelFormatError(f"{path}: block_count={num_layers}, but the file has tensors of {len(layers)} blocks")
-    if missing := [name for name in _needed(config, num_layers) if name not in tensors]:
-        raise ModelFormatError(f"{path}: tensor {missing[0]} is missing")
-    expected = _matrices(config)
-    for name, tensor in tensors.items():
-        block_and_stem, _, suffix = name.rpartition(".")
-        if shape := expected.get(block_and_stem.rpartition(".")[2]):
-            wanted = shape[:-1] if suffix == "bias" else shape
-            if tensor.shape != wanted:
+    matrices = _matrices_of_block(config).items()
+    expected = {
+        "token_embd": (config.get("vocab_size"), config["hidden_size"]),
+        **{f"blk.{layer}.{stem}": shape for layer in range(num_layers) for stem, shape in matrices},
+    }
+    for stem, shape in expected.items():
+        if f"{stem}.weight" not in tensors:
+            raise ModelFormatError(f"{path}: tensor {stem}.weight is missing")
+        for name, wanted in ((f"{stem}.weight", shape), (f"{stem}.bias", shape[:-1])):
+            if name in tensors and tensors[name].shape != wanted:
                 raise ModelFormatError(
-                    f"{path}: tensor {name} has the shape {tensor.shape}, but the metadata imply {wanted}"
+                    f"{path}: tensor {name} has the shape {tensors[name].shape}, but the metadata imply {wanted}"
                 )
 
 
-def _needed(config: Mapping[str, Any], num_layers: int) -> list[str]:
-    """Return the tensors that must exist, so that their shapes in the file limit the sizes in the metadata."""
-    has_experts = config.get("num_experts") or config.get("num_local_experts")
-    is_phi3 = config["architectures"][0] == "Phi3ForCausalLM"
-    stems = [*(["attn_qkv"] if is_phi3 else ["attn_q", "attn_k"]), "ffn_up_exps" if has_experts else "ffn_up"]
-    return ["token_embd.weight", *(f"blk.{layer}.{stem}.weight" for layer in range(num_layers) for stem in stems)]
-
-
-def _matrices(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the shape [out, in] of each matrix, by llama.cpp's stem."""
+def _matrices_of_block(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shape [out, in] of each matrix of a block, or [experts, out, in] of a stack, by llama.cpp's stem."""
     hidden, heads, intermediate = config["hidden_size"], config["num_attention_heads"], config["intermediate_size"]
     head_dim = config.get("head_dim", hidden // heads)
     q, kv = heads * head_dim, config.get("num_key_value_heads", heads) * head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "token_embd": (config["vocab_size"], hidden),
-        "output": (config["vocab_size"], hidden),
-        "attn_q": (q, hidden),
-        "attn_k": (kv, hidden),
-        "attn_v": (kv, hidden),
-        "attn_output": (hidden, q),
-        "ffn_up": (intermediate, hidden),
-        "ffn_gate": (intermediate, hidden),
-        "ffn_down": (hidden, intermediate),
-    }
-    if config["architectures"][0] == "Phi3ForCausalLM":
-        shapes |= {"attn_qkv": (q + 2 * kv, hidden), "ffn_up": (2 * intermediate, hidden)}
-    if shared := config.get("shared_expert_intermediate_size"):
-        shapes |= {
-            "ffn_up_shexp": (shared, hidden),
-            "ffn_gate_shexp": (shared, hidden),
-            "ffn_down_shexp": (hidden, shared),
-        }
+    is_phi3 = config["architectures"][0] == "Phi3ForCausalLM"
+    shapes: dict[str, tuple[int, ...]] = {"attn_output": (hidden, q)}
+    if is_phi3:
+        shapes["attn_qkv"] = q + 2 * kv, hidden
+    else:
+        shapes |= {"attn_q": (q, hidden), "attn_k": (kv, hidden), "attn_v": (kv, hidden)}
     if experts := config.get("num_experts") or config.get("num_local_experts"):
         width = config.get("moe_intermediate_size", intermediate)
-        shapes |= {
-            "ffn_gate_inp": (experts, hidden),
-            "ffn_up_exps": (experts, width, hidden),
-            "ffn_gate_exps": (experts, width, hidden),
-            "ffn_down_exps": (experts, hidden, width),
-        }
+        shapes |= dict.fromkeys(("ffn_gate_exps", "ffn_up_exps"), (experts, width, hidden))
+        shapes |= {"ffn_gate_inp": (experts, hidden), "ffn_down_exps": (experts, hidden, width)}
+    elif is_phi3:
+        shapes |= {"ffn_up": (2 * intermediate, hidden), "ffn_down": (hidden, intermediate)}
+    else:
+        shapes |= dict.fromkeys(("ffn_gate", "ffn_up"), (intermediate, hidden))
+        shapes["ffn_down"] = hidden, intermediate
+    if shared := config.get("shared_expert_intermediate_size"):
+        shapes |= dict.fromkeys(("ffn_gate_shexp", "ffn_up_shexp"), (shared, hidden))
+        shapes["ffn_down_shexp"] = hidden, shared
     return shapes
 
 
