@@ -27,8 +27,7 @@ def packed(
     codes = torch.randint(16, (rows, columns), generator=random, dtype=torch.uint8)
     zeros = torch.randint(16, (rows, count), generator=random) if has_zeros else torch.full((rows, count), 8)
     scales = (torch.rand(rows, count, generator=random) + 0.5).div(columns**0.5 * 4).to(DTYPE)
-    sub = 64 if block and block % 64 == 0 else 32
-    weight = Int4Weight.empty(rows, columns, block, DTYPE, DEVICE, has_zeros=has_zeros, gated=gated, sub=sub)
+    weight = Int4Weight.empty(rows, columns, block, DTYPE, DEVICE, has_zeros=has_zeros, gated=gated)
     for start, size in ((0, rows // 2), (rows // 2, rows - rows // 2)):
         at, part = weight.rows_of(start, size), slice(start, start + size)
         weight.store(at, codes[part].to(DEVICE))

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from minisgl_backends.kernels.int4_weight import SYMMETRIC_ZERO, Int4Weight
+from minisgl_backends.kernels.int4_weight import SUB, SYMMETRIC_ZERO, Int4Weight
 from minisgl_backends.kernels.packed_gemm import PackedGemm
 from minisgl_backends.kernels.packed_matrix import PackedMatrix, Packing
 from minisgl_backends.kernels.packed_tiling import PackedTiling
@@ -35,10 +35,10 @@ class Int4Gemm(PackedGemm):
         tiling: PackedTiling | None = None,
     ) -> None:
         """Prepare a weight in bfloat16 or float16, whose scales are released; see `PackedGemm`."""
-        words, block, sub = scale_words(weight), weight.block, weight.codes.shape[3]
-        packing = Packing("int4", low=4, high=0, sub=sub, block=block)
+        words, block = scale_words(weight), weight.block
+        packing = Packing("int4", low=4, high=0, sub=SUB, block=block)
         if not packing.is_aligned:  # such as blocks of 96 inputs: their scales are repeated for smaller blocks
-            packing = Packing("int4", low=4, high=0, sub=sub, block=math.gcd(block, packing.chunk))
+            packing = Packing("int4", low=4, high=0, sub=SUB, block=math.gcd(block, packing.chunk))
             words = words.repeat_interleave(block // packing.block, 0)
         matrix = PackedMatrix(
             codes=weight.codes,

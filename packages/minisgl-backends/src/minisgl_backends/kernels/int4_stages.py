@@ -25,8 +25,8 @@ _SCALE_BYTES = tl.constexpr(SCALE_BYTES)
 
 
 def supports_weight(weight: Int4Weight) -> bool:
-    """Return True if SUB is 32, and one of INPUTS and the inputs per scale is a multiple of the other."""
-    return weight.codes.shape[3] == 32 and (INPUTS % weight.block == 0 or weight.block % INPUTS == 0)
+    """Return True if one of INPUTS and the inputs per scale is a multiple of the other."""
+    return INPUTS % weight.block == 0 or weight.block % INPUTS == 0
 
 
 def pack_stages(weight: Int4Weight, words: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 A weight is ``(code - zero) * scale``, rounded to the model's dtype. The same values are used by every kernel and for any number
 of rows, except that ``cuda/int4_gemm.cu`` does not round them for up to 16 rows.
 
-Shape legend: N outputs, K inputs, T tiles of 64 outputs, C chunks of ``4 * SUB`` inputs, B blocks of inputs that share a scale.
+Shape legend: N outputs, K inputs, T tiles of 64 outputs, C chunks of 128 inputs, B blocks of inputs that share a scale.
 """
 
 from dataclasses import dataclass
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 SYMMETRIC_ZERO = 8
 """Zero point of weights without stored zero points."""
+SUB = 32
+"""Stride in inputs between consecutive codes of an element; see `Packing.sub`."""
+_CHUNK = 4 * SUB
 _WEIGHTS_PER_PANEL = 1 << 22
 """Number of weights that are dequantized at once."""
 
@@ -29,10 +32,10 @@ class Int4Weight(TiledWeight):
     """Weight of a linear layer on this rank.
 
     Attributes:
-        codes: int16 [T, C, 64, SUB]; bits 4 * i to 4 * i + 3 of element j are the code of the chunk's input ``i * SUB + j``.
+        codes: int16 [T, C, 64, 32]; bits 4 * i to 4 * i + 3 of element j are the code of the chunk's input ``i * 32 + j``.
         scales: [B, T * 64] in the model's dtype; 0 for padding.
         zeros: uint8 [B, T * 64], or None if all zero points are 8.
-        block: inputs per scale, a multiple of SUB.
+        block: inputs per scale, a multiple of 32.
     """
 
     scales: torch.Tensor
@@ -51,27 +54,25 @@ class Int4Weight(TiledWeight):
         order: torch.Tensor | None = None,
         has_zeros: bool = False,
         gated: bool = False,
-        sub: int = 32,
     ) -> "Int4Weight":
         """Allocate a weight of zeros.
 
         Args:
             num_outputs: N.
             num_inputs: K.
-            block: inputs per scale, a multiple of SUB; None for all.
+            block: inputs per scale, a multiple of 32; None for all.
             dtype: dtype of the model.
             device: device of all tensors.
             order: see `TiledWeight`.
             has_zeros: allocate zero points.
             gated: see `TiledWeight`.
-            sub: SUB, 32 or 64.
         """
-        chunks = max(1, -(-num_inputs // (4 * sub)))
-        block = block or chunks * 4 * sub
+        chunks = max(1, -(-num_inputs // _CHUNK))
+        block = block or chunks * _CHUNK
         halves = 1 + gated
         tiles = -(-num_outputs // halves // TILE) * halves
-        codes = torch.zeros(tiles, chunks, TILE, sub, dtype=torch.int16, device=device)
-        shape = -(-chunks * 4 * sub // block), tiles * TILE
+        codes = torch.zeros(tiles, chunks, TILE, SUB, dtype=torch.int16, device=device)
+        shape = -(-chunks * _CHUNK // block), tiles * TILE
         zeros = torch.zeros(shape, dtype=torch.uint8, device=device) if has_zeros else None
         scales = torch.zeros(shape, dtype=dtype, device=device)
         return cls(
@@ -87,8 +88,8 @@ class Int4Weight(TiledWeight):
 
     def store(self, rows: torch.Tensor, codes: torch.Tensor) -> None:
         """Store the codes of some rows, uint8 [rows, K] with values up to 15."""
-        _, chunks, _, sub = self.codes.shape
-        codes = F.pad(codes, (0, chunks * 4 * sub - codes.shape[1])).view(len(codes), chunks, 4, sub)
+        chunks = self.codes.shape[1]
+        codes = F.pad(codes, (0, chunks * _CHUNK - codes.shape[1])).view(len(codes), chunks, 4, SUB)
         low, high = (codes[:, :, i] | codes[:, :, i + 1] << 4 for i in (0, 2))
         self.codes[rows // TILE, :, rows % TILE] = torch.stack((low, high), -1).view(torch.int16).squeeze(-1)
 
