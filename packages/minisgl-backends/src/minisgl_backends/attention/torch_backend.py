@@ -101,9 +101,7 @@ class TorchAttention(AttentionBackend):
         super().__init__(spec, pool, page_table)
         num_pages, heads, size = pool.spec.num_pages, spec.num_kv_heads, spec.page_size
         rows = [pool.kv(i).view(2 * num_pages * heads, size * spec.head_dim) for i in range(pool.spec.num_layers)]
-        is_fp8 = spec.kv_dtype == FP8
-        self._rows = [layer.view(torch.uint8) for layer in rows] if is_fp8 else rows
-        self._gather = self._gather_fp8 if is_fp8 else self._gather_plain
+        self._rows = [layer.view(torch.uint8) for layer in rows] if spec.kv_dtype == FP8 else rows
         # A row of the pool is (K or V, page, head).
         kv_offsets = torch.tensor([0, num_pages * heads], device=spec.device)
         self._offsets = (kv_offsets[:, None] + torch.arange(heads, device=spec.device)).view(2, 1, heads, 1)
@@ -197,16 +195,18 @@ class TorchAttention(AttentionBackend):
             gathered.view(-1, self.spec.head_dim).index_fill_(0, group.past, 0)
         return gathered.view(group.num_requests * self.spec.num_kv_heads, -1, self.spec.head_dim)
 
-    @staticmethod
-    def _gather_plain(rows: torch.Tensor, index: torch.Tensor, scales: tuple[float, ...]) -> torch.Tensor:
-        return rows.index_select(0, index)
+    def _gather(self, rows: torch.Tensor, index: torch.Tensor, scales: tuple[float, ...]) -> torch.Tensor:
+        """Gather rows of the pool, and dequantize those of an fp8 pool to the model's dtype.
 
-    def _gather_fp8(self, rows: torch.Tensor, index: torch.Tensor, scales: tuple[float, ...]) -> torch.Tensor:
-        """Gather and dequantize to the model's dtype. Two scales apply to the two halves, one scale to all rows."""
-        gathered = rows.index_select(0, index).view(FP8).float()
-        for part, scale in zip(gathered.chunk(len(scales)), scales, strict=True):
+        Two scales apply to the two halves of the rows, one scale to all rows.
+        """
+        gathered = rows.index_select(0, index)
+        if self.spec.kv_dtype != FP8:
+            return gathered
+        wide = gathered.view(FP8).float()
+        for part, scale in zip(wide.chunk(len(scales)), scales, strict=True):
             part.mul_(scale)
-        return gathered.to(self.spec.dtype)
+        return wide.to(self.spec.dtype)
 
     @staticmethod
     def _weights(q: torch.Tensor, k: torch.Tensor, block: _Block, layer: AttentionLayer) -> torch.Tensor:

@@ -1,13 +1,13 @@
 """Nodes of the radix tree."""
 
 import time
+from dataclasses import dataclass, field
 from itertools import count
 
 from minisgl_core.contracts.prefix_cache import DEFAULT_NAMESPACE, CacheNamespace, PageIds, PrefixTreeNode, TokenIds
 
-_ids = count()
 
-
+@dataclass(slots=True, eq=False, repr=False)
 class RadixNode:
     """Consecutive whole pages; the path from the root to a node spells a cached prefix.
 
@@ -24,35 +24,15 @@ class RadixNode:
         node_id, num_hits, last_hit_s: see `PrefixTreeNode`.
     """
 
-    __slots__ = (
-        "children",
-        "last_hit_s",
-        "namespace",
-        "node_id",
-        "num_hits",
-        "num_locks",
-        "pages",
-        "parent",
-        "token_ids",
-    )
-
-    def __init__(
-        self,
-        token_ids: TokenIds,
-        pages: PageIds,
-        parent: "RadixNode | None",
-        num_locks: int = 0,
-        namespace: CacheNamespace | None = None,
-    ) -> None:
-        self.token_ids = token_ids
-        self.pages = pages
-        self.parent = parent
-        self.children: dict[bytes, RadixNode] = {}
-        self.num_locks = num_locks
-        self.namespace = namespace
-        self.node_id = next(_ids)
-        self.num_hits = 0
-        self.last_hit_s = time.monotonic()
+    token_ids: TokenIds
+    pages: PageIds
+    parent: "RadixNode | None"
+    num_locks: int = 0
+    namespace: CacheNamespace | None = None
+    children: "dict[bytes, RadixNode]" = field(default_factory=dict)
+    node_id: int = field(default_factory=count().__next__)
+    num_hits: int = 0
+    last_hit_s: float = field(default_factory=time.monotonic)
 
     def num_common_tokens(self, token_ids: TokenIds) -> int:
         """Return the length of the common prefix of this node's tokens and `token_ids`."""
