@@ -1,14 +1,14 @@
 """ctypes bindings of NCCL's C functions, from the library that torch uses (https://docs.nvidia.com/deeplearning/nccl)."""
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from ctypes import POINTER, c_char_p, c_int, c_size_t, c_void_p
 from functools import cache
 from typing import Any
 
 import torch
 
-from minisgl_backends.cuda.library import load_library
+from minisgl_backends.cuda.library import load_library, set_prototypes
 
 
 class UniqueId(ctypes.Structure):
@@ -60,12 +60,8 @@ class NcclLibrary:
             OSError: NCCL is not installed.
         """
         self._library = load_library("libnccl.so.2")
-        self._functions: dict[str, Callable[..., int]] = {}
-        for name, arguments in _PROTOTYPES.items():
-            function = getattr(self._library, name)
-            function.argtypes, function.restype = arguments, c_int
-            self._functions[name] = function
-        self._library.ncclGetErrorString.argtypes, self._library.ncclGetErrorString.restype = (c_int,), c_char_p
+        set_prototypes(self._library, _PROTOTYPES)
+        self._library.ncclGetErrorString.restype = c_char_p
         number = c_int()
         self.call("ncclGetVersion", ctypes.byref(number))
         self.version = f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
@@ -76,7 +72,7 @@ class NcclLibrary:
         Raises:
             RuntimeError: NCCL returned an error.
         """
-        status = self._functions[name](*arguments)
+        status = getattr(self._library, name)(*arguments)
         if status != 0:
             reason = self._library.ncclGetErrorString(status).decode()
             raise RuntimeError(f"{name} failed: {reason} (NCCL_DEBUG=WARN shows more)")

@@ -2,32 +2,17 @@
 
 import ctypes
 from contextlib import suppress
-from ctypes import POINTER, c_size_t, c_uint, c_uint64
+from ctypes import c_uint64
 from typing import Any
 
 import torch
 
 from minisgl_backends.communicator.rendezvous import Rendezvous
-from minisgl_backends.cuda.driver import call, declare
+from minisgl_backends.cuda.driver import IpcHandle, call
 from minisgl_core.errors import ProviderUnsupportedError
-
-
-class _IpcHandle(ctypes.Structure):
-    _fields_ = (("reserved", ctypes.c_byte * 64),)
-
 
 _LAZY_PEER_ACCESS = 1
 """CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS."""
-declare(
-    {
-        "cuMemAlloc_v2": (POINTER(c_uint64), c_size_t),
-        "cuMemFree_v2": (c_uint64,),
-        "cuMemsetD32_v2": (c_uint64, c_uint, c_size_t),
-        "cuIpcGetMemHandle": (POINTER(_IpcHandle), c_uint64),
-        "cuIpcOpenMemHandle_v2": (POINTER(c_uint64), _IpcHandle, c_uint),
-        "cuIpcCloseMemHandle": (c_uint64,),
-    }
-)
 
 
 class PeerMemory:
@@ -71,14 +56,14 @@ class PeerMemory:
             raise
 
     def _export(self, memory: c_uint64) -> bytes:
-        handle = _IpcHandle()
+        handle = IpcHandle()
         self._ipc_call("cuIpcGetMemHandle", ctypes.byref(handle), memory)
         return bytes(handle)
 
     def _open(self, handle: bytes) -> int:
         address = c_uint64()
         self._ipc_call(
-            "cuIpcOpenMemHandle_v2", ctypes.byref(address), _IpcHandle.from_buffer_copy(handle), _LAZY_PEER_ACCESS
+            "cuIpcOpenMemHandle_v2", ctypes.byref(address), IpcHandle.from_buffer_copy(handle), _LAZY_PEER_ACCESS
         )
         self._opened.append(address.value)
         return address.value

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from minisgl_backends.build_cache import cache_dir, is_cached, write_atomically
-from minisgl_backends.cuda.library import load_library
+from minisgl_backends.cuda.library import load_library, set_prototypes
 from minisgl_core.errors import MinisglError
 
 _LOG = logging.getLogger(__name__)
@@ -52,9 +52,7 @@ def load_nvrtc() -> ctypes.CDLL:
     if torch.version.cuda is None:
         raise OSError("this build of torch has no CUDA support")
     library = load_library(f"libnvrtc.so.{torch.version.cuda.split('.')[0]}")
-    for name, arguments in _PROTOTYPES.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = arguments, c_int
+    set_prototypes(library, _PROTOTYPES)
     return library
 
 
@@ -84,7 +82,7 @@ def _compile_queue() -> SimpleQueue[tuple[str, Future[bytes]] | None]:
     """Start the compiler threads and return their queue.
 
     When the process exits, they complete what they are compiling, since NVRTC must not run while its library is unloaded. What is
-    still queued is dropped.
+    still queued is dropped; a ThreadPoolExecutor would compile it first.
     """
     queue: SimpleQueue[tuple[str, Future[bytes]] | None] = SimpleQueue()
     threads = [

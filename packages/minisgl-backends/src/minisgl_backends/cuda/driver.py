@@ -1,52 +1,44 @@
-"""ctypes bindings of CUDA driver functions that torch has no API for: kernel launch with PDL and clusters, TMA maps."""
+"""ctypes bindings of CUDA driver functions that torch has no API for: kernel launch with PDL and clusters, TMA maps, IPC."""
 
 import ctypes
 import sys
 from collections.abc import Mapping, Sequence
-from ctypes import POINTER, c_char_p, c_float, c_int, c_uint, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_float, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
 from functools import cache
 from typing import Any, ClassVar
 
 import torch
 
+from minisgl_backends.cuda.library import set_prototypes
 from minisgl_core.contracts.kv_cache import KVPages
 from minisgl_core.utils.fp8 import FP8
-
-_PROTOTYPES: dict[str, tuple[Any, ...]] = {}
-"""Argument types by function. Each function returns a CUresult, 0 for success."""
-
-
-def declare(prototypes: Mapping[str, tuple[Any, ...]]) -> None:
-    """Add argument types by function, for `call`. Modules declare the functions that they call."""
-    _PROTOTYPES.update(prototypes)
 
 
 @cache
 def _library() -> ctypes.CDLL:
     library = ctypes.CDLL("libcuda.so.1")
-    library.cuGetErrorString.argtypes, library.cuGetErrorString.restype = (c_int, POINTER(c_char_p)), c_int
+    set_prototypes(library, _PROTOTYPES)
     return library
 
 
-@cache
-def _function(name: str) -> Any:
-    function = getattr(_library(), name)
-    function.argtypes, function.restype = _PROTOTYPES[name], c_int
-    return function
-
-
 def call(name: str, *arguments: Any) -> None:
-    """Call a function that a module has declared.
+    """Call one of the functions in `_PROTOTYPES`.
 
     Raises:
         RuntimeError: the driver returned an error.
         OSError: no CUDA driver is installed.
     """
-    status = _function(name)(*arguments)
+    status = getattr(_library(), name)(*arguments)
     if status != 0:
         text = c_char_p()
         _library().cuGetErrorString(status, ctypes.byref(text))
         raise RuntimeError(f"{name} failed: {(text.value or b'unknown error').decode()}")
+
+
+class IpcHandle(ctypes.Structure):
+    """CUipcMemHandle: 64 bytes by which another process opens device memory."""
+
+    _fields_ = (("reserved", ctypes.c_byte * 64),)
 
 
 class _Attribute(ctypes.Structure):
@@ -68,7 +60,8 @@ _CLUSTER_DIMENSION, _DEPENDENT_LAUNCH = 4, 6
 """CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION and CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION."""
 _MAX_DYNAMIC_SHARED_BYTES = 8
 """CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
-_PROTOTYPES |= {
+_PROTOTYPES: Mapping[str, tuple[Any, ...]] = {
+    "cuGetErrorString": (c_int, POINTER(c_char_p)),
     "cuModuleLoadData": (POINTER(c_void_p), c_char_p),
     "cuModuleGetFunction": (POINTER(c_void_p), c_void_p, c_char_p),
     "cuFuncSetAttribute": (c_void_p, c_int, c_int),
@@ -79,7 +72,14 @@ _PROTOTYPES |= {
         c_void_p, c_int, c_uint32, c_uint64, POINTER(c_uint64), POINTER(c_uint64), POINTER(c_uint32), POINTER(c_uint32), c_int,
         c_int, c_int, c_int,
     ),
+    "cuMemAlloc_v2": (POINTER(c_uint64), c_size_t),
+    "cuMemFree_v2": (c_uint64,),
+    "cuMemsetD32_v2": (c_uint64, c_uint, c_size_t),
+    "cuIpcGetMemHandle": (POINTER(IpcHandle), c_uint64),
+    "cuIpcOpenMemHandle_v2": (POINTER(c_uint64), IpcHandle, c_uint),
+    "cuIpcCloseMemHandle": (c_uint64,),
 }  # fmt: skip
+"""Argument types by function. Each function returns a CUresult, 0 for success."""
 
 
 class Kernel:

@@ -2,7 +2,9 @@
 
 import ctypes
 import importlib.util
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 
 def load_library(name: str) -> ctypes.CDLL:
@@ -22,3 +24,10 @@ def load_library(name: str) -> ctypes.CDLL:
         for builtins in sorted(paths[0].parent.glob("libnvrtc-builtins.so.*")):
             ctypes.CDLL(str(builtins))  # NVRTC loads it by file name alone
         return ctypes.CDLL(str(paths[0]))
+
+
+def set_prototypes(library: ctypes.CDLL, prototypes: Mapping[str, tuple[Any, ...]]) -> None:
+    """Set the argument types of a library's functions, which return a status as C's ``int``."""
+    for name, arguments in prototypes.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, ctypes.c_int
