@@ -67,6 +67,16 @@ def write_atomically(data: bytes, path: Path) -> None:
                 raise
 
 
+def store(data: bytes, path: Path, kernels: str) -> bool:
+    """Write compiled kernels to the cache. If that fails, log a warning about `kernels` (a noun in plural), and return False."""
+    try:
+        write_atomically(data, path)
+    except OSError as error:
+        _LOG.warning("%s are not cached in %s, but compiled at each start: %s", kernels, path.parent, error)
+        return False
+    return True
+
+
 @cache
 def _warn(message: str) -> None:
     """Log a warning once, since one start looks up many kernels."""

@@ -3,7 +3,6 @@
 import atexit
 import ctypes
 import hashlib
-import logging
 import os
 import re
 from collections.abc import Mapping
@@ -18,11 +17,10 @@ from typing import Any
 
 import torch
 
-from minisgl_backends.build_cache import cache_dir, is_cached, write_atomically
+from minisgl_backends.build_cache import cache_dir, is_cached, store
 from minisgl_backends.cuda.library import load_library, set_prototypes
 from minisgl_core.errors import MinisglError
 
-_LOG = logging.getLogger(__name__)
 _INCLUDE = re.compile(r'#include "(.+)"\n')
 _FLAGS = ("--gpu-architecture=sm_90a", "--std=c++17")
 _PROTOTYPES: dict[str, tuple[Any, ...]] = {
@@ -135,10 +133,7 @@ def compile_for_hopper(source: str) -> bytes:
         return path.read_bytes()
     cubin = _compile(nvrtc, source)
     if path is not None:
-        try:
-            write_atomically(cubin, path)
-        except OSError as error:
-            _LOG.warning("a CUDA kernel is not cached in %s, but compiled at each start: %s", path.parent, error)
+        store(cubin, path, "CUDA kernels")
     return cubin
 
 

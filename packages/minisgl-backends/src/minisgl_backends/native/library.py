@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from minisgl_backends.build_cache import cache_dir, is_cached, write_atomically
+from minisgl_backends.build_cache import cache_dir, is_cached, store
 from minisgl_core.errors import MinisglError
 from minisgl_core.platforms.cpu_graphs import call
 from minisgl_core.utils.dtypes import dtype_name
@@ -148,7 +148,8 @@ def _load(dtype: torch.dtype) -> Library:
     _LOG.info("compiling the CPU kernels for %s with %s", dtype, " ".join(compiler))
     with tempfile.TemporaryDirectory(prefix="minisgl-native-") as folder_name:  # a loaded library may be deleted
         built = _compile(command, texts, Path(folder_name))
-        return Library(built if path is None else _cached(built, path))
+        is_stored = path is not None and store(built.read_bytes(), path, "the CPU kernels")
+        return Library(path if path is not None and is_stored else built)
 
 
 def _callers() -> str:
@@ -171,16 +172,6 @@ def _compile(command: list[str], texts: dict[str, str], folder: Path) -> Path:
         last = "; ".join([line for line in done.stderr.splitlines() if "error" in line][:3])
         raise NativeBuildError(f"{' '.join(command)} failed with exit status {done.returncode}: {last}")
     return built
-
-
-def _cached(built: Path, path: Path) -> Path:
-    """Copy a library into the cache and return its path there; if that fails, return `built`."""
-    try:
-        write_atomically(built.read_bytes(), path)
-    except OSError as error:
-        _LOG.warning("the CPU kernels are not cached in %s, but compiled at each start: %s", path.parent, error)
-        return built
-    return path
 
 
 def _compiler() -> list[str]:
