@@ -6,7 +6,6 @@ import itertools
 import json
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -126,7 +125,7 @@ def test_orders_of_experts(inputs: tuple[np.ndarray, ...], inner: tuple[np.ndarr
     x, weights, ids = torch.randn(5, 128), torch.rand(5, 1), torch.tensor([[0], [1], [1], [0], [1]])
     found = torch.zeros(5, 128)
     for rank in range(num_ranks):
-        shard = Shard.of(len(inner[0]), SimpleNamespace(tp_rank=rank, tp_size=num_ranks))
+        shard = Shard.of(len(inner[0]), rank, num_ranks)
         moe = MoeSpec(2, 1, 128, shard.size, torch.float32, CPU, has_bias=True)
         method = Int4(spec, Ops.of(CPU, torch.float32)).experts(ExpertsSpec("m", moe, shard, tuple(sizes)), TorchMoe)
         for target_name, target in method.targets():

@@ -22,7 +22,6 @@ from minisgl_core.contracts.quantization import Quantization, QuantizationSpec
 from minisgl_core.contracts.shard import Shard
 from minisgl_core.errors import ProviderUnsupportedError
 from minisgl_core.testing.moe_cases import activated
-from minisgl_core.testing.packed_checkpoint import AnyRank
 from minisgl_core.testing.references import NaiveMoe
 from minisgl_core.weights.loader import fill_target
 
@@ -99,19 +98,9 @@ def test_outputs_of_ranks_sum_to_the_layer(inner: int, ranks: int, kernel: type[
     expected = (outputs.gather(1, ids[..., None].expand(-1, -1, 64)) * weights.double()[..., None]).sum(1)
     found = torch.zeros(5, 64, dtype=torch.float64)
     for rank in range(ranks):
-        shard = Shard.of(inner, _Ranks(rank, ranks))
+        shard = Shard.of(inner, rank, ranks)
         found += operation(given, shard, rank == 0, kernel)(x, weights, ids).double()
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-
-
-class _Ranks(AnyRank):
-    @property
-    def tp_rank(self) -> int:
-        return self.rank
-
-    @property
-    def tp_size(self) -> int:
-        return self.size
 
 
 def test_unsupported_checkpoints_and_experts_are_refused() -> None:

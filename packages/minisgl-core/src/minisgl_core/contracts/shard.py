@@ -14,8 +14,6 @@ from minisgl_core.errors import InvalidValueError
 if TYPE_CHECKING:
     import torch
 
-    from minisgl_core.contracts.model import BuildContext
-
 
 @dataclass(frozen=True, slots=True)
 class Shard:
@@ -33,10 +31,10 @@ class Shard:
     total: int
 
     @classmethod
-    def of(cls, total: int, build: BuildContext) -> Shard:
-        """Return the shard of an even split over the tensor-parallel ranks, rounded up."""
-        size = -(-total // build.tp_size)
-        start = min(build.tp_rank * size, total)
+    def of(cls, total: int, tp_rank: int, tp_size: int) -> Shard:
+        """Return the shard of a rank if `total` is split evenly over the tensor-parallel ranks, rounded up."""
+        size = -(-total // tp_size)
+        start = min(tp_rank * size, total)
         return cls(start, min(start + size, total), size, total)
 
     @classmethod

@@ -51,7 +51,7 @@ class Attention(Layer):
         """
         index_in_pool = index - (build.layers.start if build.layers else 0)
         self._name = f"layer {index}"
-        self._shard = Shard.of(num_sinks, build)
+        self._shard = Shard.of(num_sinks, build.tp_rank, build.tp_size)
         self._sinks = empty_parameter(self._shard.size, build=build) if num_sinks else None
         self.layer = AttentionLayer(index_in_pool, scale, sliding_window, soft_cap=soft_cap, sinks=self._sinks)
         self._kv_scales = torch.ones(2) if build.kv_dtype == FP8 else None

@@ -16,7 +16,7 @@ class VocabParallelEmbedding(Layer):
 
     def __init__(self, vocab_size: int, hidden_size: int, build: BuildContext) -> None:
         """Allocate this rank's rows of a weight [vocab_size, hidden_size]."""
-        self._shard = Shard.of(vocab_size, build)
+        self._shard = Shard.of(vocab_size, build.tp_rank, build.tp_size)
         self._communicator = build.communicator if build.tp_size > 1 else None
         self._gather_rows = build.ops.step.gather_rows
         self.weight = empty_parameter(self._shard.size, hidden_size, build=build, zero=self._shard.is_padded)

@@ -100,7 +100,7 @@ class MergedColumnParallelLinear(ReplicatedLinear):
             silu_and_mul: True to return ``silu(gate) * up`` of two projections. Some kernels compute it in the GEMM's epilogue.
         """
         assert not silu_and_mul or len(out_features) == 2, "silu_and_mul needs two projections: gate and up"
-        parts = [Shard.of(n, build) for n in out_features]
+        parts = [Shard.of(n, build.tp_rank, build.tp_size) for n in out_features]
         self._set_shape(parts, Shard.whole(in_features), build, bias=bias, gated=silu_and_mul)
 
 
@@ -149,7 +149,7 @@ class QKVParallelLinear(ReplicatedLinear):
         self.num_q_heads, self.num_kv_heads = num_q_heads // build.tp_size, max(num_kv_heads // build.tp_size, 1)
         kv_start, kv_size = first_kv * head_dim, self.num_kv_heads * head_dim
         self.kv_rows = Shard(kv_start, kv_start + kv_size, kv_size, num_kv_heads * head_dim)
-        self.q_rows = Shard.of(num_q_heads * head_dim, build)
+        self.q_rows = Shard.of(num_q_heads * head_dim, build.tp_rank, build.tp_size)
         self._set_shape([self.q_rows, self.kv_rows, self.kv_rows], Shard.whole(hidden_size), build, bias=bias)
         self._order = _half_split(self.num_q_heads, self.num_kv_heads, head_dim, interleaved_dim, build.device)
         self._heads = [self.num_q_heads, self.num_kv_heads, self.num_kv_heads]
@@ -194,7 +194,9 @@ class RowParallelLinear(ReplicatedLinear):
         """
         # Only rank 0 adds the bias, since the ranks' outputs are summed.
         owns_bias = bias and build.tp_rank == 0
-        self._set_shape([Shard.whole(out_features)], Shard.of(in_features, build), build, bias=owns_bias)
+        self._set_shape(
+            [Shard.whole(out_features)], Shard.of(in_features, build.tp_rank, build.tp_size), build, bias=owns_bias
+        )
         self._skips_bias = bias and not owns_bias
         self._communicator = build.communicator if reduce and build.tp_size > 1 else None
 

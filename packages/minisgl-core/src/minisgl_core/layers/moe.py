@@ -55,7 +55,7 @@ class FusedMoE(Layer):
         """
         assert build.moe_kernel is not None, "a model with experts is built with a MoE kernel"
         check_routing(routing, num_experts)
-        self._inner, self._names = Shard.of(intermediate_size, build), names
+        self._inner, self._names = Shard.of(intermediate_size, build.tp_rank, build.tp_size), names
         self._spec = MoeSpec(
             num_experts=num_experts,
             top_k=routing.top_k,

@@ -9,7 +9,7 @@ from minisgl_core.kv.allocator import Int32Array
 from minisgl_core.plugins.hookspecs import RequestRecord
 from minisgl_core.protocol.messages import Submit, TokenLogprobs
 from minisgl_core.scheduler.constraints import Constraint
-from minisgl_core.scheduler.running_requests import RunningRequests
+from minisgl_core.scheduler.request_arrays import RequestArrays
 from minisgl_core.scheduler.token_rules import TokenRules
 
 
@@ -23,7 +23,7 @@ class Request:
         KV       |<-- num_computed -->|<-- to compute ------------------------------->|
         pages    |<-- num_shared: the cache's, locked -->|<-- the request's own -->|
 
-    The state that changes with every token is in `RunningRequests`, at the request's row.
+    The state that changes with every token is in `RequestArrays`, at the request's row.
 
     Attributes:
         request_id: id of the request in messages.
@@ -49,7 +49,7 @@ class Request:
     def __init__(
         self,
         submit: Submit,
-        running: RunningRequests,
+        running: RequestArrays,
         *,
         arrival: int,
         seed: int,
@@ -68,7 +68,7 @@ class Request:
         self.first_token_s: float | None = None
         self.num_preemptions = 0
         self._tokens: Int32Array = submit.token_ids
-        """Tokens while the request has no row; otherwise `RunningRequests.tokens` has them."""
+        """Tokens while the request has no row; otherwise `RequestArrays.tokens` has them."""
         self.num_prompt_tokens = len(submit.token_ids)
         self.max_length = self.num_prompt_tokens + sampling.max_tokens
         self.seed = np.uint64((seed if sampling.seed is None else sampling.seed) % 2**64)

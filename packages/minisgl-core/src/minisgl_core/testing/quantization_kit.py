@@ -317,7 +317,7 @@ class QuantizationTests:
     ) -> ExpertsMethod:
         """Return the loaded method of three experts, which are sharded over the ranks."""
         build, has_bias = self.build(provider, communicator), modules["m.experts.0.gate_proj"].bias is not None
-        inner = Shard.of(48, build)
+        inner = Shard.of(48, build.tp_rank, build.tp_size)
         shape = MoeSpec(3, 2, 64, inner.size, build.dtype, build.device, has_bias=has_bias)
         skip_if_unsupported(self.moe_kernel, shape)
         spec = ExpertsSpec("m.experts", shape, inner, _PROJECTIONS, adds_bias=build.tp_rank == 0)

@@ -112,7 +112,7 @@ class TransformersModel(Model):
         set_handler(model, self._step)
         self._backbone, self._head = detach_backbone(model), model
         self._checkpoint_names.set_known(name for name, _ in self.weight_targets("", {}))
-        self.checks: list[Layer] = [TokenCheck(self, build)]  # prepared after all others
+        self.checks: list[Layer] = [TokenCheck(self.hidden_states, self.config, build)]  # prepared after all others
 
     def forward(
         self,

@@ -4,21 +4,19 @@ A step packs tokens of several requests. A convolution, a token shift, or positi
 them without an error. So would frequencies that depend on the longest sequence.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 
 from minisgl_core.contracts.attention import AttentionLayer
 from minisgl_core.contracts.layer import Layer
-from minisgl_core.contracts.model import BuildContext
+from minisgl_core.contracts.model import Attend, BuildContext
+from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.ops import Rope
 from minisgl_core.errors import InvalidValueError, ModelFormatError
 
-if TYPE_CHECKING:
-    from minisgl_models.transformers_backend.model import TransformersModel
-
+HiddenStates = Callable[[torch.Tensor, torch.Tensor | None, Attend], torch.Tensor]
+"""Maps token ids and positions [T] to hidden states [T, H]; see `TransformersModel.hidden_states`."""
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 _NUM_TOKENS = 6
 
@@ -26,9 +24,9 @@ _NUM_TOKENS = 6
 class TokenCheck(Layer):
     """Runs a loaded model on tokens, and on some of them in another order. It must be the last layer to be prepared."""
 
-    def __init__(self, model: TransformersModel, build: BuildContext) -> None:
-        """Keep the model, whose weights are loaded later; see `prepare`."""
-        self._model, self._build = model, build
+    def __init__(self, hidden_states: HiddenStates, config: ModelConfig, build: BuildContext) -> None:
+        """Keep the model's function, whose weights are loaded later; see `prepare`."""
+        self._compute, self._config, self._build = hidden_states, config, build
 
     @torch.no_grad()
     def prepare(self) -> None:
@@ -38,7 +36,7 @@ class TokenCheck(Layer):
             ModelFormatError: they depend on the other tokens of the step, or positions do not begin with 0.
             InvalidValueError: a module does not run on this rank's part of its input (``--tp``).
         """
-        config, device = self._model.config, self._build.device
+        config, device = self._config, self._build.device
         ids = torch.arange(1, _NUM_TOKENS + 1, device=device) % config.vocab_size
         positions = (ids * 5 - 3) % config.max_position  # with gaps, and up to the last one
         positions[-1] = config.max_position - 1
@@ -68,7 +66,7 @@ class TokenCheck(Layer):
             )
 
     def _hidden_states(self, ids: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-        return self._model.hidden_states(ids, positions, _tokenwise_attention).float()
+        return self._compute(ids, positions, _tokenwise_attention).float()
 
 
 def _difference(first: torch.Tensor, second: torch.Tensor) -> float:
