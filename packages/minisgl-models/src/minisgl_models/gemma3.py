@@ -68,7 +68,6 @@ class Gemma3Attention(Gemma2Attention):
         self.k_norm = gemma_norm(config.head_dim, config, build)
 
     def rope(self, cos: torch.Tensor, sin: torch.Tensor) -> Rope:
-        """Return the rotary embedding with the QK norms."""
         return Rope(cos, sin, (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps)
 
 
@@ -93,7 +92,6 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
 
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:
-        """Refuse other activations, bidirectional attention, a soft cap of scores, biases of the MLP, and experts."""
         return unsupported_keys(
             config,
             hidden_activation=_DEFAULTS["hidden_activation"],

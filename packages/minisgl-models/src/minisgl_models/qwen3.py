@@ -25,7 +25,6 @@ class Qwen3Attention(LlamaAttention):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, build)
 
     def rope(self, cos: torch.Tensor, sin: torch.Tensor) -> Rope:
-        """Return the rotary embedding with the QK norms."""
         return Rope(cos, sin, (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps)
 
 
@@ -36,5 +35,4 @@ class Qwen3ForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:
-        """Refuse experts, and biases of the MLP."""
         return unsupported_keys(config, mlp_bias=False)

@@ -111,27 +111,24 @@ def _gpt_oss(get: Lookup, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _gemma(num_layers_of_27b: int) -> Callable[[Lookup, Mapping[str, Any]], dict[str, Any]]:
-    """Return the reader of Gemma's keys. Its 27B models scale scores by the hidden size per head, for which there is no key."""
-
-    def read(get: Lookup, config: Mapping[str, Any]) -> dict[str, Any]:
-        is_27b = config["num_hidden_layers"] == num_layers_of_27b
-        scalar = config["hidden_size"] // config["num_attention_heads"] if is_27b else config.get("head_dim")
-        return {
-            "query_pre_attn_scalar": scalar,
-            "sliding_window": get("attention.sliding_window", 4096),
-            "final_logit_softcapping": get("final_logit_softcapping", None),
-        }
-
-    return read
+def _gemma(get: Lookup, config: Mapping[str, Any], num_layers_of_27b: int) -> dict[str, Any]:
+    """Return Gemma's keys. Its 27B models scale scores by the hidden size per head, for which there is no key."""
+    is_27b = config["num_hidden_layers"] == num_layers_of_27b
+    scalar = config["hidden_size"] // config["num_attention_heads"] if is_27b else config.get("head_dim")
+    return {
+        "query_pre_attn_scalar": scalar,
+        "sliding_window": get("attention.sliding_window", 4096),
+        "final_logit_softcapping": get("final_logit_softcapping", None),
+    }
 
 
 def _gemma2(get: Lookup, config: Mapping[str, Any]) -> dict[str, Any]:
-    caps = {
+    return {
+        **_gemma(get, config, 46),
         "attn_logit_softcapping": get("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": get("final_logit_softcapping", 30.0),
+        "layer_types": _layer_types(get, config, 2),
     }
-    return {**_gemma(46)(get, config), **caps, "layer_types": _layer_types(get, config, 2)}
 
 
 def _gemma3(get: Lookup, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,7 +136,7 @@ def _gemma3(get: Lookup, config: Mapping[str, Any]) -> dict[str, Any]:
     kinds = _layer_types(get, config, 6) if has_windows else ["full_attention"] * config["num_hidden_layers"]
     local = {"rope_type": "default", "rope_theta": get("rope.freq_base_swa", 10000.0)}
     rope = {"full_attention": config["rope_parameters"], "sliding_attention": local}
-    return {**_gemma(62)(get, config), "layer_types": kinds, "rope_parameters": rope}
+    return {**_gemma(get, config, 62), "layer_types": kinds, "rope_parameters": rope}
 
 
 def _phi3(get: Lookup, config: Mapping[str, Any]) -> dict[str, Any]:
