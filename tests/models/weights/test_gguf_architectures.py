@@ -322,6 +322,24 @@ def test_huge_shared_experts_without_tensors_are_refused_before_allocation(tmp_p
         _ = GgufWeights(path).config
 
 
+def test_heads_without_keys_have_the_defaults_of_llama_cpp(tmp_path: Path) -> None:
+    """Gemma's own defaults are other ones: 4 KV heads and heads of 256."""
+    each, case = FORMS["gemma2"], CASES["Gemma2ForCausalLM"]
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": case.base["hidden_size"] // 8}
+    config = AutoConfig.for_model(case.model_type, **{**case.base, **each.changes, **heads})
+    tensors = {name: value.numpy() for name, value in random_reference(config).state_dict().items()}
+    del tensors["lm_head.weight"]
+    path = write(tmp_path / "m.gguf", each, config, tensors)
+    data = path.read_bytes()
+    for key in (b"attention.head_count_kv", b"attention.key_length"):
+        data = data.replace(b"gemma2." + key, b"unused." + key)
+    path.write_bytes(data)
+    _, _, _, provider = make_both_forms("gemma2")
+    found = standardised(provider, GgufWeights(path).config)
+    assert (found.num_kv_heads, found.head_dim) == (8, heads["head_dim"])
+    assert found.raw["query_pre_attn_scalar"] == heads["head_dim"]
+
+
 @pytest.mark.parametrize("missing", ["rope_factors_long.weight", "rope_factors_short.weight"])
 def test_longrope_with_one_list_of_factors_is_refused(missing: str, tmp_path: Path) -> None:
     each = FORMS["phi3"]

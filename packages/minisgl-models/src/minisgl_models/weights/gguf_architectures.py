@@ -114,7 +114,7 @@ def _gpt_oss(get: Lookup, config: Mapping[str, Any]) -> dict[str, Any]:
 def _gemma(get: Lookup, config: Mapping[str, Any], num_layers_of_27b: int) -> dict[str, Any]:
     """Return Gemma's keys. Its 27B models scale scores by the hidden size per head, for which there is no key."""
     is_27b = config["num_hidden_layers"] == num_layers_of_27b
-    scalar = config["hidden_size"] // config["num_attention_heads"] if is_27b else config.get("head_dim")
+    scalar = config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"]
     return {
         "query_pre_attn_scalar": scalar,
         "sliding_window": get("attention.sliding_window", 4096),
@@ -147,9 +147,8 @@ def _phi3(get: Lookup, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _granite(get: Lookup, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return Granite's factors. As in llama.cpp, 0 stands for a missing factor."""
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     return {
-        "attention_multiplier": get("attention.scale", 0.0) or head_dim**-0.5,
+        "attention_multiplier": get("attention.scale", 0.0) or config["head_dim"] ** -0.5,
         "embedding_multiplier": get("embedding_scale", 0.0) or 1.0,
         "residual_multiplier": get("residual_scale", 0.0) or 1.0,
         "logits_scaling": get("logit_scale", 0.0) or 1.0,

@@ -162,9 +162,8 @@ def check_shapes(path: Path, config: Mapping[str, Any], tensors: Mapping[str, Gg
 
 def _matrices_of_block(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the shape [out, in] of each matrix of a block, or [experts, out, in] of a stack, by llama.cpp's stem."""
-    hidden, heads, intermediate = config["hidden_size"], config["num_attention_heads"], config["intermediate_size"]
-    head_dim = config.get("head_dim", hidden // heads)
-    q, kv = heads * head_dim, config.get("num_key_value_heads", heads) * head_dim
+    hidden, intermediate = config["hidden_size"], config["intermediate_size"]
+    q, kv = (config[key] * config["head_dim"] for key in ("num_attention_heads", "num_key_value_heads"))
     is_phi3 = config["architectures"][0] == "Phi3ForCausalLM"
     shapes: dict[str, tuple[int, ...]] = {"attn_output": (hidden, q)}
     if is_phi3:
