@@ -160,7 +160,7 @@ class TestOnHopper:
     def test_an_sm_holds_no_two_blocks_of_one_half(self, half: int, rows: int, scales: int, is_plain: bool) -> None:
         device = torch.device("cuda")
         variant = Variant(rows, 2, 1, scales, gated=not is_plain, has_bias=not is_plain, half=half)
-        _, max_blocks = load_kernel(variant, "int4_gemm", device, variant.resources)
+        _, max_blocks = load_kernel(variant, "int4_gemm", device)
         assert max_blocks <= torch.cuda.get_device_properties(device).multi_processor_count
 
     @pytest.mark.parametrize("rows", [1, 16, 17])

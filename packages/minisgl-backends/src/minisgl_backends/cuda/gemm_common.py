@@ -44,6 +44,11 @@ class GemmVariant(Hashable, Protocol):
         """Return the thread blocks per cluster."""
         ...
 
+    @property
+    def resources(self) -> BlockResources:
+        """Return what a thread block requests."""
+        ...
+
     def source(self) -> str:
         """Return the program's source."""
         ...
@@ -56,12 +61,14 @@ def compiled(variant: GemmVariant) -> Future[bytes]:
 
 
 @cache
-def load_kernel(
-    variant: GemmVariant, name: str, device: torch.device, resources: BlockResources = BlockResources()
-) -> tuple[Kernel, int]:
+def load_kernel(variant: GemmVariant, name: str, device: torch.device) -> tuple[Kernel, int]:
     """Return the kernel `name` of a variant, and the number of thread blocks that the device holds."""
     with torch.cuda.device(device):
-        cubin, threads, shared = compiled(variant).result(), resources.num_threads, resources.shared_bytes
+        cubin, threads, shared = (
+            compiled(variant).result(),
+            variant.resources.num_threads,
+            variant.resources.shared_bytes,
+        )
         kernel = Kernel(cubin, name, num_threads=threads, shared_bytes=shared, cluster=variant.cluster_blocks)
         return kernel, kernel.max_resident_blocks()
 

@@ -177,7 +177,7 @@ class HopperInt4Gemm:
 
     def _multiply(self, x: torch.Tensor, out: torch.Tensor) -> None:
         variant, tiling = self._variants[next(rows for rows in ROW_SIZES if len(x) <= rows)]
-        kernel, max_blocks = load_kernel(variant, "int4_gemm", x.device, variant.resources)
+        kernel, max_blocks = load_kernel(variant, "int4_gemm", x.device)
         steps = -(-self._num_output_blocks // variant.cluster) * self._num_chunks
         num_blocks = tiling.num_stream_k_blocks(max_blocks, steps)
         x_map = TensorMap(x, (variant.box_rows, 64))

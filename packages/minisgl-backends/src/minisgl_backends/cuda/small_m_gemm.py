@@ -14,6 +14,7 @@ from minisgl_backends.cuda.gemm_common import (
     ALIGNMENT_BYTES,
     LINE_BYTES,
     SHARED_BYTES,
+    BlockResources,
     can_load_input,
     can_load_weight,
     compiled,
@@ -66,6 +67,11 @@ class Variant:
     def cluster_blocks(self) -> int:
         """Return the thread blocks per cluster."""
         return self.cluster * self.splits * self.row_parts
+
+    @property
+    def resources(self) -> BlockResources:
+        """Return what a thread block requests: a whole SM."""
+        return BlockResources()
 
     @property
     def stages(self) -> int:

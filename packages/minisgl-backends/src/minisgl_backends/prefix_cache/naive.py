@@ -22,13 +22,11 @@ class NaivePrefixCache(PrefixCache):
     """Cache that never matches and never keeps a page: all pages stay with their requests. Handles are None."""
 
     def match(self, token_ids: TokenIds, namespace: CacheNamespace = DEFAULT_NAMESPACE) -> PrefixMatch:
-        """Return the empty match."""
         return PrefixMatch(_NO_PAGES, None)
 
     def insert(
         self, token_ids: TokenIds, pages: PageIds, namespace: CacheNamespace = DEFAULT_NAMESPACE
     ) -> PrefixInsert:
-        """Keep no page: all stay with the caller."""
         return PrefixInsert(_NO_PAGES, 0, None)
 
     def lock(self, handle: None) -> None:
@@ -45,16 +43,13 @@ class NaivePrefixCache(PrefixCache):
 
     @property
     def num_evictable(self) -> int:
-        """Always 0."""
         return 0
 
     @property
     def num_locked(self) -> int:
-        """Always 0."""
         return 0
 
     def reset(self) -> Sequence[int]:
-        """Return no pages."""
         return []
 
     def check(self) -> None:
