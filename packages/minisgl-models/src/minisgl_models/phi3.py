@@ -22,11 +22,9 @@ class Phi3ForCausalLM(LlamaForCausalLM):
         config = with_defaults({"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096}, raw)
         for name in ("rope_scaling", "rope_parameters"):
             rope = config.get(name)
-            if isinstance(rope, Mapping) and rope.get("rope_type", rope.get("type", "default")) in (
-                "su",
-                "yarn",
-                "longrope",
-            ):
+            if not isinstance(rope, Mapping):
+                continue
+            if rope.get("rope_type", rope.get("type")) in ("su", "yarn", "longrope"):
                 original = config["original_max_position_embeddings"]
                 config[name] = {**rope, "rope_type": "longrope", "original_max_position_embeddings": original}
         return config

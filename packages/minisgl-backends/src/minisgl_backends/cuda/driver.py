@@ -103,7 +103,7 @@ class Kernel:
         self._num_threads, self._shared_bytes, self._cluster = num_threads, shared_bytes, cluster
         self._device = torch.cuda.current_device()
         self._configs: dict[tuple[int, int], _LaunchConfig] = {}
-        """By number of thread blocks and stream."""
+        """Launch configurations by number of thread blocks and stream."""
 
     def max_resident_blocks(self) -> int:
         """Return the number of thread blocks that the device holds at once, with one per SM."""

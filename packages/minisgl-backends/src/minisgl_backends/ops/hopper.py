@@ -86,5 +86,5 @@ class HopperOps(TritonLinear, TritonNorm, TritonRotary):
             weight, bias, self._stream_k_workspace, scales=scales, gated=gated, row_sizes=row_sizes
         )
         quantize_rows = self._quantize.quantize_rows
-        few = small_m if scales is None else lambda x: small_m(*quantize_rows(dense(x), pdl=self.uses_pdl(len(x))))
-        return lambda x: few(x) if x.dim() == 2 and small_m.supports_input(x) else fallback(x)
+        gemm = small_m if scales is None else lambda x: small_m(*quantize_rows(dense(x), pdl=self.uses_pdl(len(x))))
+        return lambda x: gemm(x) if x.dim() == 2 and small_m.supports_input(x) else fallback(x)

@@ -52,12 +52,11 @@ class Gguf(Quantization):
         self._linear, self._experts = gpu_method(self.spec.device), GpuExperts
 
     def linear(self, spec: LinearSpec) -> LinearMethod:
-        """Return the method of a layer whose parts all have a kernel."""
-        types = self._types([(part.name, spec.columns) for part in spec.parts])
-        return super().linear(spec) if types is None else self._linear(spec, types)
+        """Return the packed method if there is one, else dequantize the layer."""
+        return self.embedding(spec) or super().linear(spec)
 
     def embedding(self, spec: LinearSpec) -> EmbeddingMethod | None:
-        """Return the method of the embedding or the LM head."""
+        """Return the method of the embedding, the LM head or a linear layer, if its parts all have a kernel."""
         types = self._types([(part.name, spec.columns) for part in spec.parts])
         return None if types is None else self._linear(spec, types)
 

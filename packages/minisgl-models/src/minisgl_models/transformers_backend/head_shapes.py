@@ -52,10 +52,8 @@ class HeadShape:
 
     def fit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return q [T, h, d], k [T, g, d] and v [T, g, e] as contiguous tensors of this shape."""
-        if q.shape[1:] == (self.num_q_heads, self.head_dim) and k.shape[1:] == v.shape[1:] == (
-            self.num_kv_heads,
-            self.head_dim,
-        ):
+        kv_shape = self.num_kv_heads, self.head_dim
+        if q.shape[1:] == (self.num_q_heads, self.head_dim) and k.shape[1:] == v.shape[1:] == kv_shape:
             return q.contiguous(), k.contiguous(), v.contiguous()
         k, v = (each.repeat_interleave(self.num_kv_heads // each.shape[1], dim=1) for each in (k, v))
         k, v = (pad(each, (0, self.head_dim - each.shape[2])) for each in (k, v))

@@ -120,12 +120,9 @@ def _targets(tensor: torch.Tensor, shard: ParameterShard | None) -> Iterator[Wei
 
 def _is_merge(rule: WeightConverter) -> bool:
     """Return True if a rule stacks the matrices of all experts, possibly after concatenating several by rows (gate and up)."""
-    kinds = [(type(each), each.dim) for each in rule.operations if isinstance(each, (MergeModulelist, Concatenate))]
-    is_merge = kinds in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]) and len(kinds) == len(
-        rule.operations
-    )
+    kinds = [(type(each), getattr(each, "dim", None)) for each in rule.operations]
     return (
-        is_merge
+        kinds in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
         and len(rule.target_patterns) == 1
         and all(re.fullmatch(r"[\w.]*\*[\w.]*", each) for each in rule.source_patterns)
     )
