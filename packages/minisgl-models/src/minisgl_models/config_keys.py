@@ -94,12 +94,8 @@ def layer_types(config: Mapping[str, Any], has_window: Callable[[int], bool]) ->
 def rope_parameters_by_layer_type(raw: Mapping[str, Any], full_theta: float, sliding_theta: float) -> dict[str, Any]:
     """Return ``rope_parameters`` with an entry per layer type, as transformers 5 writes them.
 
-    A ``rope_scaling`` (transformers 4) applies to layers with full attention only.
-
-    Args:
-        raw: the config.
-        full_theta: ``rope_theta`` of the layers with full attention, unless their entry has one.
-        sliding_theta: likewise, of the layers with a sliding window.
+    `full_theta` and `sliding_theta` are the ``rope_theta`` of entries without one. A ``rope_scaling`` (transformers 4) applies to
+    layers with full attention only.
 
     Raises:
         ModelFormatError: an entry is not an object, or its name is not a layer type.

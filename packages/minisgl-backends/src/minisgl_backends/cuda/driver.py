@@ -88,12 +88,7 @@ class Kernel:
     def __init__(self, cubin: bytes, name: str, *, num_threads: int, shared_bytes: int, cluster: int) -> None:
         """Load the kernel.
 
-        Args:
-            cubin: output of NVRTC.
-            name: name of the kernel.
-            num_threads: threads per block.
-            shared_bytes: dynamic shared memory per thread block.
-            cluster: thread blocks per cluster.
+        Thread blocks have `num_threads` threads and `shared_bytes` of dynamic shared memory. A cluster has `cluster` of them.
         """
         torch.cuda.current_stream().synchronize()  # makes the device's context current in this thread
         module, self._function = c_void_p(), c_void_p()

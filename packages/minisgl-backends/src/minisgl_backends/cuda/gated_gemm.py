@@ -30,12 +30,6 @@ def worthwhile(num_rows: int, num_outputs: int, num_inputs: int, num_sms: int) -
 
     The fewer inputs there are, the larger is the activation's part of the time. Idle SMs in the last wave cost time (wave
     quantization). The factor 160 is fitted to measurements of `scripts/tune_small_m_gemm.py --gated`.
-
-    Args:
-        num_rows: M.
-        num_outputs: N.
-        num_inputs: K.
-        num_sms: SMs of the device.
     """
     if num_rows <= MAX_SMALL_M_ROWS:
         return False

@@ -1,6 +1,7 @@
 """Tiling of small_m_gemm.cu: how a GEMM is distributed over thread blocks.
 
-Shape legend: M rows of x, N outputs, K inputs. A gated MLP's matrix has 2 * N rows, gate before up.
+Shape legend: M rows of x, N outputs, K inputs. A gated MLP's matrix has 2 * N rows, gate before up. As arguments,
+`num_rows` is M, `matrix_rows` is N, or 2 * N of a gated MLP, and `num_inputs` is K.
 """
 
 from dataclasses import dataclass
@@ -51,12 +52,8 @@ class GemmTiling:
 def worthwhile_rows(matrix_rows: int, num_inputs: int, *, gated: bool) -> int:
     """Return the largest number of rows for which small_m_gemm.cu is faster than cuBLAS, in a decode step on an H200.
 
-    GEMMs with more rows are compute-bound, and cuBLAS has the higher throughput.
-
-    Args:
-        matrix_rows: N, or 2 * N of a gated MLP.
-        num_inputs: K.
-        gated: the GEMM has a fused activation, which is a separate kernel after cuBLAS.
+    GEMMs with more rows are compute-bound, and cuBLAS has the higher throughput. After cuBLAS, the activation of a gated MLP is a
+    separate kernel.
     """
     if matrix_rows * num_inputs <= _SMALL_MATRIX:
         return MAX_SMALL_M_ROWS
@@ -67,12 +64,6 @@ def choose_tiling(num_rows: int, matrix_rows: int, num_inputs: int, num_sms: int
     """Return the tiling that was fastest on an H200, over the matrices of Qwen3-0.6B, 14B, 30B-A3B, and of shards of 32B.
 
     `scripts/tune_small_m_gemm.py` measures all tilings.
-
-    Args:
-        num_rows: M.
-        matrix_rows: N, or 2 * N of a gated MLP.
-        num_inputs: K.
-        num_sms: SMs of the device.
     """
     tiles, num_k_blocks = -(-matrix_rows // 64), num_inputs // BLOCK_K
     if tiles > num_sms:
@@ -100,12 +91,6 @@ def choose_fp8_tiling(num_rows: int, matrix_rows: int, num_inputs: int, num_sms:
 
     For few rows or outputs, it is that of bfloat16, since a byte takes as long to read and to multiply. Otherwise, thread blocks
     share weights or x.
-
-    Args:
-        num_rows: M.
-        matrix_rows: N, or 2 * N of a gated MLP.
-        num_inputs: K.
-        num_sms: SMs of the device.
     """
     blocks, num_k_blocks = -(-matrix_rows // 128) * 2, num_inputs // LINE_BYTES
     if num_rows <= 96 or blocks < 0.48 * num_sms:

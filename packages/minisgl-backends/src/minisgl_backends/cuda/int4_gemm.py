@@ -47,8 +47,7 @@ class Variant:
 
     Attributes:
         rows: largest number of rows of x.
-        cluster: see `GemmTiling`.
-        row_parts: likewise.
+        cluster, row_parts: see `GemmTiling`.
         scales: scales per output and stage, 1, 2 or 4.
         gated: fuse the gated MLP's activation.
         has_bias: add a bias.
@@ -114,10 +113,7 @@ class Variant:
 def choose_tiling(num_rows: int, num_output_blocks: int, num_sms: int) -> GemmTiling:
     """Return the tiling of a GEMM: Stream-K, which was faster on an H200 than a split of K over a cluster.
 
-    Args:
-        num_rows: M.
-        num_output_blocks: blocks of 128 outputs, or of 64 gate and 64 up outputs of a gated MLP.
-        num_sms: SMs of the device.
+    An output block has 128 outputs, or 64 gate and 64 up outputs of a gated MLP.
     """
     if num_rows <= _MAX_BLOCK_ROWS:
         return GemmTiling(_OUTPUTS, cluster=2)

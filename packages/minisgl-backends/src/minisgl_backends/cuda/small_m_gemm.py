@@ -35,10 +35,7 @@ class Variant:
 
     Attributes:
         rows: largest number of rows of x.
-        outputs: see `GemmTiling`.
-        cluster: likewise.
-        splits: likewise.
-        row_parts: likewise.
+        outputs, cluster, splits, row_parts: see `GemmTiling`.
         gated: fuse the gated MLP's activation.
         has_bias: add a bias.
         fp8: x and weights are in FP8.

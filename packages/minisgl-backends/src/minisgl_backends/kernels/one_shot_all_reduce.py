@@ -272,12 +272,8 @@ def all_reduce_add_norm(
         residual: like x; with `two_shot`, only this rank's ``T / ranks`` rows are updated.
         weight: [H].
         eps: added to the mean square.
-        peers: as in `all_reduce`, whose calls may alternate with this function's.
-        state: likewise.
-        rank: this rank.
-        row_words: as in `all_reduce`.
+        peers, state, rank, row_words, pdl: as in `all_reduce`, whose calls may alternate with this function's.
         two_shot: each rank normalizes its part of the rows and sends the result; T must be a multiple of the ranks.
-        pdl: as in `all_reduce`.
     """
     size, (num_rows, hidden_size) = len(peers) - 1, x.shape
     num_rows //= size if two_shot else 1

@@ -42,11 +42,8 @@ class GgufExperts(ExpertsMethod):
     ) -> None:
         """Allocate the blocks.
 
-        Args:
-            spec: description of the layer.
-            kernel: MoE kernel.
-            types: types of the gate, up and down projections of all experts.
-            linear: class of linear layers, which loads the blocks of an expert.
+        `types` are those of the gate, up and down projections of all experts. `linear` is the class of linear layers, which
+        loads the blocks of an expert.
         """
         super().__init__(spec, kernel)
 

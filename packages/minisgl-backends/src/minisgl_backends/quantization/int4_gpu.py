@@ -21,14 +21,7 @@ class HopperInt4Linear:
     """`Int4Gemm` for Hopper, with a kernel in CUDA C++ for small numbers of tokens."""
 
     def __init__(self, weight: Int4Weight, bias: torch.Tensor | None, workspace: StreamKWorkspace, half: int) -> None:
-        """Prepare a weight for which `int4_gemm.supports_weight` is True, whose tensors are released.
-
-        Args:
-            weight: packed weight in bfloat16.
-            bias: one value per output, or None.
-            workspace: the CUDA stream's workspace.
-            half: see `int4_gemm.HopperInt4Gemm`.
-        """
+        """Prepare a weight for which `int4_gemm.supports_weight` is True, whose tensors are released; see `prepare`."""
         self._weight, self._bias, self._num_tiles = weight, bias, len(weight.codes)
         self._stages = pack_stages(weight, scale_words(weight))
         self._small_m = int4_gemm.HopperInt4Gemm(weight, self._stages, bias, workspace, half=half)

@@ -54,10 +54,7 @@ class ParameterShard:
 def shard_experts(model: nn.Module, plan: Mapping[str, str], build: BuildContext) -> dict[str, ParameterShard]:
     """Reduce the parameters of experts to this rank's shard, and all-reduce the outputs of the experts.
 
-    Args:
-        model: transformers' model, on the meta device.
-        plan: see `minisgl_models.transformers_backend.parallel.tp_plan`.
-        build: the ranks.
+    The model is on the meta device, and the plan is that of `minisgl_models.transformers_backend.parallel.tp_plan`.
 
     Returns:
         The shards by the name of their parameter.

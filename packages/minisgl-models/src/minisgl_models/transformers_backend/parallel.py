@@ -101,13 +101,9 @@ def tp_plan(model: Any, traced: Traced, build: BuildContext) -> dict[str, str]:
 def replace_linears(
     model: Any, kept: Set[str], plan: Mapping[str, str], build: BuildContext
 ) -> dict[str, ReplicatedLinear]:
-    """Put `LinearModule`s in the place of the model's linear layers.
+    """Put `LinearModule`s in the place of the linear layers of a model on the meta device, by the plan of `tp_plan`.
 
-    Args:
-        model: transformers' model, on the meta device.
-        kept: names of the layers that stay, because another module has the same weight.
-        plan: see `tp_plan`.
-        build: ranks, kernels and dtype.
+    Layers whose names are in `kept` stay, because another module has the same weight.
 
     Returns:
         The layers by the name of their modules.

@@ -148,10 +148,7 @@ def _check_values(raw: Mapping[str, Any], kind: Any) -> None:
 def build_on_meta(config: PreTrainedConfig, dtype: torch.dtype, attention: str) -> Any:
     """Return the causal LM of a config without memory for its weights, in eval mode.
 
-    Args:
-        config: transformers' config.
-        dtype: dtype of the parameters that do not fix theirs.
-        attention: name of a registered attention function.
+    Parameters that do not fix their dtype have `dtype`. `attention` is the name of a registered attention function.
 
     Raises:
         ModelFormatError: transformers cannot build it.

@@ -107,11 +107,7 @@ _WITHOUT_EFFECT = ("vocab_size", "tensor_data_layout", "attention.value_length")
 def check_keys(path: Path, arch: str, metadata: Mapping[str, Any], read: Collection[str]) -> None:
     """Refuse keys of the architecture that are not read, unless they are known to have no effect.
 
-    Args:
-        path: the file, for messages.
-        arch: ``general.architecture``, which prefixes the keys.
-        metadata: the file's metadata.
-        read: keys that were read, without the architecture's name. The common ones are always allowed.
+    `read` has the keys that were read, without the architecture's name. The common ones are always allowed.
 
     Raises:
         ModelFormatError: the error names the key.
@@ -133,10 +129,7 @@ def check_keys(path: Path, arch: str, metadata: Mapping[str, Any], read: Collect
 def check_shapes(path: Path, config: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) -> None:
     """Check the dimensions in the metadata against the tensors, whose sizes are limited by the size of the file.
 
-    Args:
-        path: the file, for messages.
-        config: the metadata under the names of a ``config.json``.
-        tensors: tensors by llama.cpp's names.
+    `config` has the metadata under the names of a ``config.json``, `tensors` has llama.cpp's names.
 
     Raises:
         ModelFormatError: a tensor is missing or has another shape; the error names both shapes.

@@ -25,11 +25,7 @@ _MAX_MERGES = 2**22
 
 
 def build_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Any:
-    """Build a fast transformers tokenizer with the file's special tokens and chat template.
-
-    Args:
-        path: the file, for messages.
-        metadata: its metadata.
+    """Build a fast transformers tokenizer with the file's special tokens and chat template. Messages name `path`.
 
     Raises:
         TokenizerNotFoundError: the file has no vocabulary.
