@@ -17,8 +17,8 @@ def test_every_block_is_tested() -> None:
     assert PAGE.count("```") == 2 * (len(BLOCKS) + PAGE.count("```json"))
 
 
-@pytest.mark.parametrize(("name", "num_answers"), [("responses example", 2), ("messages example", 1)])
-def test_example(url: str, name: str, num_answers: int, run_python: Callable[[str], str]) -> None:
+@pytest.mark.parametrize("name", ["responses example", "messages example"])
+def test_example(url: str, name: str, run_python: Callable[[str], str]) -> None:
+    """Each answer is the one that the page shows in a comment."""
     output = run_python(BLOCKS[name].replace("http://127.0.0.1:1919", url))
-    assert "Paris" in output
-    assert len(output.splitlines()) >= num_answers
+    assert output.splitlines() == re.findall(r"^print.*  # (.*)$", BLOCKS[name], re.M)
