@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from minisgl_backends.grammar import llguidance_grammar
-from minisgl_backends.grammar.lark import MAX_RULES
+from minisgl_backends.grammar.lark import MAX_RULES, tagged_json
 from minisgl_backends.grammar.llguidance_grammar import LlguidanceGrammar
 from minisgl_core.contracts.grammar import mask_width
 from minisgl_core.contracts.structured_outputs import MAX_CHOICES
@@ -155,3 +155,11 @@ def test_outputs_continue_if_the_shared_lexer_hits_its_limit(
     last.rollback(1)
     assert not last.is_complete
     assert last.copy().accept(tokens[0])
+
+
+@pytest.mark.parametrize("special", [{"<a": 5, "<ab>": 6}, {"<ab>": 6, "<a": 5}])
+def test_the_longest_special_token_of_a_text_counts(special: dict[str, int]) -> None:
+    parts = {"max_items": 1, "separator": "", "prefix": "<ab>x", "suffix": "<a", "schema": {}}
+    item = tagged_json(parts, special).splitlines()[-1]
+    assert item.startswith('item: <[6]> "x" %json')
+    assert item.endswith("<[5]>")

@@ -108,7 +108,8 @@ def structural_tag(tag: StructuralTag, special: SpecialTokens) -> str:
 
 def _literal(text: str, special: SpecialTokens) -> str:
     """Return a text as strings in quotes, and special tokens by their ids."""
-    tag = re.compile("|".join(f"({re.escape(each)})" for each in special) or "(?!)")
+    longest_first = sorted(special, key=len, reverse=True)  # as tokenizers match them
+    tag = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
     pieces = (piece for piece in tag.split(text) if piece)
     return " ".join(f"<[{special[piece]}]>" if piece in special else json.dumps(piece) for piece in pieces)
 
