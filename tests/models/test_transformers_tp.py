@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from test_transformers_architectures import ARCHITECTURES, MLA, MOE, WITHOUT_PLAN
+from torch import nn
 from transformers import CONFIG_MAPPING
 from transformers_cases import config_of, saved
 
@@ -20,6 +21,7 @@ from minisgl_core.testing.rank_threads import run_ranks
 from minisgl_core.testing.references import DenseAttention, NaiveMoe, random_reference
 from minisgl_core.weights.loader import load_weights
 from minisgl_core.weights.safetensors_folder import SafetensorsWeights
+from minisgl_models.transformers_backend.expert_shards import shard_experts
 from minisgl_models.transformers_backend.model import TransformersModel
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -42,10 +44,14 @@ class FakeRank(SingleRank):
         self.rank, self.size = 0, size
 
 
-def built(source: SafetensorsWeights, communicator: Communicator) -> TransformersModel:
+def context(communicator: Communicator) -> BuildContext:
     device, dtype = torch.device("cpu"), torch.float32
-    build = BuildContext(communicator, Ops.of(device, dtype), device, dtype, NaiveMoe)
-    return TransformersModel(model_config(TransformersModel.standard_config(source.config)), build)
+    return BuildContext(communicator, Ops.of(device, dtype), device, dtype, NaiveMoe)
+
+
+def built(source: SafetensorsWeights, communicator: Communicator) -> TransformersModel:
+    config = model_config(TransformersModel.standard_config(source.config))
+    return TransformersModel(config, context(communicator))
 
 
 def checkpoint(model_type: str, changes: dict[str, Any], folder: Path) -> tuple[Any, SafetensorsWeights]:
@@ -117,6 +123,7 @@ def test_ranks_that_do_not_divide_the_experts_are_refused(tmp_path: Path) -> Non
             "all_reduce",
             "has 'all_reduce' for .* neither a linear layer nor a weight of stacked experts",
         ),
+        ("shared_experts", "moe_tp_experts", r"mlp\.shared_experts, whose weights are not stacked parameters"),
         ("experts", "replicate", r"has 'packed_colwise' for .*experts\.gate_up_proj, which is neither"),
     ],
 )
@@ -128,3 +135,13 @@ def test_unknown_styles_are_refused(
     monkeypatch.setattr(kind, "base_model_tp_plan", kind.base_model_tp_plan | {f"layers.*.mlp.{module}": style})
     with pytest.raises(InvalidValueError, match=f"--tp=2 .*{reason}"):
         built(source, FakeRank(2))
+
+
+def test_experts_that_are_modules_of_their_own_are_refused() -> None:
+    model = nn.Module()
+    model.experts = nn.ModuleList([nn.Module() for _ in range(2)])
+    for expert in model.experts:
+        expert.weight = nn.Parameter(torch.empty(1, 8, 8, device="meta"))
+    plan = {"experts": "moe_tp_experts", "experts.*.weight": "colwise"}
+    with pytest.raises(InvalidValueError, match="for experts, whose weights are not stacked parameters"):
+        shard_experts(model, plan, context(FakeRank(2)))

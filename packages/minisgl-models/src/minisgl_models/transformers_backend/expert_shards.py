@@ -13,7 +13,7 @@ from torch import nn
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.weights import WeightTarget
 from minisgl_core.errors import InvalidValueError
-from minisgl_models.transformers_backend.parallel import EXPERTS, generic_name
+from minisgl_models.transformers_backend.parallel import EXPERTS, LinearModule, generic_name
 
 _STYLES = {"colwise": (1, 1), "rowwise": (2, 1), "packed_colwise": (1, 2), "packed_rowwise": (2, 2)}
 """Sharded dimension and number of fused projections (gate and up: 2), by style."""
@@ -60,7 +60,8 @@ def shard_experts(model: nn.Module, plan: Mapping[str, str], build: BuildContext
         The shards by the name of their parameter.
 
     Raises:
-        InvalidValueError: ``--tp`` does not divide the experts, or the plan lacks one of their parameters.
+        InvalidValueError: ``--tp`` does not divide the experts, the plan lacks one of their parameters, or their weights are
+            not stacked.
     """
 
     def all_reduce(_module: nn.Module, _arguments: Any, output: torch.Tensor) -> torch.Tensor:
@@ -70,7 +71,7 @@ def shard_experts(model: nn.Module, plan: Mapping[str, str], build: BuildContext
     for path, experts in model.named_modules():
         if plan.get(generic_name(path)) != EXPERTS:
             continue
-        for attribute, parameter in list(experts.named_parameters()):
+        for attribute, parameter in _stacked_parameters(path, experts, build).items():
             name = f"{path}.{attribute}"
             shard = shards[name] = _shard(name, parameter, plan, build)
             shape = list(parameter.shape)
@@ -78,6 +79,19 @@ def shard_experts(model: nn.Module, plan: Mapping[str, str], build: BuildContext
             setattr(experts, attribute, nn.Parameter(parameter.new_empty(shape), requires_grad=False))
         experts.register_forward_hook(all_reduce)
     return shards
+
+
+def _stacked_parameters(path: str, experts: nn.Module, build: BuildContext) -> dict[str, nn.Parameter]:
+    """Return the parameters of experts by their name, without `path`; refuse experts that are modules of their own."""
+    parameters = dict(experts.named_parameters(recurse=False))
+    has_linears = any(isinstance(each, LinearModule) for each in experts.modules())
+    if not parameters or has_linears or len(parameters) < len(list(experts.parameters())):
+        raise InvalidValueError(
+            "--tp",
+            build.tp_size,
+            f"1: the tensor-parallel plan of the model has {EXPERTS!r} for {path}, whose weights are not stacked parameters",
+        )
+    return parameters
 
 
 def _shard(name: str, parameter: torch.Tensor, plan: Mapping[str, str], build: BuildContext) -> ParameterShard:
