@@ -29,6 +29,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     # Queries have no low-rank projection in DeepSeek-V2-Lite.
     "deepseek_v2-lite": ("deepseek_v2", ARCHITECTURES["deepseek_v2"] | {"q_lora_rank": None}),
     "deepseek_v3-lite": ("deepseek_v3", ARCHITECTURES["deepseek_v3"] | {"q_lora_rank": None, "attention_bias": True}),
+    "phi3": ("phi3", {}),  # whole inputs and outputs of all its linear layers
     "glm-uneven": ("glm", {"intermediate_size": 49}),  # the last rank has padding
     "qwen2_moe": ("qwen2_moe", {**MOE, "shared_expert_intermediate_size": 16}),
     "qwen3_moe": ("qwen3_moe", MOE),

@@ -148,7 +148,7 @@ def check_tp_size(name: str, plan: Mapping[str, str], traced: Traced, tp_size: i
     """
     q_heads, kv_heads = ({getattr(call, key) for call in traced.calls} for key in ("num_q_heads", "num_kv_heads"))
     num_q_heads, num_kv_heads = math.gcd(*q_heads), math.gcd(*kv_heads)  # a size divides the heads of all layers
-    if "rowwise" not in plan.values():
+    if not any(style.startswith("rowwise") for style in plan.values()):
         raise InvalidValueError(
             "--tp", tp_size, f"1: {name} has no tensor-parallel plan in transformers (base_model_tp_plan)"
         )
