@@ -106,7 +106,6 @@ class Gemma2Model(LlamaModel):
         self._embedding_scale = float(torch.tensor(config.hidden_size**0.5, dtype=build.dtype))
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Return the scaled embeddings of tokens, [T, H]."""
         return super().embed(input_ids) * self._embedding_scale
 
 

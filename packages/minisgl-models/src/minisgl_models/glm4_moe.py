@@ -57,7 +57,6 @@ class Glm4MoeAttention(LlamaAttention):
             self._norms = self.q_norm.weight, self.k_norm.weight
 
     def rope(self, cos: torch.Tensor, sin: torch.Tensor) -> Rope:
-        """Return the rotary embedding, with the QK norms if there are any."""
         return Rope(cos, sin, self._norms, self._eps)
 
 

@@ -77,7 +77,6 @@ class MixtralForCausalLM(CausalLM):
 
     @classmethod
     def standard_config(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Add the defaults of transformers' config class."""
         return with_defaults(_DEFAULTS, raw)
 
     @classmethod

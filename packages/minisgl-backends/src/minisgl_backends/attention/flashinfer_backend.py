@@ -70,7 +70,6 @@ class FlashInferAttention(FusedStoreAttention):
 
     @classmethod
     def compile(cls, spec: AttentionSpec) -> None:
-        """Compile the prefill's modules."""
         compile_prefill(cls, spec)
 
     def __init__(self, spec: AttentionSpec, pool: KVPages, page_table: torch.Tensor) -> None:

@@ -21,7 +21,6 @@ class TrtllmAttention(BatchPageTableAttention):
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> list[str]:
-        """Name a missing flashinfer or Blackwell GPU, and an unsupported dtype, head dimension or page size."""
         reasons = [*package_missing("flashinfer", "minisgl-backends[fi]"), *gpu_missing(spec.device, (10, 0))]
         if not reasons and torch.cuda.get_device_capability(spec.device)[0] != 10:
             reasons.append("its kernels run on compute capability 10.x only")

@@ -39,7 +39,6 @@ class OneShotCommunicator(NcclCommunicator):
 
     @classmethod
     def unsupported(cls, spec: CommunicatorSpec) -> list[str]:
-        """Name the GPUs without peer access to each other, an unsupported number of ranks, or missing packages."""
         if reasons := super().unsupported(spec):
             return reasons
         if spec.is_p2p_only:

@@ -23,7 +23,6 @@ class NcclCommunicator(Communicator):
 
     @classmethod
     def unsupported(cls, spec: CommunicatorSpec) -> list[str]:
-        """Name a missing NVIDIA GPU or NCCL library."""
         if spec.device.type != "cuda" or torch.version.cuda is None:
             return [f"it needs an NVIDIA GPU, not {spec.device.type}"]
         try:

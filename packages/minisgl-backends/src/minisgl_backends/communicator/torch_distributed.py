@@ -28,7 +28,6 @@ class TorchCommunicator(Communicator):
 
     @classmethod
     def unsupported(cls, spec: CommunicatorSpec) -> list[str]:
-        """Name the backend that this build of torch lacks for the device."""
         if not dist.is_available():
             return ["this build of torch has no torch.distributed"]
         if spec.device.type not in _BACKENDS:
@@ -70,11 +69,9 @@ class TorchCommunicator(Communicator):
         return gathered.movedim(0, dim).flatten(dim, dim + 1)
 
     def send(self, x: torch.Tensor, dst: int) -> None:
-        """Send by the backend."""
         _finish(self._open_group().send([x.contiguous()], dst, 0))
 
     def recv(self, x: torch.Tensor, src: int) -> torch.Tensor:
-        """Receive by the backend."""
         _finish(self._open_group().recv([x], src, 0))
         return x
 

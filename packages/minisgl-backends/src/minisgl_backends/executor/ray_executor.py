@@ -76,7 +76,6 @@ class RayExecutor(Executor):
 
     @classmethod
     def unsupported(cls, spec: ExecutorSpec) -> list[str]:
-        """Name missing packages, Ray Client, and several replicas."""
         if importlib.util.find_spec("ray") is None:
             return ["ray is not installed; try: pip install 'minisgl-backends[ray]'"]
         address = os.environ.get(ADDRESS_VARIABLE, "")

@@ -21,7 +21,6 @@ class HopperOps(TritonLinear, TritonNorm, TritonRotary):
 
     @classmethod
     def unsupported(cls, device: torch.device, dtype: torch.dtype) -> list[str]:
-        """Check for a Hopper GPU, bfloat16 and a CUDA C++ compiler."""
         if device.type != "cuda":
             return hopper_missing(device, dtype)
         return [*super().unsupported(device, dtype), *hopper_missing(device, dtype)]

@@ -50,7 +50,6 @@ class NativeOps(OneDnnOps, StepOps):
 
     @classmethod
     def unsupported(cls, device: torch.device, dtype: torch.dtype) -> list[str]:
-        """Check for what `OneDnnOps` needs, Linux and gcc."""
         return super().unsupported(device, dtype) or library.unsupported(device, dtype)
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:

@@ -66,7 +66,6 @@ class OneDnnOps(LinearOps, NormOps, RotaryOps, SamplingOps):
 
     @classmethod
     def unsupported(cls, device: torch.device, dtype: torch.dtype) -> list[str]:
-        """Check for a CPU, a torch built with oneDNN, and a dtype that oneDNN supports on this processor."""
         reasons = []
         if device.type != "cpu":
             reasons.append(f"oneDNN is for CPUs, not for {device.type}")

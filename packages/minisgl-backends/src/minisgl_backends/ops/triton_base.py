@@ -15,7 +15,6 @@ class TritonProvider(OpsProvider):
 
     @classmethod
     def unsupported(cls, device: torch.device, dtype: torch.dtype) -> list[str]:
-        """Check for Triton, and for a GPU or Triton's interpreter."""
         reasons = [*triton_missing(), *capability_missing(device, (8, 0))]
         if device.type != "cuda" and not is_interpreted():
             reasons.append(f"Triton kernels run on NVIDIA GPUs, not on {device.type}")

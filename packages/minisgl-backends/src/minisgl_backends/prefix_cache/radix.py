@@ -125,12 +125,10 @@ class RadixPrefixCache(PrefixCache):
 
     @property
     def num_evictable(self) -> int:
-        """Number of pages of unlocked nodes."""
         return self._num_evictable
 
     @property
     def num_locked(self) -> int:
-        """Number of pages of locked nodes."""
         return self._num_locked
 
     def count_hit(self, handle: RadixNode) -> None:
@@ -151,7 +149,6 @@ class RadixPrefixCache(PrefixCache):
         return [node.describe() for node in selected]
 
     def reset(self) -> Sequence[int]:
-        """Empty the cache and return all its pages."""
         assert self._num_locked == 0, f"reset while {self._num_locked} pages are locked"
         pages = [page for node in self._lru for page in node.pages.tolist()]
         for node in self._lru:

@@ -46,7 +46,6 @@ class Fp8(Quantization):
 
     @classmethod
     def unsupported(cls, spec: QuantizationSpec) -> list[str]:
-        """Refuse weights of other formats, a GPU without float8 matmuls, and a dtype other than bfloat16 on a GPU."""
         reasons, stored = [], stored_quantization(spec)
         if stored is not None and not stored.is_float8:
             supported = "quant_method 'fp8', 'compressed-tensors' of type 'float' with num_bits 8, 16-bit weights, and GGUF files"

@@ -31,7 +31,6 @@ class Gguf(Quantization):
 
     @classmethod
     def unsupported(cls, spec: QuantizationSpec) -> list[str]:
-        """Refuse other checkpoints, and machines on which the kernels do not run."""
         if spec.checkpoint is None or spec.checkpoint.method != "gguf":
             return [wrong_weights_message(spec.checkpoint, "those of a GGUF file", "GGUF files with quantized weights")]
         if spec.device.type == "cuda":

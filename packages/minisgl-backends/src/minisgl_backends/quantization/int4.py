@@ -46,7 +46,6 @@ class Int4(Quantization):
 
     @classmethod
     def unsupported(cls, spec: QuantizationSpec) -> list[str]:
-        """Refuse checkpoints with other quantized weights, and old GPUs."""
         reasons, stored = [], stored_quantization(spec)
         if stored is not None:
             try:
@@ -133,7 +132,6 @@ class Int4Linear(PlainLinear):
         """Do nothing: the kernels are not those of `ops`."""
 
     def prepare(self) -> LinearOp:
-        """Quantize."""
         spec = self.spec
         sizes = spec.out_features, spec.in_features
         packed = Int4Weight.empty(*sizes, self._group, spec.dtype, spec.device, gated=spec.gated)

@@ -36,7 +36,6 @@ class Int8(Quantization):
 
     @classmethod
     def unsupported(cls, spec: QuantizationSpec) -> list[str]:
-        """Refuse experts and checkpoints with other quantized weights. On a GPU, refuse a missing triton and an old GPU."""
         reasons, stored = [], stored_quantization(spec)
         if stored is not None:
             try:
@@ -73,7 +72,6 @@ class Int8Linear(PlainLinear):
         """Do nothing: the kernels are not those of `ops`."""
 
     def prepare(self) -> LinearOp:
-        """Quantize."""
         codes = torch.empty_like(self.weight, dtype=torch.int8)
         scales = torch.empty(len(codes), dtype=torch.float32, device=codes.device)
         step = max(1, _CHUNK // max(codes.shape[1], 1))

@@ -20,7 +20,6 @@ class Mxfp4(Quantization):
 
     @classmethod
     def unsupported(cls, spec: QuantizationSpec) -> list[str]:
-        """Refuse other checkpoints."""
         if spec.checkpoint is None or spec.checkpoint.method != "mxfp4":
             return [wrong_weights_message(spec.checkpoint, "in MXFP4", "quant_method 'mxfp4'")]
         return []

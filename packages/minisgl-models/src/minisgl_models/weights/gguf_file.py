@@ -121,7 +121,6 @@ class GgufWeights(WeightSource):
 
     @property
     def eos_token_id(self) -> int | None:
-        """EOS id in the metadata."""
         return self._metadata.get("tokenizer.ggml.eos_token_id")
 
     def _quantization(self) -> dict[str, Any] | None:
