@@ -184,6 +184,15 @@ def test_an_lm_head_that_differs_from_the_embedding_is_used(gpt2: str, tmp_path:
             "reads tensors on the CPU",
         ),
         ("t5", {}, "no causal LM T5ForConditionalGeneration"),
+        (
+            "qwen2_moe",
+            {
+                "layer_types": ["sliding_attention", *["full_attention"] * 2],
+                "use_sliding_window": False,
+                "num_experts": 4,
+            },
+            r"layers\.0\.self_attn has a sliding window of 0 tokens",
+        ),
         ("bert", {"is_decoder": True}, "no causal LM BertForMaskedLM"),
         ("stablelm", {"is_causal": False}, "is_causal"),
         ("mpt", {}, "one flat config; that of mpt has attn_config"),
@@ -207,6 +216,7 @@ def test_unsupported_models_are_refused(model_type: str, changes: dict[str, Any]
         "gptj": "GPTJ",
         "jetmoe": "JetMoe",
         "longcat_flash": "LongcatFlash",
+        "qwen2_moe": "Qwen2Moe",
         "qwen3_next": "Qwen3Next",
         "minimax": "MiniMax",
         "xglm": "XGLM",

@@ -199,6 +199,9 @@ def _trace(raw: str) -> Traced:
             raise ModelFormatError("its config has no max_position_embeddings, which bounds the context")
         if len({call.module for call in calls}) < len(calls):
             raise ModelFormatError("a module attends several times per step")
+        for call in calls:  # attention over no tokens: transformers' own implementations differ
+            if call.sliding_window is not None and call.sliding_window < 1:
+                raise ModelFormatError(f"{call.module} has a sliding window of {call.sliding_window} tokens, below 1")
     except ModelFormatError as error:
         raise ModelFormatError(f"--model-impl transformers cannot run {name}: {error}") from error
     return Traced(config, calls)
