@@ -118,6 +118,7 @@ def test_ranks_that_do_not_divide_the_experts_are_refused(tmp_path: Path) -> Non
     [
         ("experts.down_proj", "new", r"experts\.down_proj of the experts has 3 dimensions and the style 'new'"),
         ("experts.down_proj", "replicate", "of the experts has 3 dimensions and the style 'replicate'"),
+        ("experts.gate_up_proj", "colwise", r"shards .*experts\.gate_up_proj as one matrix, and checkpoints store 2"),
         ("shared_experts.up_proj", "new", r"shared_experts\.up_proj has the style 'new', which minisgl does not know"),
         (
             "shared_experts",

@@ -35,10 +35,20 @@ class ParameterShard:
     rank: int
     size: int
 
-    def of_matrix(self, num_sources: int) -> "ParameterShard":
-        """Return the shard of a matrix of the checkpoint, which stores each expert as `num_sources` matrices of some rows."""
+    def of_matrix(self, num_sources: int, name: str) -> "ParameterShard":
+        """Return the shard of one matrix of an expert, of which the checkpoint stores `num_sources` to be concatenated by rows.
+
+        Raises:
+            InvalidValueError: the plan shards the concatenation as one projection. `name` is that of the parameter.
+        """
         num_parts = self.num_parts // num_sources if self.dim == 1 else self.num_parts
-        assert num_parts, "the plan shards the rows of several matrices as if they were one matrix"
+        if not num_parts:
+            raise InvalidValueError(
+                "--tp",
+                self.size,
+                f"1: the tensor-parallel plan of the model shards {name} as one matrix, and checkpoints store {num_sources} per"
+                " expert",
+            )
         return ParameterShard(self.dim - 1, num_parts, self.rank, self.size)
 
     def targets(self, tensor: torch.Tensor) -> Iterator[WeightTarget]:

@@ -90,7 +90,7 @@ class CheckpointNames:
             target = merge.target_patterns[0]
             if name.endswith(target):
                 num_sources = len(merge.source_patterns)
-                part_shard = shard and shard.of_matrix(num_sources)
+                part_shard = shard and shard.of_matrix(num_sources, name)
                 for expert, matrices in enumerate(tensor):
                     for pattern, part in zip(merge.source_patterns, matrices.chunk(num_sources), strict=True):
                         stored = name.removesuffix(target) + pattern.replace("*", str(expert))
