@@ -19,7 +19,7 @@ from minisgl_core.engine.build import BuiltModelRunner, build_model_runner
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.protocol.messages import Submit, TokenOut
-from minisgl_core.runtime.engine_loop import EngineLoop
+from minisgl_core.runtime.engine_loop import EngineLoop, Outputs
 from minisgl_core.runtime.worker import make_loop
 from minisgl_core.sampling_params import SamplingParams
 
@@ -135,6 +135,26 @@ def outputs_of(loop: EngineLoop) -> Iterator[TokenOut]:
         yield from batch.outputs
         for name, token in zip(batch.request_ids, batch.token_ids.tolist(), strict=True):
             yield TokenOut(request_id=name, token_ids=[token])
+
+
+def deliver_early(loop: EngineLoop) -> list[int]:
+    """Have the loop deliver outputs between the launches of layers. `step` returns these, too.
+
+    Returns:
+        The number of early outputs of each step, filled in later.
+    """
+    delivered: Outputs = []
+    num_delivered: list[int] = []
+    run_step = loop.step
+
+    def step_and_delivered() -> Outputs:
+        outputs = run_step()
+        num_delivered.append(len(delivered))
+        outputs[:0], delivered[:] = delivered, []
+        return outputs
+
+    loop._deliver, loop.step = delivered.extend, step_and_delivered  # type: ignore[method-assign]
+    return num_delivered
 
 
 def step(loop: EngineLoop, collected: dict[str, Collected]) -> None:

@@ -24,7 +24,7 @@ from minisgl_core.engine.piecewise_graphs import PiecewiseGraphs, piecewise_size
 from minisgl_core.errors import InvalidValueError, MinisglError
 from minisgl_core.kv.pool import KVPool
 from minisgl_core.platforms.cpu import CpuPlatform
-from minisgl_core.runtime.engine_loop import EngineLoop, Outputs
+from minisgl_core.runtime.engine_loop import EngineLoop
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_core.testing.attention_rig import dense_attention
 
@@ -111,25 +111,17 @@ def test_tokens_equal_transformers(
     assert max(sizes) <= SIZES[-1]
 
 
+@pytest.mark.parametrize("num_ahead", [1, 2])
 def test_outputs_are_delivered_between_the_launches_of_layers(
-    model_runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+    num_ahead: int, model_runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(piecewise_graphs, "_NUM_LAYERS_AHEAD", 0)
+    """The model has two layers. Before the attention of the second one, outputs may be delivered."""
+    monkeypatch.setattr(piecewise_graphs, "_NUM_LAYERS_AHEAD", num_ahead)
     loop = tiny.new_loop(max_prefill_length=7, disable_overlap=False, **OPTIONS)
-    delivered: Outputs = []
-    num_delivered = []
-    loop._deliver, step = delivered.extend, loop.step
-
-    def step_and_delivered() -> Outputs:
-        outputs = step()
-        num_delivered.append(len(delivered))
-        outputs[:0], delivered[:] = delivered, []
-        return outputs
-
-    monkeypatch.setattr(loop, "step", step_and_delivered)
+    num_delivered = tiny.deliver_early(loop)
     for seed in range(3):
         generate(loop, seed)
-    assert sum(num_delivered) > 20
+    assert (sum(num_delivered) > 20) == (num_ahead == 1)
     tiny.assert_nothing_in_use(loop)
 
 

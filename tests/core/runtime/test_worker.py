@@ -18,11 +18,13 @@ from minisgl_core.contracts.executor import RankPlacement
 from minisgl_core.engine.build import BuiltModelRunner, build_model_runner
 from minisgl_core.engine.model_runner import ModelRunner
 from minisgl_core.engine.profile_batch import profile_batch
-from minisgl_core.engine.step import PendingStep
+from minisgl_core.engine.step import ForwardOutput, PendingStep
 from minisgl_core.errors import ModelFormatError
 from minisgl_core.plugins.hooks import Hooks
+from minisgl_core.protocol.batch_plan import BatchPlan
 from minisgl_core.protocol.messages import Abort, Ready, RequestCounts, Stop, Submit
 from minisgl_core.runtime import worker
+from minisgl_core.runtime.engine_loop import EngineLoop
 from minisgl_core.runtime.ipc import IpcAddresses, Receiver, Sender
 from minisgl_core.sampling_params import SamplingParams
 
@@ -70,6 +72,31 @@ def test_a_failed_rank_aborts_without_waiting(ends: list[str], monkeypatch: pyte
     with pytest.raises(RuntimeError, match="by and by"):
         run([])
     assert ends == ["stop the others", "abort"]
+
+
+def test_outputs_may_be_delivered_between_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    can_deliver, stepped, execute_model = [], threading.Event(), ModelRunner.execute_model
+    waits = iter([lambda: True, stepped.wait])  # before the request, and before the stop
+
+    def record(model_runner: ModelRunner, plan: BatchPlan, between_layers: Callable[[], None] | None) -> ForwardOutput:
+        can_deliver.append(between_layers is not None)
+        stepped.set()
+        return execute_model(model_runner, plan, between_layers)
+
+    monkeypatch.setattr(ModelRunner, "execute_model", record)
+    sampling = SamplingParams(temperature=0.0, max_tokens=1)
+    run(
+        [Submit(request_id="a", token_ids=np.array([5, 6], np.int32), sampling=sampling), Stop()], lambda: next(waits)()
+    )
+    assert can_deliver == [True]
+
+
+def test_a_pipeline_delivers_after_each_launch() -> None:
+    """Results come from the last stage in order, and the loop may not wait for them while it launches a step."""
+    parts, options = tiny.new_loop(), {"overlap": True, "send_plan": None, "receive_result": None, "deliver": list}
+    for num_stages in (1, 2):
+        loop = EngineLoop(parts.scheduler, parts.model_runner, parts.hooks, num_stages=num_stages, **options)
+        assert (loop._deliver is None) == (num_stages == 2)
 
 
 def test_the_grammar_backend_is_loaded_once_when_no_request_runs(monkeypatch: pytest.MonkeyPatch) -> None:

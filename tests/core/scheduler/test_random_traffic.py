@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import pytest
@@ -11,6 +12,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
+from minisgl_core.engine.model_runner import ModelRunner
+from minisgl_core.engine.step import ForwardOutput
+from minisgl_core.protocol.batch_plan import BatchPlan
 from minisgl_core.sampling_params import SamplingParams
 
 SYSTEM_PROMPTS = [[5, 9, 3, 7, 11, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41], [5, 9, 3, 7, 12, 12], []]
@@ -78,6 +82,18 @@ def run_alone(prompt: tuple[int, ...], sampling: SamplingParams, found: list[int
     return tokens, "length"
 
 
+class CallsBetweenLayers(ModelRunner):
+    """Calls `between_layers` before it launches a step, as if the step had many layers."""
+
+    def __init__(self, model_runner: ModelRunner) -> None:
+        self.__dict__ = vars(model_runner)
+
+    def execute_model(self, plan: BatchPlan, between_layers: Callable[[], None] | None = None) -> ForwardOutput:
+        if between_layers is not None:
+            between_layers()
+        return super().execute_model(plan)
+
+
 class Traffic(RuleBasedStateMachine):
     requests = Bundle("requests")
 
@@ -90,6 +106,7 @@ class Traffic(RuleBasedStateMachine):
         max_running=st.integers(1, 6),
         max_prefill=st.sampled_from([1, 3, 8, 64]),
         slack=st.integers(0, 3),
+        delivers_early=st.booleans(),
     )
     def start(
         self,
@@ -101,6 +118,7 @@ class Traffic(RuleBasedStateMachine):
         max_running: int,
         max_prefill: int,
         slack: int,
+        delivers_early: bool,
     ) -> None:
         """Start a loop with as many steps in flight as `pp` stages would have, although one rank computes them all."""
         # The smallest pool: little more than one sequence of maximum length fits.
@@ -117,6 +135,9 @@ class Traffic(RuleBasedStateMachine):
         )
         if cache == "inserts one page":
             self.loop.scheduler.pages.cache = tiny.InsertsOnePage(page_size)
+        if delivers_early and pp == 1:
+            tiny.deliver_early(self.loop)
+            self.loop.model_runner = CallsBetweenLayers(self.loop.model_runner)
         self.collected: dict[str, tiny.Collected] = {}
         self.expected: dict[str, tuple[tuple[int, ...], SamplingParams]] = {}
         self.aborted: set[str] = set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from minisgl_core.engine.step import ForwardOutput, PendingStep
 from minisgl_core.protocol.batch_plan import BatchPlan
+from minisgl_core.runtime.engine_loop import Outputs
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_core.scheduler.step_times import MIN_CHUNK, StepTimes
 
@@ -236,6 +238,42 @@ def test_steps_with_slow_launches_are_scheduled_earlier(monkeypatch: pytest.Monk
     )
     now += 0.0011
     assert loop.time_to_schedule() == 0
+
+
+def test_an_end_between_the_launches_of_layers_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode step takes 12 ms instead of 8, and the launch of prompts 20 ms without the delivery of its token."""
+    loop = tiny.new_loop(page_size=4, num_pages=100, disable_overlap=False)
+    loop.scheduler.step_times = Constant(max_step_s=0.0)
+    now, done, execute_model = time.monotonic(), list[PendingStep](), loop.model_runner.execute_model
+
+    def slow_execute_model(plan: BatchPlan, between_layers: Callable[[], None]) -> ForwardOutput:
+        nonlocal now
+        between_layers()
+        now += 0.012
+        done.append(loop._in_flight[0].pending)
+        between_layers()
+        between_layers()
+        now += 0.008
+        return execute_model(plan)
+
+    def deliver(outputs: Outputs) -> None:
+        nonlocal now
+        delivered.append(loop._last_done_s)
+        now += 0.003
+
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(PendingStep, "is_done", lambda self: self in done)
+    tiny.submit(loop, "a", prompt(1, 5), greedy(20))
+    loop.step()
+    loop.step()
+    began, delivered = now, list[float]()
+    monkeypatch.setattr(loop.model_runner, "execute_model", slow_execute_model)
+    loop._deliver = deliver
+    tiny.submit(loop, "b", prompt(2, 30), greedy(5))
+    loop.step()
+    assert delivered == [began + 0.012]
+    [launched] = loop._in_flight
+    assert launched.launch_s == pytest.approx(0.02)
 
 
 def test_an_unnoticed_end_is_assumed_when_expected(monkeypatch: pytest.MonkeyPatch) -> None:

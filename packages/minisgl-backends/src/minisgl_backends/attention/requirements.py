@@ -23,13 +23,12 @@ def fp8_conversion_missing(spec: AttentionSpec) -> list[str]:
     return capability_missing(spec.device, (8, 9), "for an fp8 KV pool, it") if spec.kv_dtype == FP8 else []
 
 
-def head_dim_unsupported(spec: AttentionSpec, allowed: Sequence[int]) -> list[str]:
-    """Return why the head dimension is not one of `allowed`."""
+def head_dim_unsupported(spec: AttentionSpec, allowed: Sequence[int], where: str = "") -> list[str]:
+    """Return why the head dimension is not one of `allowed`. `where` is appended to these, such as " with an fp8 KV pool"."""
     if spec.head_dim in allowed:
         return []
     if isinstance(allowed, range):
         sizes = f"that are multiples of {allowed.step} from {allowed[0]} to {allowed[-1]}"
     else:
         sizes = ", ".join(map(str, allowed))
-    pool = " with an fp8 KV pool" if spec.kv_dtype == FP8 else ""
-    return [f"it has kernels for head dimensions {sizes}{pool}, not {spec.head_dim}"]
+    return [f"it has kernels for head dimensions {sizes}{where}, not {spec.head_dim}"]

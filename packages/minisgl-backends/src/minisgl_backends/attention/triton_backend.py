@@ -72,8 +72,14 @@ class TritonAttention(FusedStoreAttention):
             *(gpu_missing(spec.device) if needs_gpu else []),
             *dtypes_unsupported(spec, _DTYPES),
             *fp8_conversion_missing(spec),
-            *head_dim_unsupported(spec, cls.fp8_head_dims if spec.kv_dtype == FP8 else cls.head_dims),
+            *cls._head_dim_unsupported(spec),
         ]
+
+    @classmethod
+    def _head_dim_unsupported(cls, spec: AttentionSpec) -> list[str]:
+        if spec.kv_dtype == FP8 and spec.head_dim in cls.head_dims:
+            return head_dim_unsupported(spec, cls.fp8_head_dims, " with an fp8 KV pool")
+        return head_dim_unsupported(spec, cls.head_dims)
 
     def __init__(self, spec: AttentionSpec, pool: KVPages, page_table: torch.Tensor) -> None:
         super().__init__(spec, pool, page_table)

@@ -111,6 +111,8 @@ class EngineLoop:
         self._host_s = 0.0
         """Duration of scheduling and launching the newest decode step on the host. Steps with prompts do not count: their
         launch takes longer, but the device runs the first kernels while the host launches the others."""
+        self._deliver_s = 0.0
+        """Time that `_deliver_if_done` has taken during the newest launch."""
         self._last_done_s = 0.0
         """Time when the last processed step was done. The next step began then if it had been launched before."""
 
@@ -139,14 +141,14 @@ class EngineLoop:
 
     def step(self) -> Outputs:
         """Launch the next step if there is one, process the oldest step if enough are in flight, and return new outputs."""
-        started_s = time.monotonic()
+        started_s, self._deliver_s = time.monotonic(), 0.0
         plan = self.scheduler.schedule()
         launched_s = time.monotonic()
         forward_output = None if plan is None else self._execute_model(plan)
         outputs = self.scheduler.collect_aborted()
         if plan is not None and forward_output is not None:
             now = time.monotonic()
-            launch_s = now - launched_s if self.overlap else 0.0
+            launch_s = now - launched_s - self._deliver_s if self.overlap else 0.0
             if plan.num_tokens == plan.num_decodes:
                 self._host_s = now - started_s
             # Token masks depend on all tokens before. In a pipeline, the host knew them when it planned the step.
@@ -186,9 +188,11 @@ class EngineLoop:
         if not oldest.pending.is_done():
             oldest.was_running = True
             return
+        now = time.monotonic()
         if oldest.was_running and not oldest.done_s:
-            oldest.done_s = time.monotonic()
+            oldest.done_s = now
         deliver(self._process(self._in_flight.popleft()))
+        self._deliver_s = time.monotonic() - now
 
     def _sample_tokens(self, plan: BatchPlan, forward_output: ForwardOutput) -> PendingStep:
         masks = self.scheduler.token_masks(plan)
