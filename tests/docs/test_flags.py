@@ -1,0 +1,52 @@
+"""Every flag that README and the pages name exists."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import cli_reference
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted(set((ROOT / "docs").rglob("*.md")) - {ROOT / "docs/renames.md"})]
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*(?![\w-])")
+OF_OTHERS = {
+    "--enable-cache-report",
+    "--enable-prompt-tokens-details",
+    "--max-model-len",
+    "--no-deps",
+    "--tmpfs",
+    "--ulimit",
+}
+"""Flags of Docker, SGLang, vLLM and pip that the pages name outside of a command."""
+COMMANDS = {
+    words: {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)} | {"--help"}
+    for words, command in cli_reference.commands()
+}
+OF_SCRIPTS = set(FLAG.findall("".join(path.read_text() for path in ROOT.glob("scripts/**/*.py"))))
+
+
+def unknown_flags(text: str) -> Iterator[tuple[str, str]]:
+    """Yield code spans and lines of consoles that have an unknown flag, with the flag."""
+    for span in re.findall(r"`([^`]+)`", text) + re.findall(r"^\$ (.*)$", text, re.M):
+        code = " ".join(span.split())
+        words = max((each for each in COMMANDS if f"{code} ".startswith(f"{each} ")), key=len, default="")
+        if words in ("", "minisgl"):  # a flag alone, or a command of a plugin
+            known = set().union(*COMMANDS.values()) | OF_SCRIPTS | OF_OTHERS
+            flags = FLAG.findall(code) if code.startswith("--") else []
+        else:
+            known, flags = COMMANDS[words], FLAG.findall(code)
+        yield from ((code, flag) for flag in flags if flag not in known)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_flags_exist(page: Path) -> None:
+    assert list(unknown_flags(page.read_text())) == []
+
+
+@pytest.mark.parametrize("text", ["`--pagesize`", "`minisgl launch --num-turns 2`", "$ minisgl bench serve --tp 2\n"])
+def test_an_unknown_flag_is_found(text: str) -> None:
+    assert list(unknown_flags(text))
