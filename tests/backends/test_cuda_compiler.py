@@ -13,7 +13,7 @@ import pytest
 
 from minisgl_backends.cuda import compiler
 from minisgl_backends.cuda.compiler import CudaBuildError, compile_for_hopper
-from minisgl_backends.cuda.library import load_library
+from minisgl_backends.cuda.library import load_library, set_prototypes
 
 CUBIN, LOG = b"\x7fELF of a kernel", b'kernel.cu(1): warning: dull\nkernel.cu(2): error: identifier "x" is undefined\n'
 
@@ -154,3 +154,8 @@ def test_nvrtc_is_found_in_nvidias_python_packages(tmp_path: Path, monkeypatch: 
     (folder / "libnvrtc.so.99").touch()
     assert load_library("libnvrtc.so.99") == str(folder / "libnvrtc.so.99")  # type: ignore[comparison-overlap]
     assert opened[-2:] == [str(folder / "libnvrtc-builtins.so.99.0"), str(folder / "libnvrtc.so.99")]
+
+
+def test_a_library_without_a_function_is_too_old() -> None:
+    with pytest.raises(OSError, match=r"libc\.so\.6 is too old: it has no function cuTensorMapEncodeTiled"):
+        set_prototypes(ctypes.CDLL("libc.so.6"), {"getpid": (), "cuTensorMapEncodeTiled": ()})

@@ -57,7 +57,7 @@ class NcclLibrary:
         """Load the library.
 
         Raises:
-            OSError: NCCL is not installed.
+            OSError: NCCL is not installed, or too old.
         """
         self._library = load_library("libnccl.so.2")
         set_prototypes(self._library, _PROTOTYPES)

@@ -45,7 +45,7 @@ def load_nvrtc() -> ctypes.CDLL:
     """Load NVRTC's library.
 
     Raises:
-        OSError: no NVRTC of torch's CUDA version is installed.
+        OSError: no NVRTC of torch's CUDA version is installed, or it is too old.
     """
     if torch.version.cuda is None:
         raise OSError("this build of torch has no CUDA support")

@@ -26,7 +26,7 @@ def call(name: str, *arguments: Any) -> None:
 
     Raises:
         RuntimeError: the driver returned an error.
-        OSError: no CUDA driver is installed.
+        OSError: no CUDA driver is installed, or one that lacks one of the functions.
     """
     status = getattr(_library(), name)(*arguments)
     if status != 0:

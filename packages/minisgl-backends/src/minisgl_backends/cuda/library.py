@@ -27,7 +27,14 @@ def load_library(name: str) -> ctypes.CDLL:
 
 
 def set_prototypes(library: ctypes.CDLL, prototypes: Mapping[str, tuple[Any, ...]]) -> None:
-    """Set the argument types of a library's functions, which return a status as C's ``int``."""
+    """Set the argument types of a library's functions, which return a status as C's ``int``.
+
+    Raises:
+        OSError: the library is too old and lacks a function.
+    """
     for name, arguments in prototypes.items():
-        function = getattr(library, name)
+        try:
+            function = getattr(library, name)
+        except AttributeError as error:
+            raise OSError(f"{library._name} is too old: it has no function {name}") from error
         function.argtypes, function.restype = arguments, ctypes.c_int
