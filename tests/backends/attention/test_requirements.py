@@ -133,7 +133,7 @@ def test_the_remedy_names_a_flash_attention_for_the_gpu(
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-@pytest.mark.parametrize("head_dim", [40, 80, 112, 192])
+@pytest.mark.parametrize("head_dim", [80, 96, 112, 192])
 @pytest.mark.usefixtures("hopper")
 def test_auto_selects_triton_with_cuda_graphs_for_other_head_dims(head_dim: int) -> None:
     registry = Registry.from_environment({})
@@ -141,14 +141,6 @@ def test_auto_selects_triton_with_cuda_graphs_for_other_head_dims(head_dim: int)
     name, _ = picker.pick("attention", "auto", replace(SPEC, head_dim=head_dim))
     assert name == "triton"
     assert registry.load("attention", name).capabilities.cuda_graphs
-
-
-@pytest.mark.parametrize("head_dim", [8, 100, 264, 576])
-@pytest.mark.usefixtures("hopper")
-def test_triton_names_the_range_of_its_head_dims(head_dim: int) -> None:
-    base = TritonAttention.unsupported(SPEC)
-    [reason] = [each for each in TritonAttention.unsupported(replace(SPEC, head_dim=head_dim)) if each not in base]
-    assert reason == f"it has kernels for head dimensions that are multiples of 8 from 16 to 256, not {head_dim}"
 
 
 @pytest.mark.usefixtures("hopper")

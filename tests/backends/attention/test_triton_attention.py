@@ -31,7 +31,7 @@ class TestTritonWithTwoColumnBlocks(TestTriton):
     provider = TritonWithoutFp8
     head_shapes = ((4, 2, 192), (2, 2, 80), (6, 2, 96))
 
-    @pytest.mark.parametrize("head_dim", [24, 56, 80, 96, 112, 192, 200, 248])
+    @pytest.mark.parametrize("head_dim", [80, 96, 112, 192])
     def test_head_dims(self, head_dim: int) -> None:
         """Decodes in one and in several partitions, and prefills."""
         self.run(self.spec((4, 2, head_dim), 16, torch.float32), decodes=[1, 20, 300], prefills=[(5, 18), (0, 40)])

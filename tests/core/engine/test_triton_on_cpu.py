@@ -15,7 +15,7 @@ from minisgl_core import LLM, SamplingParams
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU tests cover it there")
-@pytest.mark.parametrize(("attn", "head_dim"), [("triton", 16), ("triton,triton", 16), ("triton", 24)])
+@pytest.mark.parametrize(("attn", "head_dim"), [("triton", 16), ("triton,triton", 16), ("triton", 80)])
 def test_tokens_equal_transformers(attn: str, head_dim: int, tmp_path: Path) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 

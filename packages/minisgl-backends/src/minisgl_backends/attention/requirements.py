@@ -27,8 +27,4 @@ def head_dim_unsupported(spec: AttentionSpec, allowed: Sequence[int], where: str
     """Return why the head dimension is not one of `allowed`. `where` is appended to these, such as " with an fp8 KV pool"."""
     if spec.head_dim in allowed:
         return []
-    if isinstance(allowed, range):
-        sizes = f"that are multiples of {allowed.step} from {allowed[0]} to {allowed[-1]}"
-    else:
-        sizes = ", ".join(map(str, allowed))
-    return [f"it has kernels for head dimensions {sizes}{where}, not {spec.head_dim}"]
+    return [f"it has kernels for head dimensions {', '.join(map(str, allowed))}{where}, not {spec.head_dim}"]

@@ -45,11 +45,11 @@ class TritonAttention(FusedStoreAttention):
     It also runs on a CPU, under Triton's interpreter (TRITON_INTERPRET=1), which is slow and meant for tests.
 
     Attributes:
-        head_dims: head dimensions that the kernels support.
+        head_dims: head dimensions that the kernels support. Others may work, but were not tested on a GPU.
         fp8_head_dims: those with an FP8 pool. Others gave wrong results on an H200 with Triton 3.6, such as 80 and 96.
     """
 
-    head_dims: ClassVar[Sequence[int]] = range(16, 257, 8)
+    head_dims: ClassVar[Sequence[int]] = (16, 32, 64, 80, 96, 112, 128, 192, 256)
     fp8_head_dims: ClassVar[Sequence[int]] = (16, 32, 64, 128, 256)
 
     capabilities = AttentionCapabilities(
