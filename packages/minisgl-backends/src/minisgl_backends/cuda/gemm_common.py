@@ -63,12 +63,9 @@ def compiled(variant: GemmVariant) -> Future[bytes]:
 @cache
 def load_kernel(variant: GemmVariant, name: str, device: torch.device) -> tuple[Kernel, int]:
     """Return the kernel `name` of a variant, and the number of thread blocks that the device holds."""
+    threads, shared = variant.resources.num_threads, variant.resources.shared_bytes
     with torch.cuda.device(device):
-        cubin, threads, shared = (
-            compiled(variant).result(),
-            variant.resources.num_threads,
-            variant.resources.shared_bytes,
-        )
+        cubin = compiled(variant).result()
         kernel = Kernel(cubin, name, num_threads=threads, shared_bytes=shared, cluster=variant.cluster_blocks)
         return kernel, kernel.max_resident_blocks()
 
@@ -86,11 +83,8 @@ def wgmma_source(rows: int, *, from_registers: bool = False, transposes_b: bool 
     sums = ", ".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+f"(sums[{i}])' for i in range(count))
     if from_registers:
-        parameter, values, transposes = (
-            "const u32 (&a)[4]",
-            ", ".join(f'"r"(a[{i}])' for i in range(4)),
-            f", {int(transposes_b)}",
-        )
+        parameter, transposes = "const u32 (&a)[4]", f", {int(transposes_b)}"
+        values = ", ".join(f'"r"(a[{i}])' for i in range(4))
         operand, next_operand = "{" + ", ".join(f"%{count + i}" for i in range(4)) + "}", count + 4
     else:
         parameter, values, transposes = "u64 a", '"l"(a)', "" if dtype == "e4m3" else ", 0, 0"
