@@ -81,6 +81,7 @@ class MixtralForCausalLM(CausalLM):
 
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:
+        """Refuse biases, a soft cap, windows in some layers, experts of other kinds, and configs without experts."""
         return unsupported_keys(
             config,
             experts=True,
