@@ -47,6 +47,10 @@ def with_options(*sections: type, hidden: Sequence[str] = ()) -> Callable[[F], F
     Args:
         sections: dataclasses whose fields are options, or whose defaults are such dataclasses (`EngineConfig`).
         hidden: names of options that ``--help`` leaves out.
+
+    Returns:
+        A decorator. The function is called with keywords ``values: dict[str, Any]`` and ``sources: dict[str, str]``, by option,
+        and with the arguments of its other click decorators.
     """
     declared = [item for section in sections for item in _option_fields(section)]
     names = [item.name for item in declared]

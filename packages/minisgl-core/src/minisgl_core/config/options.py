@@ -26,7 +26,7 @@ class Option:
         help: one sentence for ``--help``.
         kind: the plugin kind whose providers it selects; empty for plain values.
         choices: the allowed values; empty for any.
-        low, high: inclusive bounds of a number.
+        low, high: inclusive bounds of a number; None for no bound.
         metavar: placeholder in ``--help``.
         env: further environment variables that set it, such as an older name.
         secret: True if the value must not be shown.

@@ -19,6 +19,7 @@ class KVPool:
     """
 
     def __init__(self, spec: KVPoolSpec) -> None:
+        """Allocate the pool, filled with zeros."""
         self.spec = spec
         page = (spec.page_size, spec.num_kv_heads) if spec.layout == "NHD" else (spec.num_kv_heads, spec.page_size)
         shape = (spec.num_layers, 2, spec.num_pages, *page, spec.head_dim)

@@ -18,6 +18,7 @@ class PenaltyState(msgspec.Struct, kw_only=True):
     """Initial tokens of a row's penalty counts, sent when a request with penalties starts or restarts.
 
     Attributes:
+        row: page-table row.
         prompt_ids: int32; for the repetition penalty.
         output_ids: int32; tokens generated before a preemption.
     """
@@ -31,6 +32,7 @@ class BiasState(msgspec.Struct, kw_only=True):
     """Logit biases of a row, sent when a request with biases starts or restarts.
 
     Attributes:
+        row: page-table row.
         token_ids: int32; each token at most once.
         values: numbers that are added to the tokens' logits, float32.
     """

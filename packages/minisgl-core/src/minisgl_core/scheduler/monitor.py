@@ -40,7 +40,7 @@ NUM_TEXT_TOKENS = 24
 
 
 class Monitor:
-    """Maker of one scheduler's snapshots, and recorder of its steps for them."""
+    """Monitor of one scheduler, which records its steps and builds its snapshots."""
 
     def __init__(self, scheduler: Scheduler, replica: int = 0) -> None:
         self._scheduler, self._replica = scheduler, replica

@@ -186,6 +186,7 @@ class MoeKernelTests:
         return self.provider(spec)
 
     def make_case(self, spec: MoeSpec, shape: Shape, routing: str = "uniform") -> MoeCase:
+        """Return random inputs of about unit size."""
         return random_case(spec, shape[0], routing, seed=hash(shape) % 2**31)
 
     def run(self, spec: MoeSpec, shape: Shape, routing: str = "uniform") -> None:

@@ -58,7 +58,8 @@ def load_weights(model: Model, source: WeightSource, progress: bool = True) -> N
     """Fill `model` from `source` and prepare its layers.
 
     Only this rank's slices are read, and only one slice is in memory besides the model. Before that, the layers' methods
-    allocate the weights: quantized ones as the checkpoint stores them, others in the model's dtype.
+    allocate the weights: quantized ones as the checkpoint stores them, others in the model's dtype. With `progress`, a bar is
+    shown on stderr if that is a terminal.
 
     Raises:
         ModelFormatError: tensors are missing or unknown, or their shapes or dtypes do not fit the config.

@@ -71,6 +71,12 @@ class LinearOps(OpsProvider):
         return linear
 
     def prepare_fp8_gated(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
-        """Return `prepare_fp8_linear`, followed by `NormOps.silu_and_mul`, for gate rows, then up rows, [2 * I, in]."""
+        """Return `prepare_fp8_linear`, followed by `NormOps.silu_and_mul`.
+
+        Args:
+            weight: gate rows, then up rows, float8_e4m3fn [2 * I, in], contiguous; both dimensions are multiples of 16.
+            scales: one per output channel, float32 [2 * I], contiguous.
+            bias: [2 * I] or None.
+        """
         gate_up = self.prepare_fp8_linear(weight, scales, bias)
         return lambda x: silu_and_mul(gate_up(x))

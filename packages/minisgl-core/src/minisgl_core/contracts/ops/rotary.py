@@ -59,9 +59,12 @@ class RotaryOps(OpsProvider):
         return _apply_rope(q, cos, sin), _apply_rope(k, cos, sin)
 
     def qk_norm_rope(self, q: torch.Tensor, k: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
-        """Normalize each head of q [T, Hq, D] and k [T, Hkv, D] if `rope` has norms, then call `apply_rope`.
+        """Normalize each head of q [T, Hq, D] and k [T, Hkv, D] if `rope` has norms, then apply RoPE as `apply_rope` does.
 
         May overwrite both inputs.
+
+        Returns:
+            q and k with RoPE applied.
         """
         if rope.norms is not None:
             q, k = (rms_norm(x, weight, rope.eps) for x, weight in zip((q, k), rope.norms, strict=True))

@@ -60,7 +60,14 @@ class SamplingOps(OpsProvider):
     def sample_shard(
         self, logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor, shard: VocabShard
     ) -> torch.Tensor:
-        """Apply `sample` to logits of this rank's `shard`, [N, C]. Every rank calls it and gets the same tokens, int64 [N]."""
+        """Apply `sample` to logits that are sharded over the ranks. Every rank calls it and gets the same tokens, int64 [N].
+
+        Args:
+            logits: logits of this rank's shard, [N, C].
+            temperature: see `sample`.
+            uniform: see `sample`.
+            shard: this rank's part of the vocabulary; see `VocabShard`.
+        """
         return self.sample(shard.gather(logits), temperature, uniform)
 
     def mask_logits(self, logits: torch.Tensor, index: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
