@@ -658,8 +658,8 @@ def test_grammars_of_formats_and_tools(engine_tokenizer: Any) -> None:
     assert submit.sampling.structured_outputs is None, "the schema is sent once"
     rig.submit("b", text=None, messages=QUESTION, tools=TOOLS)
     grammar = rig.scheduler.pop().grammar
-    assert grammar.kind == "tagged_json"
-    assert json.loads(grammar.text)["prefix"] == "<tool_call>\n"
+    assert grammar.kind == "tool_calls"
+    assert json.loads(grammar.text)["calls"][0][0] == "<tool_call>\n"
     rig.submit("c", text=None, messages=QUESTION, tools=ToolUse(tools=TOOLS.tools), sampling=form)
     assert json.loads(rig.scheduler.pop().grammar.text)["otherwise"] == {"type": "null"}
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from minisgl_backends.grammar import llguidance_grammar
-from minisgl_backends.grammar.lark import MAX_RULES, tagged_json
+from minisgl_backends.grammar.lark import MAX_RULES, tool_calls
 from minisgl_backends.grammar.llguidance_grammar import LlguidanceGrammar
 from minisgl_core.contracts.grammar import mask_width
 from minisgl_core.contracts.structured_outputs import MAX_CHOICES
@@ -159,7 +159,8 @@ def test_outputs_continue_if_the_shared_lexer_hits_its_limit(
 
 @pytest.mark.parametrize("special", [{"<a": 5, "<ab>": 6}, {"<ab>": 6, "<a": 5}])
 def test_the_longest_special_token_of_a_text_counts(special: dict[str, int]) -> None:
-    parts = {"max_items": 1, "separator": "", "prefix": "<ab>x", "suffix": "<a", "schema": {}}
-    item = tagged_json(parts, special).splitlines()[-1]
-    assert item.startswith('item: <[6]> "x" %json')
-    assert item.endswith("<[5]>")
+    texts = {"begin": "", "separator": "", "end": ""}
+    source = {**texts, "calls": [["<ab>x", {"schema": {}}, "<a"]], "max_calls": 1, "otherwise": None}
+    call = tool_calls(source, special).splitlines()[-1]
+    assert call.startswith('call: <[6]> "x" %json')
+    assert call.endswith("<[5]>")

@@ -104,9 +104,20 @@ class TakesAnyText(LlguidanceGrammar):
             return super().compile("json_object", "", name)
 
 
-class ForgetsTheNumberOfItems(LlguidanceGrammar):
+class ForgetsTheNumberOfCalls(LlguidanceGrammar):
     def compile(self, kind: Any, text: str, name: str) -> LlguidanceState:
-        return super().compile(kind, text.replace('"max_items": 2', '"max_items": null'), name)
+        return super().compile(kind, text.replace('"max_calls": 2', '"max_calls": null'), name)
+
+
+class ForgetsExcludedTexts(LlguidanceGrammar):
+    def compile(self, kind: Any, text: str, name: str) -> LlguidanceState:
+        return super().compile(kind, text.replace('["</", "}"]', '["</a>"]'), name)
+
+
+class RequiresOptionalParts(LlguidanceGrammar):
+    def compile(self, kind: Any, text: str, name: str) -> LlguidanceState:
+        text = text.replace('{"optional": ["b", ', '{"any_of": [["b", ').replace('[["c"], []]}]}', '[["c"], []]}]]}')
+        return super().compile(kind, text, name)
 
 
 class KnowsTagsAsTokensOnly(LlguidanceGrammar):

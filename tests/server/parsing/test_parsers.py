@@ -22,12 +22,12 @@ from minisgl_core.sampling_params import SamplingParams
 from minisgl_server.parsing.chat_format import (
     ChatFormat,
     ChatOutputParser,
-    call_schema,
 )
 from minisgl_server.parsing.harmony import HarmonySplitter
 from minisgl_server.parsing.reasoning_splitter import starts_with_reasoning
 from minisgl_server.parsing.tagged_tool_parser import TaggedToolParser
 from minisgl_server.parsing.tool_formats import TOOL_PARSERS, detect_tool_parser
+from minisgl_server.parsing.tool_grammar import call_schema
 from minisgl_server.parsing.tool_parser import HarmonyToolParser
 from minisgl_server.parsing.tools_as_text import describe_tools_in_system_prompt
 

@@ -11,6 +11,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+from calls_as_text import glm, kimi, qwen
 
 from minisgl_backends.grammar.llguidance_grammar import LlguidanceGrammar
 from minisgl_core.contracts.grammar import GrammarState, mask_width
@@ -34,6 +35,11 @@ CHAT = Tokenize(
     tools=ToolUse(tools=TOOLS),
 )
 CLOSING = byte_tokenizer()('"}{')["input_ids"]
+TAGS = [
+    '"}', '":1}', "[ARGS]{", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_calls_section_end|>",
+    "\n</parameter>\n</function>", "</arg_value>\n</tool_call>", "</tool_call>", "\n</tool_call>",
+]  # fmt: skip
+"""Texts that end a part of a call."""
 TRIES = {
     "hermes": [
         '<tool_call>\n{"name": "unit", "arguments": {"u": "C"}}\n</tool_call>',
@@ -64,6 +70,40 @@ TRIES = {
         '[TOOL_CALLS]{"name": "unit", "arguments": {"u": 5}}',
         '[TOOL_CALLS] [{"name": "free", "arguments": {}}, {"name": "unit", "arguments": {"u": 5}}]',
     ],
+    "mistral_v11": [
+        '[TOOL_CALLS]unit[ARGS]{"u": "C"}[TOOL_CALLS]unit[CALL_ID]abcdef123[ARGS]{"u": "F"}',
+        '[TOOL_CALLS]unit[ARGS]{"u": 5}',
+        '[TOOL_CALLS] unit[ARGS]{"u": 5}',
+        '[TOOL_CALLS]unit{"u": 5}',
+        '[TOOL_CALLS]free[ARGS]{"u": 5}[TOOL_CALLS]now[ARGS]{"u": 5}',
+    ],
+    "kimi_k2": [
+        kimi("functions.unit:0", '{"u": "C"}') + kimi("functions.unit:12", '{"u": "F"}'),
+        kimi("functions.unit:0", '{"u": 5}'),
+        kimi("unit", '{"u": 5}'),
+        kimi("functions.free:0", '{"u": "<|tool_call_end|><|tool_call_begin|>functions.unit:0"}'),
+        "<|tool_calls_section_begin|>" + kimi("functions.now:0", '{"u": 5}'),
+    ],
+    "qwen3_coder": [
+        qwen("unit", u="C") + "\n" + qwen("unit", u="F"),
+        qwen("unit", u="5"),
+        qwen("unit", v="C"),
+        qwen("unit"),
+        "<tool_call> <function=unit><parameter=u>5</parameter></function></tool_call>",
+        qwen("free", u="<function=unit>\n<parameter=u>\n5"),
+        qwen("now", u="5"),
+        "<function=free<function=unit>",
+    ],
+    "glm45": [
+        glm("unit", u="C") + "\n" + glm("unit", u="F"),
+        glm("unit", u="5"),
+        glm("unit"),
+        "<tool_call> unit<arg_key>u</arg_key><arg_value>5</arg_value></tool_call>",
+        glm("free", u=glm("unit", u="5")),
+        glm("free", u="</arg_value><tool_call>"),
+        glm("now", u="5"),
+        "<tool_call>un" + glm("unit", u="5"),
+    ],
 }  # fmt: skip
 
 
@@ -76,7 +116,7 @@ def chats(format: str) -> ChatFormat:
 def begin(format: str) -> GrammarState:
     source = chats(format).grammar(CHAT, "")
     assert source is not None
-    assert source.kind == "structural_tag"
+    assert source.kind == "tool_calls"
     return LlguidanceGrammar(byte_tokenizer(), VOCAB_SIZE, EOS).compile(source.kind, source.text, source.name)
 
 
@@ -94,6 +134,13 @@ def generate(state: GrammarState, wish: str, draw: random.Random) -> tuple[str, 
             break
         tokens.append(token)
     while not state.is_complete and len(tokens) < 400:
+        tags = draw.sample(TAGS, len(TAGS)) if draw.random() < 0.2 else []
+        for tag in (byte_tokenizer()(text)["input_ids"] for text in tags):
+            if all(map((copied := state.copy()).accept, tag)):
+                state, tokens = copied, tokens + tag
+                break
+        if state.is_complete:
+            break
         choices = allowed(state)
         closing = [token for token in choices if token in CLOSING and draw.random() < 0.5]
         tokens.append(draw.choice(closing or choices))
@@ -118,7 +165,8 @@ def test_calls_fit_their_schema(format: str, wish: str) -> None:
         text, is_whole = generate(begin(format).copy(), wish, random.Random(seed))
         assert is_whole
         for name, arguments in calls_in(text, format):
-            jsonschema.validate(json.loads(arguments), schemas[name])
+            if name != "free" or format != "glm45":  # the grammar allows to cut other calls of this format
+                jsonschema.validate(json.loads(arguments), schemas[name])
 
 
 @pytest.mark.parametrize("format", list(TRIES))
@@ -147,26 +195,16 @@ def test_required_calls_fit_their_schema(format: str) -> None:
             jsonschema.validate(json.loads(arguments), UNIT if name == "unit" else {"type": "object"})
 
 
-UNCONSTRAINED = {
-    "kimi_k2": '<|tool_call_begin|>functions.unit:0<|tool_call_argument_begin|>{"u": 5}<|tool_call_end|>',
-    "mistral_v11": '[TOOL_CALLS]unit[ARGS]{"u": 5}',
-    "glm45": "<tool_call>unit\n<arg_key>u</arg_key>\n<arg_value>5</arg_value>\n</tool_call>",
-    "gpt_oss": '<|channel|>commentary to=functions.unit <|constrain|>json<|message|>{"u": 5}',
-    "qwen3_coder": "<tool_call>\n<function=unit>\n<parameter=u>\n5\n</parameter>\n</function>\n</tool_call>",
-}
-
-
-@pytest.mark.parametrize("format", UNCONSTRAINED)
-def test_calls_that_are_not_json_are_not_constrained(format: str) -> None:
-    assert chats(format).grammar(CHAT, "") is None
-    [(name, arguments)] = calls_in(UNCONSTRAINED[format], format)
-    assert (name, str(json.loads(arguments)["u"])) == ("unit", "5")
+def test_calls_of_the_harmony_format_are_not_constrained() -> None:
+    text = '<|channel|>commentary to=functions.unit <|constrain|>json<|message|>{"u": 5}'
+    assert chats("gpt_oss").grammar(CHAT, "") is None
+    assert calls_in(text, "gpt_oss") == [("unit", '{"u": 5}')]
     required = ToolUse(tools=TOOLS, is_required=True)
     schema = SamplingParams(structured_outputs=StructuredOutputs(json=UNIT))
     for name, sampling, tools in (("tool_choice", SamplingParams(), required), ("response_format", schema, CHAT.tools)):
         chat = Tokenize(request_id="1", sampling=sampling, messages=CHAT.messages, tools=tools, grammar_name=name)
-        with pytest.raises(InvalidValueError, match="is not JSON") as raised:
-            chats(format).grammar(chat, "")
+        with pytest.raises(InvalidValueError, match="the format gpt_oss") as raised:
+            chats("gpt_oss").grammar(chat, "")
         assert raised.value.name == name
 
 

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from calls_as_text import glm, kimi, qwen
 from hypothesis import given
 from hypothesis import strategies as st
 from parse_output import PROPERTIES, parse, parser
@@ -13,12 +14,6 @@ from parse_output import PROPERTIES, parse, parser
 from minisgl_server.parsing.argument_values import argument_types, to_json
 
 Calls = list[tuple[str, str]]
-
-
-def qwen(name: str, **arguments: str) -> str:
-    """Write a call as the chat template of Qwen3-Coder does."""
-    lines = [f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items()]
-    return f"<tool_call>\n<function={name}>\n{''.join(lines)}</function>\n</tool_call>"
 
 
 ONE = qwen("get", text="a\nb", n="3")
@@ -57,12 +52,6 @@ QWEN: dict[str, tuple[str, tuple[str, Calls]]] = {
     "no name, then a call": (f"<tool_call>\n<function=>{ONE}", ("<tool_call>\n<function=>", [("get", ONE_JSON)])),
     "a long name": (f"<tool_call><function={'x' * 65}>", (f"<tool_call><function={'x' * 65}>", [])),
 }  # fmt: skip
-
-
-def glm(name: str, **arguments: str) -> str:
-    """Write a call as the chat template of GLM-4.5 does."""
-    lines = [f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in arguments.items()]
-    return f"<tool_call>{name}\n{''.join(lines)}</tool_call>"
 
 
 GLM_ONE = glm("get", text="a\nb", n="3")
@@ -110,10 +99,6 @@ MISTRAL: dict[str, tuple[str, tuple[str, Calls]]] = {
     "a list": ('[TOOL_CALLS] [{"name": "get"}]', ('[TOOL_CALLS] [{"name": "get"}]', [])),
     "a repeated tag": ("[TOOL_CALLS]get[TOOL_CALLS]get[ARGS]{}", ("[TOOL_CALLS]get", [("get", "{}")])),
 }  # fmt: skip
-
-
-def kimi(call_id: str, arguments: str) -> str:
-    return f"<|tool_call_begin|>{call_id}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"
 
 
 BEGIN, END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"

@@ -5,14 +5,14 @@ The dialect is documented at https://github.com/guidance-ai/llguidance/blob/main
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
 from minisgl_core.contracts.grammar import WHITESPACE
-from minisgl_core.contracts.structured_outputs import StructuralTag, TaggedStructure
+from minisgl_core.contracts.structured_outputs import StructuralTag
 
 _COMPACT = {"whitespace_flexible": False, "item_separator": ",[ ]?", "key_separator": ":[ ]?"}
 """At most one space after a comma or a colon. More whitespace costs tokens, and small models may emit it without end."""
@@ -70,48 +70,98 @@ def from_grammar(text: str, special: SpecialTokens) -> str:
         raise ValueError(str(error)) from None
 
 
-def tagged_json(parts: Mapping[str, Any], special: SpecialTokens) -> str:
-    """Translate a ``tagged_json``; see `minisgl_core.contracts.grammar.GrammarKind`."""
-    max_items = parts["max_items"]
-    more = "*" if max_items is None else f"{{0,{max_items - 1}}}"
-    rules = [
-        "items: item" if max_items == 1 else f"items: item ({_literal(parts['separator'], special)} item){more}",
-        f"item: {_literal(parts['prefix'], special)} {_value(parts['schema'])} {_literal(parts['suffix'], special)}",
-    ]
-    if parts.get("otherwise") is not None:
-        return "\n".join(["start: items | otherwise", *rules, f"otherwise: {_value(parts['otherwise'])}"])
-    return "\n".join(["start: items", *rules])
+def tool_calls(source: Mapping[str, Any], special: SpecialTokens) -> str:
+    """Translate ``tool_calls``; see `minisgl_core.contracts.grammar.GrammarKind`."""
+    parts = _Parts(special)
+    if (triggers := source.get("triggers")) is not None:
+        texts = {trigger: [parts.sequence(call) for call in calls] for trigger, calls in triggers.items()}
+        return "\n".join([_free_text(texts, special), *parts.terminals])
+    call = " | ".join(map(parts.sequence, source["calls"]))
+    around = [parts.literal(source[name]) for name in ("begin", "separator", "end")]
+    max_calls = source["max_calls"]
+    more = "*" if max_calls is None else f"{{0,{max_calls - 1}}}"
+    calls = "call" if max_calls == 1 else f"call ({around[1]} call){more}"
+    rules = [f"calls: {around[0]} {calls} {around[2]}", f"call: {call}"]
+    if source["otherwise"] is None:
+        return "\n".join(["start: calls", *rules, *parts.terminals])
+    return "\n".join(
+        ["start: calls | otherwise", *rules, f"otherwise: {_value(source['otherwise'])}", *parts.terminals]
+    )
+
+
+class _Parts:
+    """Translates parts of calls. Equal texts share a terminal, so that many of them cost little."""
+
+    def __init__(self, special: SpecialTokens) -> None:
+        self._special = special
+        longest_first = sorted(special, key=len, reverse=True)  # as tokenizers match them
+        self._tag = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+        self._names: dict[str, str] = {}
+
+    @property
+    def terminals(self) -> list[str]:
+        """Definitions of the terminals that the parts refer to."""
+        return [f"{name}: {text}" for text, name in self._names.items()]
+
+    def sequence(self, parts: Sequence[Any]) -> str:
+        return " ".join(filter(None, map(self._part, parts))) or '""'
+
+    def _part(self, part: Any) -> str:
+        match part:
+            case str():
+                return self.literal(part)
+            case {"schema": schema}:
+                return _value(schema)
+            case {"optional": parts}:
+                return f"({self.sequence(parts)})?"
+            case {"any_of": alternatives}:
+                return f"({' | '.join(map(self.sequence, alternatives))})"
+            case {"patterns": patterns, "excludes": excludes, "end": end}:
+                return self._text(patterns, excludes, end)
+        raise ValueError(f"a part of a call must be a text or an object with known members, and not {part!r}")
+
+    def _text(self, patterns: Sequence[str], excludes: Sequence[str], end: str) -> str:
+        """Return the text and its end. They are one terminal, as llguidance would extend a text beyond its end."""
+        terms = [f"/{regex_to_lark(pattern, use_ascii='d')}/" for pattern in patterns]
+        if excludes:
+            terms.append(f"~(ANY ({' | '.join(map(json.dumps, excludes))}) ANY)")
+            self._names["/(.|\\n)*/"] = "ANY"
+        first, *rest = self._tag.split(end)
+        text = f"({' & '.join(terms)}) {json.dumps(first)}"
+        name = self._names.setdefault(text, f"PART{len(self._names)}")
+        return f"{name} {self.literal(''.join(rest))}"
+
+    def literal(self, text: str) -> str:
+        """Return a text as strings in quotes, and special tokens by their ids."""
+        pieces = filter(None, self._tag.split(text))
+        return " ".join(
+            f"<[{self._special[piece]}]>" if piece in self._special else json.dumps(piece) for piece in pieces
+        )
 
 
 def structural_tag(tag: StructuralTag, special: SpecialTokens) -> str:
-    """Translate a ``structural_tag``; see `minisgl_core.contracts.grammar.GrammarKind`.
+    """Translate a ``structural_tag``; see `minisgl_core.contracts.grammar.GrammarKind`."""
+    parts, structures = _Parts(special), dict[str, list[str]]()
+    for each in tag.structures:
+        begin = each.begin[len(trigger := tag.trigger_of(each)) :]
+        structures.setdefault(trigger, []).append(parts.sequence([begin, {"schema": each.schema}, each.end]))
+    return _free_text(structures, special)
+
+
+def _free_text(structures: Mapping[str, Sequence[str]], special: SpecialTokens) -> str:
+    """Return the grammar of free text with one of the given structures after each trigger.
 
     A lazy lexeme ends at the end of its trigger, so that free text cannot continue past a trigger.
     """
-    structures: dict[str, list[TaggedStructure]] = {}
-    for each in tag.structures:
-        structures.setdefault(tag.trigger_of(each), []).append(each)
     rules, items = ["start: item* TEXT", r"TEXT: /(.|\n)*/"], []
     for index, (trigger, following) in enumerate(structures.items()):
-        after = [
-            f"{_literal(each.begin[len(trigger) :], special)} {_value(each.schema)} {_literal(each.end, special)}"
-            for each in following
-        ]
-        rules += [f"text{index}[lazy]: TEXT {json.dumps(trigger)}", f"after{index}: {' | '.join(after)}"]
+        rules += [f"text{index}[lazy]: TEXT {json.dumps(trigger)}", f"after{index}: {' | '.join(following)}"]
         items.append(f"text{index} after{index}")
         if trigger in special:
             items.append(f"TEXT <[{special[trigger]}]> after{index}")
     if free := sorted(token_id for text, token_id in special.items() if text not in structures):
         items.append(f"TEXT <[{','.join(map(str, free))}]>")
     return "\n".join([*rules, f"item: {' | '.join(items)}"])
-
-
-def _literal(text: str, special: SpecialTokens) -> str:
-    """Return a text as strings in quotes, and special tokens by their ids."""
-    longest_first = sorted(special, key=len, reverse=True)  # as tokenizers match them
-    tag = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
-    pieces = (piece for piece in tag.split(text) if piece)
-    return " ".join(f"<[{special[piece]}]>" if piece in special else json.dumps(piece) for piece in pieces)
 
 
 def regex(pattern: str) -> str:

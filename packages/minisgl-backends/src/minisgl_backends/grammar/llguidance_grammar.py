@@ -198,8 +198,8 @@ def _translate(kind: GrammarKind, text: str, special: lark.SpecialTokens, non_eo
             return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(each) for each in _json(text))
         case "grammar":
             return lark.from_grammar(text, special)
-        case "tagged_json":
-            return lark.tagged_json(_json(text), non_eos)
+        case "tool_calls":
+            return lark.tool_calls(_json(text), non_eos)
         case "structural_tag":
             return lark.structural_tag(StructuralTag.read(text), non_eos)
 

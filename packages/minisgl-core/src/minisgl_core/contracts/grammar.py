@@ -18,7 +18,7 @@ Masks = npt.NDArray[np.int32]
 _MANY_TOKENS = 16
 """Number of tokens from which `clear_tokens` is vectorized; for fewer, that takes longer."""
 
-GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "tagged_json", "structural_tag"]
+GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "tool_calls", "structural_tag"]
 """Kind of a grammar's text:
 
 - ``json_object``: empty; any JSON object.
@@ -27,21 +27,34 @@ GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar"
 - ``choice``: a JSON list of texts; the output is one of them.
 - ``grammar``: a context-free grammar, in Lark's notation with the start rule ``start``, or in EBNF, whose rules have ``::=``,
   with the start rule ``root``.
-- ``tagged_json``: a JSON object with ``prefix``, ``schema``, ``suffix``, ``separator`` (all texts except the schema) and
-  ``max_items`` (a number or null). The output is one or more JSON values, each between prefix and suffix. If ``otherwise`` is
-  not null, it is a schema of an alternative output. If a tag such as ``<tool_call>`` is a token, the output has that token.
+- ``tool_calls``: a JSON object with ``begin``, ``calls``, ``separator``, ``end``, ``max_calls`` (a number or null) and
+  ``otherwise``. The output is one or more of the calls, with the separator (a text) between them, between the texts ``begin`` and
+  ``end``. If ``otherwise`` is not null, it is a schema of an alternative output. Or it is an object with ``triggers``, which has
+  lists of calls by trigger, and the output is like that of a ``structural_tag``. If a tag such as ``<tool_call>`` is a token,
+  the output has that token. A call is a list of parts, which follow each other:
+
+  - a text;
+  - ``{"schema": ...}``: a JSON value;
+  - ``{"patterns": [...], "excludes": [...], "end": ...}``: a text that matches all of one or more patterns as a whole and
+    contains no text of ``excludes``, followed by the text ``end``. If the end is not a token, ``excludes`` has it or it cannot
+    be part of a match;
+  - ``{"optional": [...]}``: parts or nothing;
+  - ``{"any_of": [[...], ...]}``: the parts of one of the lists.
 - ``structural_tag``: a JSON object with ``triggers``, a list of texts, and ``structures``, a list of objects. A structure has
   ``begin`` (a text that begins with a trigger), ``schema`` (of the JSON value after it) and ``end`` (the text after the value).
   The output is unrestricted, special tokens included, until a trigger. From the trigger on it is one of the structures that
-  begin with it, and it is unrestricted again after that. It may end only outside of structures. As in ``tagged_json``, a tag
+  begin with it, and it is unrestricted again after that. It may end only outside of structures. As in ``tool_calls``, a tag
   that is a token appears as that token; but a trigger also counts if several tokens spell it.
 """
 
 
+CallPart = str | dict[str, Any]
+"""Part of a call of the kind ``tool_calls``; see `GrammarKind`."""
+
 WHITESPACE = "x-whitespace"
 """Member of a schema: a pattern of the whitespace between JSON tokens, empty for no whitespace.
 
-Without it, only one space after a comma or a colon is allowed. It applies to a whole schema, also in ``tagged_json`` and
+Without it, only one space after a comma or a colon is allowed. It applies to a whole schema, also in ``tool_calls`` and
 ``structural_tag``.
 """
 
@@ -51,7 +64,7 @@ MAX_GRAMMAR_BYTES: dict[GrammarKind, int] = {
     "regex": 64 * 1024,
     "choice": 256 * 1024,
     "grammar": 64 * 1024,
-    "tagged_json": 256 * 1024,
+    "tool_calls": 256 * 1024,
     "structural_tag": 256 * 1024,
 }
 """Maximum size of a text by kind, in bytes of UTF-8."""

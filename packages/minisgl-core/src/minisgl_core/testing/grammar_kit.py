@@ -30,7 +30,23 @@ STRUCTURES = [
     {"begin": "@@n", "schema": {"type": "boolean"}, "end": "<|call|>"},
 ]
 STRUCTURAL = {"triggers": ["@@n", "<tool>", "@@"], "structures": STRUCTURES}
-TAGGED = {"prefix": "<|call|>", "schema": SCHEMA, "suffix": "!", "separator": "; ", "max_items": 2, "otherwise": None}
+CALLS: dict[str, Any] = {
+    "begin": "[",
+    "calls": [
+        ["<|call|>", {"schema": SCHEMA}, "!"],
+        ["<tool>", {"patterns": [r"(.|\n)*", "[^xy]*", ".{0,4}"], "excludes": ["</", "}"], "end": "</a>"}],
+        [
+            "x",
+            {"patterns": ["[0-9]+"], "excludes": [], "end": "<|call|>"},
+            {"optional": ["b", {"any_of": [["c"], []]}]},
+        ],
+    ],
+    "separator": "; ",
+    "end": "]",
+    "max_calls": 2,
+    "otherwise": None,
+}
+TRIGGERS = {"triggers": {"<tool>": CALLS["calls"][1:], "<|call|>": [["b", {"schema": {"type": "boolean"}}]]}}
 
 
 @lru_cache
@@ -65,10 +81,22 @@ def _fits_schema(text: str) -> bool:
     )
 
 
-def _fits_tagged(text: str) -> bool:
-    items = text.split("; ")
-    tagged = all(item.startswith("<|call|>") and item.endswith("!") for item in items)
-    return tagged and len(items) <= 2 and all(_fits_schema(item[len("<|call|>") : -1]) for item in items)
+_TEXT = r"(?:(?!</|})[^xy\n]){0,4}</a>"
+_NUMBER = r"x[0-9]+<[|]call[|]>(?:bc?)?"
+
+
+def _fits_calls(text: str) -> bool:
+    call = re.compile(rf"(?s:<[|]call[|]>({{.*?}})!)|<tool>{_TEXT}|{_NUMBER}")
+    calls, at = [], 1
+    while match := call.match(text, at):
+        calls.append(match[1])
+        at = match.end() + 2 * text.startswith("; ", match.end())
+    return text[0] == "[" and text[at:] == "]" and len(calls) in (1, 2) and all(map(_fits_schema, filter(None, calls)))
+
+
+def _fits_triggers(text: str) -> bool:
+    rest = re.sub(rf"<tool>(?:<tool>{_TEXT}|{_NUMBER})|<[|]call[|]>b(?:true|false)", "", text)
+    return "<tool>" not in rest and "<|call|>" not in rest
 
 
 def _fits_structural(text: str) -> bool:
@@ -118,19 +146,27 @@ CASES: dict[str, Case] = {
         ['a @é<tool>b{"a":true,"b":"x"}! {<|call|>@@ntrue<|call|>\n<tool>xfalse', "", "no tag: <tool, @, {]"],
         ["<tool>a", 'a<tool>b{"a":true}', "@@<", "@@ntrue<|stop|>"],
     ),
-    "tagged_json": Case(
-        "tagged_json",
-        json.dumps(TAGGED),
-        _fits_tagged,
-        ['<|call|>{"a":true,"b":"x"}!; <|call|>{"a":false,"b":"x"}!'],
-        ["{", '<|call|>{"a":true,"b":"x"};', "; ".join(['<|call|>{"a":true,"b":"x"}!'] * 2) + ";"],
+    "tool_calls": Case(
+        "tool_calls",
+        json.dumps(CALLS),
+        _fits_calls,
+        ['[<|call|>{"a":true,"b":"x"}!; <tool><a<</a>]', "[x12<|call|>b; <tool></a>]", "[x1<|call|>bc]"],
+        ["x", "[]", '[<|call|>{"a":true,"b":"x"}!;]', "[<tool>x", "[<tool>a</b", "[<tool>abcde", "[<tool>}", "[x1b", "[x<",
+         "[" + "; ".join(["x1<|call|>"] * 2) + ";"],
     ),
     "or else": Case(
-        "tagged_json",
-        json.dumps(TAGGED | {"max_items": 1, "otherwise": {"type": "boolean"}, "prefix": "<tool>"}),
-        lambda text: text in ("true", "false") or _fits_tagged(text.replace("<tool>", "<|call|>")),
-        ["true", '<tool>{"a":true,"b":"x"}!'],
-        ["[", "<tool>t", "truet"],
+        "tool_calls",
+        json.dumps(CALLS | {"max_calls": 1, "otherwise": {"type": "boolean"}, "end": "}"}),
+        lambda text: text in ("true", "false") or (text[-1] == "}" and _fits_calls(text[:-1] + "]") and "; <" not in text),
+        ["true", '[<|call|>{"a":true,"b":"x"}!}', "[x1<|call|>}"],
+        ["{", "<", "truet", "[x1<|call|>; "],
+    ),
+    "triggers": Case(
+        "tool_calls",
+        json.dumps(TRIGGERS),
+        _fits_triggers,
+        ["a <tool <|", "", "<tool>x1<|call|>b <tool><tool>é</a><|call|>btrue"],
+        ["<tool>a", "<tool>x<", "<|call|>a", "<tool><tool>x"],
     ),
 }  # fmt: skip
 
@@ -339,7 +375,7 @@ def _encode(text: str, one_byte_each: bool = False) -> list[int]:
         return ids
     tokens = []
     for part in re.split(r"(<[|a-z]+>)", text):
-        letters = [part] if part.startswith("<") else _letters(part)
+        letters = [part] if re.fullmatch("<[|a-z]+>", part) else _letters(part)
         tokens += [tokenizer.convert_tokens_to_ids(letter) for letter in letters]
     return tokens
 

@@ -21,6 +21,8 @@ _MAX_SCHEMAS = 64
 """Maximum number of schemas to follow for one argument. They may refer to each other, and a client may send any."""
 _MAX_VALUES = 1024
 """Maximum number of values of an enumeration to inspect, and of characters of a reference."""
+_MAX_SEGMENTS = 16
+"""Maximum number of names in a reference."""
 _ENCODER = json.JSONEncoder(ensure_ascii=False)
 """Encoder of strings. `json.dumps` would make one per call, and a streamed string has a call per character."""
 
@@ -32,7 +34,7 @@ def argument_types(parameters: Any, name: str) -> frozenset[str]:
     def types(schema: Mapping[str, Any]) -> frozenset[str]:
         properties = schema.get("properties")
         found = properties.get(name) if isinstance(properties, Mapping) else None
-        return schemas.types(schema.get("additionalProperties") if found is None else found, _own_types)
+        return schemas.types(schema.get("additionalProperties") if found is None else found, own_types)
 
     return schemas.types(parameters, types)
 
@@ -50,7 +52,7 @@ class _Schemas:
             return _ANY
         types = own_types(schema)
         if isinstance(reference := schema.get("$ref"), str):
-            types &= self.types(self._resolve(reference), own_types)
+            types &= self.types(resolve_reference(self._root, reference), own_types)
         if isinstance(schemas := schema.get("allOf"), list):
             types = types.intersection(*(self.types(each, own_types) for each in schemas[:_MAX_SCHEMAS]))
         for keyword in ("anyOf", "oneOf"):
@@ -58,17 +60,18 @@ class _Schemas:
                 types &= frozenset().union(*(self.types(each, own_types) for each in schemas))
         return types
 
-    def _resolve(self, reference: str) -> Any:
-        """Return the schema of a reference such as ``#/$defs/unit``, or None."""
-        if len(reference) > _MAX_VALUES:
-            return None
-        found = self._root
-        for name in reference.removeprefix("#").split("/", _MAX_SCHEMAS)[1:]:
-            found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
-        return found
+
+def resolve_reference(root: Any, reference: str) -> Any:
+    """Return the schema of a reference such as ``#/$defs/unit``, or None."""
+    if len(reference) > _MAX_VALUES:
+        return None
+    found = root
+    for name in reference.removeprefix("#").split("/", _MAX_SEGMENTS)[1:]:
+        found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+    return found
 
 
-def _own_types(schema: Mapping[str, Any]) -> frozenset[str]:
+def own_types(schema: Mapping[str, Any]) -> frozenset[str]:
     """Return the types that the keywords ``type``, ``enum`` and ``const`` of a schema allow."""
     allowed, types = _ANY, schema.get("type")
     if isinstance(types := [types] if isinstance(types, str) else types, list):

@@ -1,7 +1,7 @@
 """Chat format of a model: the template renders its prompts, and parsers split its outputs."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,19 +9,19 @@ import msgspec
 
 from minisgl_core.contracts.structured_outputs import GrammarSource
 from minisgl_core.errors import InvalidValueError
-from minisgl_core.protocol.messages import Tokenize, ToolCallDelta, ToolUse
+from minisgl_core.protocol.messages import Tokenize, ToolCallDelta
 from minisgl_core.text.chat import plain_messages, render_chat
 from minisgl_server.parsing.harmony import HARMONY, HARMONY_TAGS, HarmonySplitter
 from minisgl_server.parsing.reasoning_splitter import THINK_END, THINK_START, ReasoningSplitter, starts_with_reasoning
 from minisgl_server.parsing.request_template import render_in_child_process
+from minisgl_server.parsing.tagged_tool_parser import TaggedToolParser
 from minisgl_server.parsing.tool_formats import TOOL_PARSERS, detect_tool_parser
+from minisgl_server.parsing.tool_grammar import refuse_constraints, required_grammar, strict_grammar
 from minisgl_server.parsing.tool_parser import HarmonyToolParser, ToolParser
 from minisgl_server.parsing.tools_as_text import describe_tools_in_system_prompt, render_calls_as_text
 
 AUTO, NONE = "auto", "none"
 """Values of ``--tool-call-parser`` that are not keys of `TOOL_PARSERS`."""
-_JSON_KINDS = {"json_schema", "json_object"}
-_NO_JSON = "tool calls in the format of this model, which is not JSON,"
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,17 +155,19 @@ class ChatFormat:
         splitter: ReasoningSplitter | HarmonySplitter | None = None
         tools = None
         if chat.tools is not None:
-            strict = chat.tools.strict_names if _needs_structural_tag(chat) else ()
-            tools = self._parser_for_tools()(chat.tools.parameters, chat.tools.parallel, strict)
+            parser = self._parser_for_tools()
+            strict: Collection[str] = chat.tools.strict_names if _has_strict_calls(chat) else ()
+            if issubclass(parser, TaggedToolParser) and (strict or grammar is not None):
+                strict = parser.constrained_names(chat.tools.parameters, strict)
+            tools = parser(chat.tools.parameters, chat.tools.parallel, strict)
         if isinstance(tools, HarmonyToolParser):
             splitter = HarmonySplitter(tools)
         elif self._reasoning_parser == HARMONY and chat.separate_reasoning:
             splitter = HarmonySplitter()
         elif self._reasoning_parser is not None and chat.separate_reasoning:
             # An output that a grammar constrains from its first token on has no reasoning content.
-            is_constrained = (
-                grammar is not None and grammar.reasoning_end_token is None and grammar.kind != "structural_tag"
-            )
+            is_free = grammar is None or grammar.kind == "structural_tag" or _has_strict_calls(chat)
+            is_constrained = grammar is not None and not is_free and grammar.reasoning_end_token is None
             splitter = ReasoningSplitter(False if is_constrained else self._begins_with_reasoning(chat, prompt))
         return None if splitter is None and tools is None else ChatOutputParser(splitter, tools, chat.include_reasoning)
 
@@ -193,17 +195,17 @@ class ChatFormat:
     def grammar(self, chat: Tokenize, prompt: str) -> GrammarSource | None:
         """Return the grammar of the output, or None if nothing constrains it. Reasoning content is never constrained.
 
-        The grammar allows structured output, or tool calls, or a choice of the two, or the free text of `_strict_grammar`.
+        The grammar allows structured output, or tool calls, or a choice of the two, or the free text of `strict_grammar`.
         """
         structured = chat.sampling.structured_outputs
         source = structured.source(chat.grammar_name) if structured is not None else None
-        if chat.tools is not None and self._tool_parser is not None and not self._tool_parser.is_json:
-            _refuse_constraints(chat.tools, source)
-        elif chat.tools is not None and _needs_structural_tag(chat):
-            return self._strict_grammar(chat.tools)  # it leaves reasoning content free by itself
+        if chat.tools is not None and self._tool_parser is HarmonyToolParser:
+            refuse_constraints(chat.tools, source)
+        elif chat.tools is not None and _has_strict_calls(chat):
+            return strict_grammar(self._parser_for_tools(), chat.tools)  # it leaves reasoning content free by itself
         elif chat.tools is not None and (chat.tools.is_required or source is not None):
             # As with OpenAI and in vLLM, structured output has no effect on an output that must be calls.
-            source = self._tool_grammar(chat.tools, None if chat.tools.is_required else source)
+            source = required_grammar(self._parser_for_tools(), chat.tools, None if chat.tools.is_required else source)
         if source is None or self._reasoning_parser in (None, HARMONY):
             return source
         has_begun, end = self._begins_with_reasoning(chat, prompt), self._token(THINK_END)
@@ -236,79 +238,8 @@ class ChatFormat:
             )
         return self._tool_parser
 
-    def _strict_grammar(self, tools: ToolUse) -> GrammarSource:
-        """Return the grammar of free text in which calls of strict functions conform to their schemas."""
-        parser = self._parser_for_tools()
-        structures, triggers, strict_names = [], [], set(tools.strict_names)
-        for function in (tool["function"] for tool in tools.offered):
-            is_strict = function["name"] in strict_names
-            schema = arguments_schema(function) if is_strict else {"type": "object"}
-            for trigger, begin, end in parser.structural_tags:
-                # After the trigger `parser.begin`, the grammar allows only the listed calls, so it lists those of all functions.
-                # The other triggers contain a function's name, and are needed only for strict functions.
-                if is_strict or trigger == parser.begin:
-                    triggers.append(trigger.replace("NAME", function["name"]))
-                    structures.append({"begin": begin.replace("NAME", function["name"]), "schema": schema, "end": end})
-        grammar = {"triggers": list(dict.fromkeys(triggers)), "structures": structures}
-        return GrammarSource("structural_tag", json.dumps(grammar), "tools")
 
-    def _tool_grammar(self, tools: ToolUse, structured: GrammarSource | None) -> GrammarSource:
-        """Return the grammar of an output that is tool calls or, if `structured` is given, either these or that JSON."""
-        otherwise = None
-        if structured is not None:
-            if structured.kind not in _JSON_KINDS:
-                raise InvalidValueError(structured.name, structured.text, "a JSON schema if there are tools")
-            otherwise = {"type": "object"} if structured.kind == "json_object" else _schema(structured)
-        parser = self._parser_for_tools()
-        functions = [tool["function"] for tool in tools.offered if tools.named in (None, tool["function"]["name"])]
-        prefix, suffix, separator = parser.call_delimiters
-        text = {
-            "prefix": prefix,
-            "schema": {"anyOf": [call_schema(function, parser.arguments_key) for function in functions]},
-            "suffix": suffix,
-            "separator": separator,
-            "max_items": None if tools.parallel else 1,
-            "otherwise": otherwise,
-        }
-        return GrammarSource("tagged_json", json.dumps(text), "tools" if structured is None else structured.name)
-
-
-def _needs_structural_tag(chat: Tokenize) -> bool:
-    """Return True if the output is free text in which a structural tag constrains the calls of strict functions."""
+def _has_strict_calls(chat: Tokenize) -> bool:
+    """Return True if the output is free text in which a grammar constrains the calls of strict functions."""
     tools, structured = chat.tools, chat.sampling.structured_outputs
     return tools is not None and bool(tools.strict_names) and not tools.is_required and structured is None
-
-
-def _refuse_constraints(tools: ToolUse, structured: GrammarSource | None) -> None:
-    """Refuse a grammar of an output with calls in a format whose names are not in JSON."""
-    if tools.is_required:
-        choice = tools.named or "required"
-        raise InvalidValueError("tool_choice", choice, f"auto or none, as {_NO_JSON} cannot be required")
-    if structured is not None:
-        raise InvalidValueError(structured.name, structured.text, f"left out, as {_NO_JSON} exclude it")
-
-
-def arguments_schema(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the JSON schema of a function's arguments, an object; a function without parameters takes none."""
-    return {"type": "object"} | (function.get("parameters") or {"properties": {}, "additionalProperties": False})
-
-
-def call_schema(function: Mapping[str, Any], arguments_key: str) -> dict[str, Any]:
-    """Return the JSON schema of a call of a function."""
-    # The id makes the arguments the base of their references, such as "#/$defs/...".
-    arguments = {"$id": f"urn:function:{function['name']}"} | arguments_schema(function)
-    if "$ref" in arguments:  # draft 7 ignores an id beside it
-        arguments["allOf"] = [{name: arguments.pop(name)} for name in ("$ref", "allOf") if name in arguments]
-    return {
-        "type": "object",
-        "properties": {"name": {"const": function["name"]}, arguments_key: arguments},
-        "required": ["name", arguments_key],
-        "additionalProperties": False,
-    }
-
-
-def _schema(structured: GrammarSource) -> Any:
-    try:
-        return json.loads(structured.text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidValueError(structured.name, structured.text, f"JSON ({error})") from None

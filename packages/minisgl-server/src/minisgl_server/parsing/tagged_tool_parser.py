@@ -1,21 +1,21 @@
-"""Parses tool calls whose function names are between tags, and not in JSON: those of Qwen3-Coder, GLM, Mistral and Kimi."""
+"""Parses tool calls whose function names are between tags, and whose arguments are JSON: those of Mistral and Kimi."""
 
 import re
 from collections.abc import Callable, Collection, Generator, Mapping
-from functools import cache, cached_property
 from itertools import count
 from typing import Any, ClassVar
 
+from minisgl_core.contracts.grammar import CallPart
 from minisgl_core.text.stop import StopFinder
-from minisgl_server.parsing.argument_values import OBJECT, STRING, argument_types, quoted, to_json
+from minisgl_server.parsing.argument_values import OBJECT, to_json
 from minisgl_server.parsing.tool_call_reader import JsonScanner
 from minisgl_server.parsing.tool_parser import ToolParser
 
-_SPACE = r"\s{0,16}"
-_NAME = r"(?P<name>[\w.-]{1,64})"
+SPACE = r"\s{0,16}"
+NAME = r"(?P<name>[\w.-]{1,64})"
 
 
-def _partial(text: str, then: str = "") -> str:
+def partial(text: str, then: str = "") -> str:
     """Return a pattern that matches every prefix of a text. After the whole text, it matches `then`."""
     for char in reversed(text):
         then = f"(?:{re.escape(char)}{then})?"
@@ -37,6 +37,37 @@ class TaggedToolParser(ToolParser):
     """Texts that begin a call only if the name is that of a tool, as other text may have them."""
     call_ends: ClassVar[tuple[str, ...]] = ()
     """Tags after the arguments. A header that ends with one begins a call only if the name is that of a tool."""
+    trigger: ClassVar[str]
+    """Text in a call from which on a grammar constrains it. NAME stands for the function's name."""
+    section: ClassVar[tuple[str, str]] = ("", "")
+    """Texts around all calls, for the grammar of an output that must be calls."""
+    has_json_arguments: ClassVar[bool] = True
+    """True if the arguments are a JSON object."""
+
+    @classmethod
+    def call(cls, name: str, schema: Mapping[str, Any]) -> list[CallPart]:
+        """Return the parts of a call after its trigger, for a grammar.
+
+        Raises:
+            UnsupportedSchemaError: the grammar cannot enforce the schema of the arguments.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def free_call(cls, name: str) -> list[CallPart]:
+        """Return the parts of a call with any arguments after its trigger, for a grammar."""
+        return cls.call(name, {"type": "object"})
+
+    @classmethod
+    def constrained_names(cls, names: Collection[str], strict: Collection[str]) -> Collection[str]:
+        """Return the names of the functions whose arguments a grammar constrains.
+
+        Args:
+            names: all names.
+            strict: names of the strict functions if the other calls are free; empty if the output must be calls.
+        """
+        # A trigger without a name allows only calls with JSON arguments.
+        return strict if strict and not (cls.has_json_arguments and "NAME" not in cls.trigger) else names
 
     def _read_calls(self, tag: str, char: str, known: Collection[str] | None) -> Generator[None, str, str]:
         """Read a header and the call."""
@@ -67,7 +98,10 @@ class TaggedToolParser(ToolParser):
 
     def _read_arguments(self, name: str, tag: str) -> Generator[None, str, str]:
         """Read the arguments after a header, whose last tag is given. Return the text to go on with."""
-        return (yield from self._end_call((yield from self._read_to(self._ends, self._arguments.append))))
+        scanner = JsonScanner() if name in self._strict else None
+        return (
+            yield from self._end_call((yield from self._read_to(self._ends, self._arguments.append, None, scanner)))
+        )
 
     @property
     def _ends(self) -> tuple[str, ...]:
@@ -85,12 +119,20 @@ class TaggedToolParser(ToolParser):
 
     @staticmethod
     def _read_to(
-        tags: tuple[str, ...], emit: Callable[[str], object], char: str | None = None
+        tags: tuple[str, ...],
+        emit: Callable[[str], object],
+        char: str | None = None,
+        scanner: JsonScanner | None = None,
     ) -> Generator[None, str, str | None]:
-        """Emit text up to one of the tags, from `char` on if that was read. Return the tag, or None at the end of the output."""
+        """Emit text up to one of the tags, from `char` on if that was read. Return the tag, or None at the end of the output.
+
+        With a scanner, the text is JSON, and tags in its strings do not count.
+        """
         finder = StopFinder(tags)
         while char := (yield) if char is None else char:
-            shown, tag = finder.push(char)
+            shown, tag = finder.push(char) if scanner is None or not scanner.in_string else (char, None)
+            if scanner is not None:
+                scanner.push(char)
             emit(shown)
             if tag is not None:
                 return tag
@@ -99,103 +141,7 @@ class TaggedToolParser(ToolParser):
         return None
 
 
-class XmlToolParser(TaggedToolParser):
-    """Format in which tags surround the name and the value of each argument. Values become JSON as the schema asks.
-
-    Arguments that can only be strings are passed on as they come, and others when they are complete.
-    """
-
-    parameter: ClassVar[str]
-    """Tag before the name of an argument."""
-    key_end: ClassVar[str]
-    """Tag after the name of an argument."""
-    value_begin: ClassVar[str] = ""
-    """Tag before a value, if another tag ends the name."""
-    value_ends: ClassVar[tuple[str, ...]]
-    """Texts that end a value. Some may end with the tag after the value, in case that its own is missing."""
-
-    @cached_property
-    def _types(self) -> Callable[[str, str], frozenset[str]]:
-        """Function that returns the types of a function's argument. It reads each schema once."""
-        return cache(lambda function, argument: argument_types(self._functions.get(function), argument))
-
-    def _read_arguments(self, name: str, tag: str | None) -> Generator[None, str, str]:
-        self._arguments.append("{")
-        separator = ""
-        ends = (self.parameter, *self._ends)
-        while tag == self.parameter:
-            key: list[str] = []
-            tag = yield from self._read_to((self.key_end, *ends), key.append)
-            if tag == self.key_end and self.value_begin:
-                tag = yield from self._read_to((self.value_begin, *ends), str)
-            if tag in (self.key_end, self.value_begin):
-                argument = "".join(key).strip()
-                tag = yield from self._read_value(f"{separator}{quoted(argument)}: ", self._types(name, argument))
-                separator = ", "
-            if tag is not None:
-                tag = next(filter(tag.endswith, ends), None) or (yield from self._read_to(ends, str))
-        if tag is not None:
-            self._arguments.append("}")
-        return (yield from self._end_call(tag))
-
-    def _read_value(self, key: str, types: frozenset[str]) -> Generator[None, str, str | None]:
-        """Read a value and emit it after its key. Return its end tag, or None if the output ends before it."""
-        char = yield
-        if char == "\n" and "\n" in self.value_ends[0]:
-            char = yield
-        if types == STRING:
-            self._arguments.append(f'{key}"')
-            tag = yield from self._read_to(
-                self.value_ends, lambda text: self._arguments.append(quoted(text)[1:-1]), char
-            )
-            self._arguments += '"' if tag is not None else ""
-            return tag
-        value: list[str] = []
-        tag = yield from self._read_to(self.value_ends, value.append, char)
-        if tag is not None:
-            self._arguments.append(key + to_json("".join(value), types))
-        return tag
-
-
-class Qwen3CoderParser(XmlToolParser):
-    r"""Format ``<tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n</tool_call>``.
-
-    Qwen3-Coder and later models of Qwen have it. Models sometimes leave out the first tag.
-    """
-
-    begin = "<tool_call>"
-    other_begins = unsafe_begins = ("<function=",)
-    end = "</tool_call>"
-    parameter = "<parameter="
-    key_end = ">"
-    value_ends = ("\n</parameter>", "</parameter>", "\n<parameter=", "\n</function>\n</tool_call>")
-    call_ends = ("</function>", "</tool_call>")
-    header_ends = ("<parameter=", "</function>")
-    header = re.compile(
-        rf"(?:<tool_call>{_SPACE})?"
-        + _partial(
-            "<function=",
-            f"(?:{_NAME}{_partial('>', _SPACE + '(?:' + '|'.join(map(_partial, header_ends)) + ')')})?",
-        )
-    )
-
-
-class Glm45Parser(XmlToolParser):
-    r"""Format ``<tool_call>NAME\n<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n</tool_call>`` of GLM-4.5 and later."""
-
-    begin = "<tool_call>"
-    end = "</tool_call>"
-    parameter = "<arg_key>"
-    key_end = "</arg_key>"
-    value_begin = "<arg_value>"
-    value_ends = ("</arg_value>",)
-    call_ends = ("</tool_call>",)
-    inner_tags = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
-    header_ends = ("<arg_key>", "</tool_call>")
-    header = re.compile(f"<tool_call>{_SPACE}(?:{_NAME}{_SPACE}(?:{'|'.join(map(_partial, header_ends))}))?")
-
-
-_ARGUMENTS = _partial("[ARGS]", rf"{_SPACE}\{{?") + r"\{?"
+_ARGUMENTS = partial("[ARGS]", rf"{SPACE}\{{?") + r"\{?"
 
 
 class MistralV11Parser(TaggedToolParser):
@@ -208,9 +154,17 @@ class MistralV11Parser(TaggedToolParser):
     inner_tags = ("[CALL_ID]", "[ARGS]")
     call_id_format = "{:.9}"
     header_ends = ("{",)
+    trigger = begin
+    call_delimiters = ("", "", "")
     header = re.compile(
-        rf"{re.escape(begin)}{_SPACE}(?:{_NAME}(?:{_partial('[CALL_ID]', rf'[a-zA-Z0-9]{{0,64}}{_ARGUMENTS}')}|{_ARGUMENTS}))?"
+        rf"{re.escape(begin)}{SPACE}(?:{NAME}(?:{partial('[CALL_ID]', rf'[a-zA-Z0-9]{{0,64}}{_ARGUMENTS}')}|{_ARGUMENTS}))?"
     )
+
+    @classmethod
+    def call(cls, name: str, schema: Mapping[str, Any]) -> list[CallPart]:
+        """Return the parts of a call after its trigger, for a grammar."""
+        call_id: CallPart = {"patterns": ["[a-zA-Z0-9]{9}"], "excludes": [], "end": "[ARGS]"}
+        return [name, {"any_of": [["[ARGS]"], ["[CALL_ID]", call_id]]}, {"schema": schema}]
 
     def _read_body(self, header: str, end: str, match: re.Match[str]) -> Generator[None, str, str]:
         """Read the call. If no tool has its name, it is held back until its arguments are known to be an object."""
@@ -258,14 +212,23 @@ class KimiK2Parser(TaggedToolParser):
     end = "<|tool_calls_section_end|>"
     call_ends = ("<|tool_call_end|>",)
     header_ends = ("<|tool_call_argument_begin|>",)
+    trigger = "<|tool_call_begin|>"
+    call_delimiters = ("", "", "")
+    section = (begin, end)
     inner_tags = (*other_begins, *header_ends, *call_ends)
     header = re.compile(
-        rf"(?:{re.escape(begin)}{_SPACE})?"
-        + _partial(
+        rf"(?:{re.escape(begin)}{SPACE})?"
+        + partial(
             "<|tool_call_begin|>",
-            rf"{_SPACE}(?:(?P<id>(?:functions\.)?{_NAME}(?::\d{{0,8}})?){_SPACE}{_partial(header_ends[0])})?",
+            rf"{SPACE}(?:(?P<id>(?:functions\.)?{NAME}(?::\d{{0,8}})?){SPACE}{partial(header_ends[0])})?",
         )
     )
+
+    @classmethod
+    def call(cls, name: str, schema: Mapping[str, Any]) -> list[CallPart]:
+        """Return the parts of a call after its trigger, for a grammar."""
+        index: CallPart = {"patterns": [r"\d{1,8}"], "excludes": [], "end": cls.header_ends[0]}
+        return [f"functions.{name}:", index, {"schema": schema}, cls.call_ends[0]]
 
     def __init__(self, functions: Mapping[str, Any], parallel: bool, strict: Collection[str] = ()) -> None:
         """Start to parse one output."""

@@ -1,6 +1,6 @@
 """Formats of tool calls, by name, and their detection."""
 
-from minisgl_server.parsing.tagged_tool_parser import Glm45Parser, KimiK2Parser, MistralV11Parser, Qwen3CoderParser
+from minisgl_server.parsing.tagged_tool_parser import KimiK2Parser, MistralV11Parser
 from minisgl_server.parsing.tool_parser import (
     HarmonyToolParser,
     HermesParser,
@@ -8,6 +8,7 @@ from minisgl_server.parsing.tool_parser import (
     MistralParser,
     ToolParser,
 )
+from minisgl_server.parsing.xml_tool_parser import Glm45Parser, Qwen3CoderParser
 
 TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "glm45": Glm45Parser,

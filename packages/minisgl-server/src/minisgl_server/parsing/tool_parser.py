@@ -53,10 +53,10 @@ class ToolParser:
         Args:
             functions: JSON schemas of the parameters, or None, by the names of the tools.
             parallel: False ends the output after the first call.
-            strict: names of the strict functions. A call of one must begin as `structural_tags` say, because the grammar
-                constrains no others; otherwise, it is content.
+            strict: names of the functions whose calls a grammar constrains. A call of one must begin as `structural_tags` say,
+                because the grammar constrains no others; otherwise, it is content.
         """
-        self._functions, self._parallel = functions, parallel
+        self._functions, self._parallel, self._strict = functions, parallel, strict
         prefixes = [begin.removeprefix(self.begin).lstrip("[ \n") for _, begin, _ in self.structural_tags]
         self._prefixes = {name: frozenset(prefix.replace("NAME", name) for prefix in prefixes) for name in strict}
         self._space: list[str] = []

@@ -19,8 +19,6 @@ EncodedPrompt = tuple[list[int], str]
 """Token ids of a prompt, and its text; the text is empty if the request has token ids."""
 _MIN_TOKEN_LIMIT = 2**15
 """Texts of up to this many tokens are tokenized completely, even if the context is shorter."""
-_TOOL_GRAMMARS = ("tagged_json", "structural_tag")
-"""Kinds of grammars that tool calls can be part of."""
 
 
 class PromptEncoder:
@@ -136,7 +134,7 @@ class PromptEncoder:
                 self._registry.load("grammar", self._info.grammar)
             except PluginError as error:
                 raise InvalidValueError(source.name, source.text, "left out by this server", str(error)) from None
-            if source.kind in _TOOL_GRAMMARS:
+            if source.kind == "tool_calls":
                 source = msgspec.structs.replace(source, parts=tuple(self._chat_format.argument_schemas(message)))
             source.check_size()
         return source
