@@ -31,7 +31,8 @@ OF_SCRIPTS = set(FLAG.findall("".join(path.read_text() for path in ROOT.glob("sc
 
 def unknown_flags(text: str) -> Iterator[tuple[str, str]]:
     """Yield code spans and lines of consoles that have an unknown flag, with the flag."""
-    for span in re.findall(r"`([^`]+)`", text) + re.findall(r"^\$ (.*)$", text, re.M):
+    spans = re.findall(r"`([^`]+)`", re.sub(r"^ *```.*?^ *```$", "", text, flags=re.M | re.S))
+    for span in spans + re.findall(r"^\$ (.*)$", text, re.M):
         code = " ".join(span.split())
         words = max((each for each in COMMANDS if f"{code} ".startswith(f"{each} ")), key=len, default="")
         if words in ("", "minisgl"):  # a flag alone, or a command of a plugin
@@ -47,6 +48,14 @@ def test_flags_exist(page: Path) -> None:
     assert list(unknown_flags(page.read_text())) == []
 
 
-@pytest.mark.parametrize("text", ["`--pagesize`", "`minisgl launch --num-turns 2`", "$ minisgl bench serve --tp 2\n"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "`--pagesize`",
+        "`minisgl launch --num-turns 2`",
+        "$ minisgl bench serve --tp 2\n",
+        "```console\n$ ls\n```\n\nText `--pagesize` more.",
+    ],
+)
 def test_an_unknown_flag_is_found(text: str) -> None:
     assert list(unknown_flags(text))

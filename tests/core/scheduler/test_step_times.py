@@ -274,6 +274,9 @@ def test_an_end_between_the_launches_of_layers_is_noticed(monkeypatch: pytest.Mo
     assert delivered == [began + 0.012]
     [launched] = loop._in_flight
     assert launched.launch_s == pytest.approx(0.02)
+    done.clear()
+    loop.step()  # only decodes
+    assert loop._host_s == pytest.approx(0.02)
 
 
 def test_an_unnoticed_end_is_assumed_when_expected(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,7 +150,7 @@ class EngineLoop:
             now = time.monotonic()
             launch_s = now - launched_s - self._deliver_s if self.overlap else 0.0
             if plan.num_tokens == plan.num_decodes:
-                self._host_s = now - started_s
+                self._host_s = now - started_s - self._deliver_s
             # Token masks depend on all tokens before. In a pipeline, the host knew them when it planned the step.
             while self._in_flight and len(plan.sample.masked) and not self._is_pipeline:
                 outputs += self._process(self._in_flight.popleft())
