@@ -324,6 +324,12 @@ def test_texts_that_would_end_a_value_early_are_not_allowed() -> None:
         assert is_allowed(start("glm45", chat), tokenizer("glm45", False), glm("f", a=text))
 
 
+def test_a_required_parameter_without_a_schema_appears_once() -> None:
+    chat = request({"f": {"required": ["a", "a"], "additionalProperties": {"type": "integer"}}})
+    assert is_allowed(start("glm45", chat), tokenizer("glm45", False), glm("f", a="3"))
+    assert not is_allowed(start("glm45", chat), tokenizer("glm45", False), glm("f", a="b"))
+
+
 def test_tags_in_json_arguments_do_not_end_a_call() -> None:
     output = kimi_section(kimi("functions.f:0", '{"a": "<|tool_call_end|>"}'))
     for chat in (
@@ -361,6 +367,7 @@ def test_json_beside_tools_is_an_alternative_to_calls(format: str) -> None:
 UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "a combination of parameters": ({"anyOf": [{"required": ["a"]}], "properties": {"a": {}}}, "anyOf"),
     "a name with a tag": ({"properties": {"a</arg_key>": {}, "a>": {}}}, "written as a name"),
+    "a name with the tag of a call": ({"properties": {"a<tool_call>": {}}}, "written as a name"),
     "a value with a tag": ({"properties": {"a": {"enum": ["</parameter></arg_value>"]}}}, "written as a value"),
     "text or number": ({"properties": {"a": {"enum": ["1", 1]}}}, "a string or not"),
     "a string or some numbers": (

@@ -50,7 +50,7 @@ def parameters_of(schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
     other = schema.get("additionalProperties", True)
     return [
         (key, each, key in required) for key, each in properties.items() if each is not False or key in required
-    ] + [(key, other, True) for key in required if key not in properties]
+    ] + [(key, other, True) for key in dict.fromkeys(required) if key not in properties]
 
 
 def _is_text(value: Any) -> bool:

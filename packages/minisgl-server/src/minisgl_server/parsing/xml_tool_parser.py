@@ -44,8 +44,9 @@ class XmlToolParser(TaggedToolParser):
         """
         parts: list[CallPart] = []
         size = 0  # definitions and enumerations are repeated for each parameter that refers to them
+        tags = (cls.key_end, cls.parameter, cls.begin, *cls.other_begins, cls.end, *cls.call_ends)
         for key, each, is_required in parameters_of(schema):
-            if key != key.strip() or any(tag in key for tag in (cls.key_end, cls.parameter, cls.end, *cls.call_ends)):
+            if key != key.strip() or any(tag in key for tag in tags):
                 raise UnsupportedSchemaError(f"{key!r} cannot be written as a name")
             value = value_parts(schema, key, each, cls.value_ends)
             argument = [f"{cls.parameter}{key}{key_end}", *value, space]
