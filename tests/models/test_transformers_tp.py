@@ -139,11 +139,14 @@ def test_unknown_styles_are_refused(
         built(source, FakeRank(2))
 
 
-def test_experts_that_are_modules_of_their_own_are_refused() -> None:
+@pytest.mark.parametrize("has_stacked", [False, True])
+def test_experts_that_are_modules_of_their_own_are_refused(has_stacked: bool) -> None:
     model = nn.Module()
     model.experts = nn.ModuleList([nn.Module() for _ in range(2)])
+    if has_stacked:
+        model.experts.down_proj = nn.Parameter(torch.empty(2, 8, 8, device="meta"))
     for expert in model.experts:
         expert.weight = nn.Parameter(torch.empty(1, 8, 8, device="meta"))
-    plan = {"experts": "moe_tp_experts", "experts.*.weight": "colwise"}
+    plan = {"experts": "moe_tp_experts", "experts.*.weight": "colwise", "experts.down_proj": "rowwise"}
     with pytest.raises(InvalidValueError, match="for experts, whose weights are not stacked parameters"):
         shard_experts(model, plan, context(FakeRank(2)))

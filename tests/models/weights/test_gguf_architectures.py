@@ -322,6 +322,33 @@ def test_huge_shared_experts_without_tensors_are_refused_before_allocation(tmp_p
         _ = GgufWeights(path).config
 
 
+@pytest.mark.parametrize(
+    ("name", "size", "default"),
+    [("expert", 24, 24), ("expert", 20, 24), ("expert_shared", 48, 48), ("expert_shared", 20, 48)],
+)
+def test_experts_without_keys_have_the_sizes_of_llama_cpp(name: str, size: int, default: int, tmp_path: Path) -> None:
+    """Two of six experts are used, and feed_forward_length is 48. So experts have 24 outputs, and the shared one has 48."""
+    each = FORMS["qwen2moe"]
+    key = {"expert": "moe_intermediate_size", "expert_shared": "shared_expert_intermediate_size"}[name]
+    _, raw, _, provider = make_both_forms("qwen2moe")
+    config = AutoConfig.for_model(**{**raw, "intermediate_size": 48, key: size})
+    random_reference(config).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    sizes = {
+        "expert_feed_forward_length": 16,
+        "expert_shared_feed_forward_length": 20,
+        f"{name}_feed_forward_length": size,
+    }
+    path = write(tmp_path / "m.gguf", each, config, tensors, **sizes)
+    unused = f"qwen2moe.{name}_feed_forward_length".encode()
+    path.write_bytes(path.read_bytes().replace(unused, unused.replace(b"qwen2moe", b"unusedkv")))
+    if size == default:
+        assert standardised(provider, GgufWeights(path).config).raw[key] == default
+    else:
+        with pytest.raises(ModelFormatError, match=f"but the metadata imply .*{default}"):
+            _ = GgufWeights(path).config
+
+
 def test_heads_without_keys_have_the_defaults_of_llama_cpp(tmp_path: Path) -> None:
     """Gemma's own defaults are other ones: 4 KV heads and heads of 256."""
     each, case = FORMS["gemma2"], CASES["Gemma2ForCausalLM"]

@@ -72,7 +72,7 @@ def store(data: bytes, path: Path, kernels: str) -> bool:
     try:
         write_atomically(data, path)
     except OSError as error:
-        _LOG.warning("%s are not cached in %s, but compiled at each start: %s", kernels, path.parent, error)
+        _warn(f"{kernels} are not cached in {path.parent}, but compiled at each start: {error}")
         return False
     return True
 

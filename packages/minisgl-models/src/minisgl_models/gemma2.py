@@ -124,7 +124,7 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:
-        """Refuse other activations, bidirectional attention, biases of the MLP, and experts."""
+        """Refuse partial RoPE, other activations, bidirectional attention, biases of the MLP, and experts."""
         return unsupported_keys(
             config,
             hidden_activation=_DEFAULTS["hidden_activation"],

@@ -99,7 +99,7 @@ class GptOssForCausalLM(CausalLM):
 
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:
-        """Refuse a soft cap, experts of other kinds, and configs without experts."""
+        """Refuse partial RoPE, a soft cap, experts of other kinds, and configs without experts."""
         return unsupported_keys(
             config,
             experts=True,

@@ -81,7 +81,7 @@ class MixtralForCausalLM(CausalLM):
 
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:
-        """Refuse biases, a soft cap, windows in some layers, experts of other kinds, and configs without experts."""
+        """Refuse partial RoPE, biases, a soft cap, windows in some layers, and experts of other kinds or none."""
         return unsupported_keys(
             config,
             experts=True,

@@ -73,5 +73,5 @@ class Qwen2MoeForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:
-        """Refuse biases of the MLP, a soft cap, and configs without experts."""
+        """Refuse partial RoPE, biases of the MLP, a soft cap, and configs without experts."""
         return unsupported_keys(config, experts=True, attn_logit_softcapping=None, mlp_bias=False)

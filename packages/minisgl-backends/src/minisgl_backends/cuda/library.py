@@ -30,11 +30,13 @@ def set_prototypes(library: ctypes.CDLL, prototypes: Mapping[str, tuple[Any, ...
     """Set the argument types of a library's functions, which return a status as C's ``int``.
 
     Raises:
-        OSError: the library is too old and lacks a function.
+        OSError: the library lacks a function.
     """
     for name, arguments in prototypes.items():
         try:
             function = getattr(library, name)
         except AttributeError as error:
-            raise OSError(f"{library._name} is too old: it has no function {name}") from error
+            raise OSError(
+                f"{library._name} has no function {name}; update the NVIDIA driver, or torch with its CUDA packages"
+            ) from error
         function.argtypes, function.restype = arguments, ctypes.c_int

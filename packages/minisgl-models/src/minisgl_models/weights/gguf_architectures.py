@@ -79,10 +79,12 @@ class Architecture:
 
 
 def _qwen3_moe(get: Lookup, config: Mapping[str, Any]) -> dict[str, Any]:
+    num_used = get("expert_used_count")
     return {
         "num_experts": get("expert_count"),
-        "num_experts_per_tok": get("expert_used_count"),
-        "moe_intermediate_size": get("expert_feed_forward_length", None),
+        "num_experts_per_tok": num_used,
+        # Without the key, experts have this size in llama.cpp, too.
+        "moe_intermediate_size": get("expert_feed_forward_length", get("feed_forward_length") // num_used),
         "norm_topk_prob": True,
     }
 
@@ -91,7 +93,7 @@ def _qwen2_moe(get: Lookup, config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **_qwen3_moe(get, config),
         "norm_topk_prob": False,
-        "shared_expert_intermediate_size": get("expert_shared_feed_forward_length", None),
+        "shared_expert_intermediate_size": get("expert_shared_feed_forward_length", get("feed_forward_length")),
         "qkv_bias": config["attention_bias"],
     }
 
