@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,14 @@ from minisgl_core.contracts.communicator import Communicator, SingleRank
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.ops import Ops
 from minisgl_core.errors import InvalidValueError
+from minisgl_core.layers import ReplicatedLinear
 from minisgl_core.testing.rank_threads import run_ranks
 from minisgl_core.testing.references import DenseAttention, NaiveMoe, random_reference
 from minisgl_core.weights.loader import load_weights
 from minisgl_core.weights.safetensors_folder import SafetensorsWeights
 from minisgl_models.transformers_backend.expert_shards import shard_experts
 from minisgl_models.transformers_backend.model import TransformersModel
+from minisgl_models.transformers_backend.parallel import LinearModule
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, changes) for name, changes in ARCHITECTURES.items() if name not in WITHOUT_PLAN},
@@ -139,14 +142,26 @@ def test_unknown_styles_are_refused(
         built(source, FakeRank(2))
 
 
-@pytest.mark.parametrize("has_stacked", [False, True])
-def test_experts_that_are_modules_of_their_own_are_refused(has_stacked: bool) -> None:
+def module_with_weight() -> nn.Module:
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.empty(1, 8, 8, device="meta"))
+    return module
+
+
+def replaced_linear() -> nn.Module:
+    layer = ReplicatedLinear(8, 8, context(FakeRank(2)))
+    return LinearModule(layer, torch.empty(8, 8, device="meta"))
+
+
+@pytest.mark.parametrize(
+    ("has_stacked", "expert"),
+    [(False, nn.Identity), (False, module_with_weight), (True, module_with_weight), (True, replaced_linear)],
+)
+def test_experts_that_are_modules_of_their_own_are_refused(has_stacked: bool, expert: Callable[[], nn.Module]) -> None:
     model = nn.Module()
-    model.experts = nn.ModuleList([nn.Module() for _ in range(2)])
+    model.experts = nn.ModuleList([expert() for _ in range(2)])
     if has_stacked:
         model.experts.down_proj = nn.Parameter(torch.empty(2, 8, 8, device="meta"))
-    for expert in model.experts:
-        expert.weight = nn.Parameter(torch.empty(1, 8, 8, device="meta"))
     plan = {"experts": "moe_tp_experts", "experts.*.weight": "colwise", "experts.down_proj": "rowwise"}
     with pytest.raises(InvalidValueError, match="for experts, whose weights are not stacked parameters"):
         shard_experts(model, plan, context(FakeRank(2)))

@@ -124,7 +124,7 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:
-        """Refuse partial RoPE, other activations, bidirectional attention, biases of the MLP, and experts."""
+        """Refuse experts, partial RoPE, bidirectional attention, other activations, MLP biases and disabled windows."""
         return unsupported_keys(
             config,
             hidden_activation=_DEFAULTS["hidden_activation"],

@@ -92,7 +92,7 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
 
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:
-        """Refuse partial RoPE, other activations, bidirectional attention, a soft cap, biases of the MLP, and experts."""
+        """Refuse experts, partial RoPE, bidirectional attention, other activations, MLP biases, caps and disabled windows."""
         return unsupported_keys(
             config,
             hidden_activation=_DEFAULTS["hidden_activation"],

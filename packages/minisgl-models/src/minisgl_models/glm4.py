@@ -93,7 +93,7 @@ class Glm4ForCausalLM(CausalLM):
 
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:
-        """Refuse experts, biases of the MLP, sliding windows and a soft cap."""
+        """Refuse what `unsupported_keys` does by default except partial RoPE, and MLP biases, sliding windows and a soft cap."""
         return unsupported_keys(
             config, partial_rotary=True, mlp_bias=False, sliding_window=None, attn_logit_softcapping=None
         )

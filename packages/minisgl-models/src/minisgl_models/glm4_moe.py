@@ -125,7 +125,7 @@ class Glm4MoeForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:
-        """Refuse biases of the MLP, sliding windows, a soft cap, configs without experts, and other routing or sparse layers."""
+        """Refuse configs without experts, MLP biases, sliding windows, a soft cap, and other routing or sparse layers."""
         return unsupported_keys(
             config,
             partial_rotary=True,

@@ -99,7 +99,7 @@ class GptOssForCausalLM(CausalLM):
 
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:
-        """Refuse partial RoPE, a soft cap, experts of other kinds, and configs without experts."""
+        """Refuse configs without experts, partial RoPE, MLP biases, a soft cap, disabled windows, and experts of other kinds."""
         return unsupported_keys(
             config,
             experts=True,

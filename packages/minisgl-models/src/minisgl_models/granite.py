@@ -155,7 +155,7 @@ class GraniteForCausalLM(CausalLM):
 
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:
-        """Refuse partial RoPE, experts, sliding windows and a soft cap."""
+        """Refuse what `unsupported_keys` does by default, and sliding windows and a soft cap."""
         return unsupported_keys(config, sliding_window=None, attn_logit_softcapping=None)
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:

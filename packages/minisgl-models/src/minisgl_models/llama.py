@@ -182,5 +182,5 @@ class LlamaForCausalLM(CausalLM):
 
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:
-        """Refuse partial RoPE, experts and sliding windows."""
+        """Refuse what `unsupported_keys` does by default, and sliding windows."""
         return unsupported_keys(config, use_sliding_window=False)

@@ -10,5 +10,5 @@ class MistralForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:
-        """Refuse partial RoPE, experts and biases."""
+        """Refuse what `unsupported_keys` does by default, and biases."""
         return unsupported_keys(config, attention_bias=False, mlp_bias=False)

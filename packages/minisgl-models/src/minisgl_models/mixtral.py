@@ -81,7 +81,7 @@ class MixtralForCausalLM(CausalLM):
 
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:
-        """Refuse partial RoPE, biases, a soft cap, windows in some layers, and experts of other kinds or none."""
+        """Refuse configs without experts, partial RoPE, biases, a soft cap, layer types, disabled windows, and other experts."""
         return unsupported_keys(
             config,
             experts=True,

@@ -71,5 +71,5 @@ class Olmo2ForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:
-        """Refuse partial RoPE, experts, biases of the MLP, sliding windows and a soft cap."""
+        """Refuse what `unsupported_keys` does by default, and biases of the MLP, sliding windows and a soft cap."""
         return unsupported_keys(config, mlp_bias=False, sliding_window=None, attn_logit_softcapping=None)

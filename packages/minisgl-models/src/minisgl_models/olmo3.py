@@ -36,5 +36,5 @@ class Olmo3ForCausalLM(Olmo2ForCausalLM):
 
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:
-        """Refuse partial RoPE, experts, biases of the MLP and a soft cap."""
+        """Refuse what `unsupported_keys` does by default, and biases of the MLP, a soft cap and disabled windows."""
         return unsupported_keys(config, mlp_bias=False, use_sliding_window=True, attn_logit_softcapping=None)

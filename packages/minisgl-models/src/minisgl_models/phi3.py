@@ -31,7 +31,7 @@ class Phi3ForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:
-        """Refuse experts, biases, a soft cap, windows in some layers, and RoPE scaling other than LongRoPE."""
+        """Refuse experts, biases, a soft cap, windows in some layers, disabled windows, and RoPE scaling other than LongRoPE."""
         reasons = unsupported_keys(
             config,
             partial_rotary=True,

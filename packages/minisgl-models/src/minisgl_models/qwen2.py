@@ -10,5 +10,5 @@ class Qwen2ForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:
-        """Refuse partial RoPE, experts, biases of the MLP, and q, k and v without biases."""
+        """Refuse what `unsupported_keys` does by default, and biases of the MLP, and q, k and v without biases."""
         return unsupported_keys(config, attention_bias=True, mlp_bias=False)

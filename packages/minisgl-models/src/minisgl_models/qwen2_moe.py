@@ -73,5 +73,5 @@ class Qwen2MoeForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:
-        """Refuse partial RoPE, biases of the MLP, a soft cap, and configs without experts."""
+        """Refuse configs without experts, partial RoPE, biases of the MLP, and a soft cap."""
         return unsupported_keys(config, experts=True, attn_logit_softcapping=None, mlp_bias=False)

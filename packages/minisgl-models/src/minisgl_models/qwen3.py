@@ -35,5 +35,5 @@ class Qwen3ForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:
-        """Refuse partial RoPE, experts, and biases of the MLP."""
+        """Refuse what `unsupported_keys` does by default, and biases of the MLP."""
         return unsupported_keys(config, mlp_bias=False)

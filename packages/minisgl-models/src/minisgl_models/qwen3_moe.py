@@ -38,5 +38,5 @@ class Qwen3MoeForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:
-        """Refuse partial RoPE, configs without experts, or with experts that are not Qwen3's."""
+        """Refuse configs without experts, partial RoPE, biases of the MLP, and experts that are not Qwen3's."""
         return unsupported_keys(config, experts=True, mlp_bias=False, **_OTHER_EXPERT_KEYS)
