@@ -13,7 +13,6 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -41,31 +40,17 @@ GAP_MU, GAP_SIGMA = 4.82, 1.25
 MAX_PROMPT_TOKENS = 89_286
 
 
-@dataclass(slots=True)
-class _Conversation:
-    """Conversation with its latest request."""
+class _FirstPrompts:
+    """Draws the first prompts of conversations, whose new blocks are the next of `fresh`."""
 
-    type: str
-    input_length: int
-    output_length: int
-    blocks: list[int]
-    next_turn_probability: float
-    turn: int = 1
-
-
-class _ConversationSource:
-    """Draws conversations and their turns. All random numbers are from one generator, in the order of the requests."""
-
-    def __init__(self, seed: int, output_median: float) -> None:
-        self._random = np.random.default_rng(seed)
-        self._output_median = output_median
-        self._fresh = itertools.count()
-        self._templates = {kind: list(itertools.islice(self._fresh, size)) for kind, size in TEMPLATE_BLOCKS.items()}
+    def __init__(self, random: np.random.Generator, fresh: Iterator[int]) -> None:
+        self._random, self._fresh = random, fresh
+        self._templates = {kind: list(itertools.islice(fresh, size)) for kind, size in TEMPLATE_BLOCKS.items()}
         self._reusable: list[list[int]] = []
         """Blocks of each first prompt that a later conversation may start with."""
 
-    def start(self) -> _Conversation:
-        """Return a new conversation with its first request."""
+    def draw(self) -> tuple[str, int, list[int], float]:
+        """Return the type, tokens and blocks, and the probability of each turn after the second; 0 if there is one turn."""
         random = self._random
         shares = [count / sum(TYPES.values()) for count in TYPES.values()]
         kind = list(TYPES)[random.choice(len(TYPES), p=shares)]
@@ -73,70 +58,55 @@ class _ConversationSource:
         if self._reusable and random.random() < REUSED_SHARE:
             start = self._reusable[int(random.integers(len(self._reusable)))]
         is_continued = random.random() < CONTINUED_SHARE
-        own = self._length(*(CONTINUED_INPUT if is_continued else SINGLE_INPUT))
+        own = _draw_length(random, *(CONTINUED_INPUT if is_continued else SINGLE_INPUT))
         length = min(BLOCK_TOKENS * len(start) + own, MAX_PROMPT_TOKENS)
         blocks = extended(start[: length // BLOCK_TOKENS], length, self._fresh)
         self._reusable.append(blocks[: min(length, REUSED_TOKENS) // BLOCK_TOKENS])
-        next_turn_probability = random.beta(*NEXT_TURN_BETA) if is_continued else 0.0
-        return _Conversation(kind, length, self._output_length(), blocks, next_turn_probability)
+        return kind, length, blocks, random.beta(*NEXT_TURN_BETA) if is_continued else 0.0
 
-    def next_turn(self, chat: _Conversation) -> bool:
-        """Replace the request of a conversation by that of its next turn. Return False if the context is full."""
-        length = chat.input_length + chat.output_length + self._length(*LATER_INPUT)
-        if length > MAX_PROMPT_TOKENS:
-            return False
-        chat.turn += 1
-        chat.blocks = extended(chat.blocks[: chat.input_length // BLOCK_TOKENS], length, self._fresh)
-        chat.input_length, chat.output_length = length, self._output_length()
-        return True
 
-    def turn_gap_s(self, chat: _Conversation) -> float | None:
-        """Return the seconds until the next turn of a conversation, or None if it ends."""
-        if not chat.next_turn_probability or (chat.turn > 1 and self._random.random() >= chat.next_turn_probability):
-            return None
-        return self._random.lognormal(GAP_MU, GAP_SIGMA)
-
-    def start_gap_s(self, requests_per_s: float) -> float:
-        """Return the seconds until the next conversation starts."""
-        return self._random.exponential(1 / (requests_per_s * (TRACE_A_CONVERSATIONS / TRACE_A_REQUESTS)))
-
-    def _output_length(self) -> int:
-        return self._length(self._output_median, OUTPUT_SIGMA)
-
-    def _length(self, median: float, sigma: float) -> int:
-        return max(1, int(self._random.lognormal(math.log(median), sigma)))
+def _draw_length(random: np.random.Generator, median: float, sigma: float) -> int:
+    return max(1, int(random.lognormal(math.log(median), sigma)))
 
 
 def synthetic_trace(
     num_requests: int, seed: int, requests_per_s: float = REQUESTS_PER_S, output_median: float = OUTPUT_MEDIAN
 ) -> Iterator[TraceRequest]:
     """Yield requests in order of time. Conversations start within the trace, so its first minutes have few later turns."""
-    source = _ConversationSource(seed, output_median)
-    # Heap of next turns: time, id of the previous request, and conversation.
-    due: list[tuple[float, int, _Conversation]] = []
-    next_start_s = source.start_gap_s(requests_per_s)
+    random, fresh = np.random.default_rng(seed), itertools.count()
+    first_prompts = _FirstPrompts(random, fresh)
+    start_gap_s = 1 / (requests_per_s * (TRACE_A_CONVERSATIONS / TRACE_A_REQUESTS))
+    # Heap of next turns: time, id of the previous request, that request, and probability of a turn after the second.
+    due: list[tuple[float, int, TraceRequest, float]] = []
+    next_start_s = random.exponential(start_gap_s)
     chat_id = 0
     while chat_id < num_requests:
-        parent = -1
-        if due and due[0][0] < next_start_s:
-            now_s, parent, chat = heapq.heappop(due)
-            if not source.next_turn(chat):
-                continue
+        parent, turn = -1, 1
+        if is_new := not due or due[0][0] >= next_start_s:
+            now_s = next_start_s
+            kind, length, blocks, probability = first_prompts.draw()
         else:
-            now_s, chat = next_start_s, source.start()
-            next_start_s += source.start_gap_s(requests_per_s)
-        yield TraceRequest(
+            now_s, parent, last, probability = heapq.heappop(due)
+            kind, turn = last.type, last.turn + 1
+            length = last.input_length + last.output_length + _draw_length(random, *LATER_INPUT)
+            if length > MAX_PROMPT_TOKENS:
+                continue
+            blocks = extended(last.hash_ids[: last.input_length // BLOCK_TOKENS], length, fresh)
+        request = TraceRequest(
             chat_id=chat_id,
             parent_chat_id=parent,
             timestamp=round(now_s, 3),
-            input_length=chat.input_length,
-            output_length=chat.output_length,
-            type=chat.type,
-            turn=chat.turn,
-            hash_ids=chat.blocks,
+            input_length=length,
+            output_length=_draw_length(random, output_median, OUTPUT_SIGMA),
+            type=kind,
+            turn=turn,
+            hash_ids=blocks,
         )
-        if (gap_s := source.turn_gap_s(chat)) is not None:
-            heapq.heappush(due, (now_s + gap_s, chat_id, chat))
+        if is_new:
+            next_start_s += random.exponential(start_gap_s)
+        yield request
+        if probability and (turn == 1 or random.random() < probability):
+            heapq.heappush(due, (now_s + random.lognormal(GAP_MU, GAP_SIGMA), chat_id, request, probability))
         chat_id += 1
 
 
