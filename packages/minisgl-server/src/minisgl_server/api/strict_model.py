@@ -28,15 +28,16 @@ TokenKey = Annotated[int, Field(ge=0, lt=2**31, strict=False)]
 """Token id as the key of a JSON object, which is a string."""
 
 
-def _validate_distinct(biases: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+def _validate_keys(biases: Any, handler: ValidatorFunctionWrapHandler) -> Any:
     validated = handler(biases)
-    if isinstance(biases, dict) and len(validated) < len(biases):
-        raise PydanticCustomError("equal_keys", "Input should have one entry per token id, unlike 5 and 05")
+    if isinstance(biases, dict) and (others := biases.keys() - map(str, validated)):
+        text = f"Input should have plain token ids as keys, such as 5, unlike {min(others)[:20]!r}"
+        raise PydanticCustomError("other_spelling", text)
     return validated
 
 
-TokenBiases = Annotated[dict[TokenKey, float] | None, WrapValidator(_validate_distinct)]
-"""Bias of each token id. Keys that are different strings and the same number are refused, as only one would count."""
+TokenBiases = Annotated[dict[TokenKey, float] | None, WrapValidator(_validate_keys)]
+"""Bias of each token id. Other spellings, such as 05, are refused: of two keys that are the same number, only one would count."""
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
 ]
