@@ -251,6 +251,8 @@ def test_only_given_cors_origins_are_allowed(guarded: Any, authenticated: httpx.
     assert "access-control-allow-origin" not in refused.headers
     answer = authenticated.get("/v1/models", headers={"Origin": "https://a.example"})
     assert answer.headers["access-control-allow-origin"] == "https://a.example"
+    exposed = answer.headers["access-control-expose-headers"].split(", ")
+    assert exposed == ["X-Request-Id", "Request-Id", "Retry-After"], "clients of both APIs may run in a page"
     closed = httpx.get(f"{guarded.url}/v1/models", headers={"Origin": "https://a.example"})
     assert closed.status_code == 401
     assert closed.headers["access-control-allow-origin"] == "https://a.example", (

@@ -57,7 +57,7 @@ def add_middleware(
         app = ApiKeyMiddleware(app, api_key_digests, api.state.public_paths)
     if options.cors_origin:
         methods, headers = ["*"], ["*"]
-        exposed = ["X-Request-Id", "Retry-After"]
+        exposed = ["X-Request-Id", "Request-Id", "Retry-After"]
         app = CORSMiddleware(app, options.cors_origin, methods, headers, expose_headers=exposed)
     app = OriginMiddleware(app, options.cors_origin)
     if options.allowed_hosts and "*" not in options.allowed_hosts:
