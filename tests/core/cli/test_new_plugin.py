@@ -101,12 +101,9 @@ def test_generated_plugins_pass_ruff_and_have_metadata(folder: Path) -> None:
         project = tomllib.loads((folder / plugin_name(kind) / "pyproject.toml").read_text())["project"]
         assert project["name"] == plugin_name(kind)
         assert list(project["entry-points"]) == [KINDS[kind].group]
-        flag = KINDS[kind].flag
-        assert (
-            f"{flag} {plugin_name(kind).removeprefix('minisgl-')}"
-            in (folder / plugin_name(kind) / "README.md").read_text()
-            or not flag
-        )
+        readme, flag = (folder / plugin_name(kind) / "README.md").read_text(), KINDS[kind].flag
+        assert not flag or f"{flag} {plugin_name(kind).removeprefix('minisgl-')}" in readme
+        assert "://" not in readme, "minisgl has no public page to link to"
         assert not any("$" in each.read_text() for each in folder.glob(f"{plugin_name(kind)}/**/*.py"))
 
 
