@@ -8,7 +8,7 @@ from dataclasses import asdict
 from functools import partial
 from statistics import median
 from types import SimpleNamespace
-from typing import Any, TypedDict
+from typing import Any
 
 import click
 import torch
@@ -37,30 +37,6 @@ COLUMNS = (
     ("prefill ms", "{prefill_ms:.2f}"),
 )
 COMPARISON = "{workload}: minisgl is {speed_up:.2f} times as fast as {with} ({time_ratio:.2f} of its time)"
-
-
-class Result(TypedDict):
-    """Result of one engine with one workload, as in the JSON file.
-
-    Attributes:
-        step_ms: time per decode step; for mixed output lengths, the mean over all steps, as prefill and decode share steps. None
-            with one output token.
-        prefill_ms: time for all prompts up to their first tokens; None for mixed output lengths.
-        runs: the fields of each `Run`.
-    """
-
-    workload: str
-    engine: str
-    num_seqs: int
-    num_prompt_tokens: int
-    num_output_tokens: int
-    temperature: float
-    seconds: float
-    output_tokens_per_s: float
-    total_tokens_per_s: float
-    step_ms: float | None
-    prefill_ms: float | None
-    runs: list[dict[str, Any]]
 
 
 def run_offline(config: EngineConfig, options: SimpleNamespace) -> None:
@@ -109,7 +85,7 @@ def _check_lengths(workloads: list[MakeWorkload], max_seq_len: int, options: Sim
             raise InvalidValueError(name, workload.longest, allowed)
 
 
-def _measure_all(workloads: list[MakeWorkload], engines: list[BenchEngine], repeats: int) -> list[list[Result]]:
+def _measure_all(workloads: list[MakeWorkload], engines: list[BenchEngine], repeats: int) -> list[list[dict[str, Any]]]:
     with progress_bar() as bar:
         task = bar.add_task("", total=len(workloads) * len(engines) * (1 + repeats), completed=-1)
 
@@ -121,7 +97,7 @@ def _measure_all(workloads: list[MakeWorkload], engines: list[BenchEngine], repe
 
 def measure(
     make: MakeWorkload, engines: Sequence[BenchEngine], repeats: int, advance: Callable[[str], None] = lambda what: None
-) -> list[Result]:
+) -> list[dict[str, Any]]:
     """Warm up, then measure. Return the result of each engine. Every run has a variant of the workload of its own.
 
     Engines run in this order in one repeat, and in the reverse order in the next. `advance` is called before the warm-up and
@@ -143,8 +119,15 @@ def measure(
     return [_result(engine.name, first, runs[engine.name], prefills[engine.name]) for engine in engines]
 
 
-def _result(engine: str, workload: Workload, runs: list[Run], prefills: list[Run]) -> Result:
-    """Return the result of one engine; times are medians over the runs."""
+def _result(engine: str, workload: Workload, runs: list[Run], prefills: list[Run]) -> dict[str, Any]:
+    """Return the result of one engine, as in the JSON file. Times are medians over the runs.
+
+    Returns:
+        step_ms: time per decode step; for mixed output lengths, the mean over all steps, as prefill and decode share steps. None
+            with one output token.
+        prefill_ms: time for all prompts up to their first tokens; None for mixed output lengths.
+        runs: the fields of each `Run`.
+    """
     seconds = median(run.seconds for run in runs)
     prefill_ms = step_ms = None
     if workload.has_equal_outputs:
@@ -195,6 +178,6 @@ def _print_about(about: dict[str, Any]) -> None:
     click.echo(f"versions {', '.join(map(' '.join, packages))}\n")
 
 
-def _compare(minisgl: Result, other: Result) -> dict[str, Any]:
+def _compare(minisgl: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     speed_up = other["seconds"] / minisgl["seconds"]
     return {"workload": minisgl["workload"], "with": other["engine"], "speed_up": speed_up, "time_ratio": 1 / speed_up}
