@@ -18,7 +18,7 @@ _TYPES: dict[type, str] = {
     dict: "object",
 }
 _MAX_SCHEMAS = 64
-"""Maximum number of schemas to follow for one argument. They may refer to each other, and a client may send any."""
+"""Maximum number of schemas to follow for one argument; those beyond allow any type. A client may send schemas in cycles."""
 _MAX_VALUES = 1024
 """Maximum number of values of an enumeration to inspect, and of characters of a reference."""
 _MAX_SEGMENTS = 16
@@ -29,36 +29,28 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False)
 
 def argument_types(parameters: Any, name: str) -> frozenset[str]:
     """Return the JSON types that the schema of a function's parameters allows for an argument; all if it does not tell."""
-    schemas = _Schemas(parameters)
+    left = iter(range(_MAX_SCHEMAS))
 
-    def types(schema: Mapping[str, Any]) -> frozenset[str]:
-        properties = schema.get("properties")
-        found = properties.get(name) if isinstance(properties, Mapping) else None
-        return schemas.types(schema.get("additionalProperties") if found is None else found, own_types)
-
-    return schemas.types(parameters, types)
-
-
-class _Schemas:
-    """Follows references and combined schemas, up to `_MAX_SCHEMAS`. Those beyond allow any type."""
-
-    def __init__(self, root: Any) -> None:
-        self._root, self._num_left = root, _MAX_SCHEMAS
-
-    def types(self, schema: Any, own_types: Callable[[Mapping[str, Any]], frozenset[str]]) -> frozenset[str]:
-        """Return the types that a schema and those it refers to allow together, if `own_types` returns those of each."""
-        self._num_left -= 1
-        if self._num_left < 0 or not isinstance(schema, Mapping):
+    def followed(schema: Any, types_of: Callable[[Mapping[str, Any]], frozenset[str]]) -> frozenset[str]:
+        """Return the types that a schema and those it refers to allow together; `types_of` returns those of each alone."""
+        if next(left, None) is None or not isinstance(schema, Mapping):
             return _ANY
-        types = own_types(schema)
+        types = types_of(schema)
         if isinstance(reference := schema.get("$ref"), str):
-            types &= self.types(resolve_reference(self._root, reference), own_types)
+            types &= followed(resolve_reference(parameters, reference), types_of)
         if isinstance(schemas := schema.get("allOf"), list):
-            types = types.intersection(*(self.types(each, own_types) for each in schemas[:_MAX_SCHEMAS]))
+            types = types.intersection(*(followed(each, types_of) for each in schemas[:_MAX_SCHEMAS]))
         for keyword in ("anyOf", "oneOf"):
             if isinstance(schemas := schema.get(keyword), list) and 0 < len(schemas) <= _MAX_SCHEMAS:
-                types &= frozenset().union(*(self.types(each, own_types) for each in schemas))
+                types &= frozenset().union(*(followed(each, types_of) for each in schemas))
         return types
+
+    def argument(schema: Mapping[str, Any]) -> frozenset[str]:
+        properties = schema.get("properties")
+        found = properties.get(name) if isinstance(properties, Mapping) else None
+        return followed(schema.get("additionalProperties") if found is None else found, own_types)
+
+    return followed(parameters, argument)
 
 
 def resolve_reference(root: Any, reference: str) -> Any:

@@ -106,7 +106,9 @@ class ChatFormat:
     def render(self, chat: Tokenize) -> str:
         """Return the prompt of a chat. Refuse tools and calls of an unknown format, and reasoning options without effect."""
         assert chat.messages is not None
-        self._check_reasoning(chat)
+        if not chat.include_reasoning and self._reasoning_parser is None and THINK_START in self._template:
+            allowed = "left out, as the server does not separate reasoning content from content"
+            raise InvalidValueError("include_reasoning", False, allowed, "Launch it with --reasoning-parser.")
         messages: Sequence[Mapping[str, Any]] = chat.messages
         tools = None
         if chat.tools is not None:
@@ -141,14 +143,6 @@ class ChatFormat:
             allowed = f"left out, as the model's chat template has no variable {' or '.join(chat.template_hints)}"
             raise InvalidValueError(chat.hints_name, chat.template_hints["reasoning_effort"], allowed)
         return hints
-
-    def _check_reasoning(self, chat: Tokenize) -> None:
-        """Refuse to leave reasoning content out if the server cannot separate it."""
-        if self._reasoning_parser is not None or THINK_START not in self._template:
-            return
-        if not chat.include_reasoning:
-            allowed = "left out, as the server does not separate reasoning content from content"
-            raise InvalidValueError("include_reasoning", False, allowed, "Launch it with --reasoning-parser.")
 
     def parser(self, chat: Tokenize, prompt: str, grammar: GrammarSource | None = None) -> ChatOutputParser | None:
         """Return the parser of the output, or None if all of it is content. `grammar` is the grammar of the output."""

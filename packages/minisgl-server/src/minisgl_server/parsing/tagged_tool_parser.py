@@ -6,7 +6,6 @@ from itertools import count
 from typing import Any, ClassVar
 
 from minisgl_core.contracts.grammar import CallPart
-from minisgl_core.text.stop import StopFinder
 from minisgl_server.parsing.argument_values import OBJECT, to_json
 from minisgl_server.parsing.tool_call_reader import JsonScanner
 from minisgl_server.parsing.tool_parser import ToolParser
@@ -70,7 +69,6 @@ class TaggedToolParser(ToolParser):
         return strict if strict and not (cls.has_json_arguments and "NAME" not in cls.trigger) else names
 
     def _read_calls(self, tag: str, char: str, known: Collection[str] | None) -> Generator[None, str, str]:
-        """Read a header and the call."""
         text = tag
         while char and (match := self.header.fullmatch(text + char)):
             text += char
@@ -117,29 +115,6 @@ class TaggedToolParser(ToolParser):
             return tag
         return (yield) if tag == self.end else (yield from self._read_after())
 
-    @staticmethod
-    def _read_to(
-        tags: tuple[str, ...],
-        emit: Callable[[str], object],
-        char: str | None = None,
-        scanner: JsonScanner | None = None,
-    ) -> Generator[None, str, str | None]:
-        """Emit text up to one of the tags, from `char` on if that was read. Return the tag, or None at the end of the output.
-
-        With a scanner, the text is JSON, and tags in its strings do not count.
-        """
-        finder = StopFinder(tags)
-        while char := (yield) if char is None else char:
-            shown, tag = finder.push(char) if scanner is None or not scanner.in_string else (char, None)
-            if scanner is not None:
-                scanner.push(char)
-            emit(shown)
-            if tag is not None:
-                return tag
-            char = None
-        emit(finder.finish())
-        return None
-
 
 _ARGUMENTS = partial("[ARGS]", rf"{SPACE}\{{?") + r"\{?"
 
@@ -162,7 +137,6 @@ class MistralV11Parser(TaggedToolParser):
 
     @classmethod
     def call(cls, name: str, schema: Mapping[str, Any]) -> list[CallPart]:
-        """Return the parts of a call after its trigger, for a grammar."""
         call_id: CallPart = {"patterns": ["[a-zA-Z0-9]{9}"], "excludes": [], "end": "[ARGS]"}
         return [name, {"any_of": [["[ARGS]"], ["[CALL_ID]", call_id]]}, {"schema": schema}]
 
@@ -226,12 +200,10 @@ class KimiK2Parser(TaggedToolParser):
 
     @classmethod
     def call(cls, name: str, schema: Mapping[str, Any]) -> list[CallPart]:
-        """Return the parts of a call after its trigger, for a grammar."""
         index: CallPart = {"patterns": [r"\d{1,8}"], "excludes": [], "end": cls.header_ends[0]}
         return [f"functions.{name}:", index, {"schema": schema}, cls.call_ends[0]]
 
     def __init__(self, functions: Mapping[str, Any], parallel: bool, strict: Collection[str] = ()) -> None:
-        """Start to parse one output."""
         super().__init__(functions, parallel, strict)
         self._call_ids: set[str] = set()
         self._indices = count()

@@ -1,12 +1,12 @@
 """Parses tool calls in the text of a model: JSON, as with Hermes and Qwen, Llama 3 and Mistral, or messages of gpt-oss."""
 
 import uuid
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from typing import Any, ClassVar
 
 from minisgl_core.protocol.messages import ToolCallDelta
 from minisgl_core.text.stop import StopFinder
-from minisgl_server.parsing.tool_call_reader import ToolCallReader
+from minisgl_server.parsing.tool_call_reader import JsonScanner, ToolCallReader
 
 
 class ToolParser:
@@ -128,27 +128,16 @@ class ToolParser:
             self._add(tag + reader.raw)
             return char if char in ("", "<") else (yield)
         if reader.state == "truncated":
-            return (yield from self._read_rest(char, reader.in_arguments))
+            # Read up to the end tag. If the JSON broke off in the arguments, the text belongs to them.
+            emit: Callable[[str], object] = self._arguments.append if reader.in_arguments else str
+            tag_after = yield from self._read_to((self.end,) if self.end else (), emit, char)
+            self._flush_arguments()
+            self.is_done = tag_after is not None and not self._parallel
+            return (yield) if tag_after is not None else ""
         if reader.state == "open":
             return ""
         self.is_done = not self._parallel
         return None
-
-    def _read_rest(self, char: str, in_arguments: bool) -> Generator[None, str, str]:
-        """Read on where a call's JSON broke off, up to its end tag. With `in_arguments`, the text belongs to the arguments."""
-        finder = StopFinder((self.end,) if self.end else ())
-        while char:
-            shown, tag = finder.push(char)
-            if in_arguments:
-                self._arguments.append(shown)
-            if tag is not None:
-                self._flush_arguments()
-                self.is_done = not self._parallel
-                return (yield)
-            char = yield
-        if in_arguments:
-            self._arguments.append(finder.finish())
-        return ""
 
     def _read_after(self) -> Generator[None, str, str]:
         """Read the text after a call: whitespace, and its end tag or separators. Return the text if it is something else."""
@@ -164,6 +153,29 @@ class ToolParser:
                 return text
         self._show(text)
         return ""
+
+    @staticmethod
+    def _read_to(
+        tags: tuple[str, ...],
+        emit: Callable[[str], object],
+        char: str | None = None,
+        scanner: JsonScanner | None = None,
+    ) -> Generator[None, str, str | None]:
+        """Emit text up to one of the tags, from `char` on if that was read. Return the tag, or None at the end of the output.
+
+        With a scanner, the text is JSON, and tags in its strings do not count.
+        """
+        finder = StopFinder(tags)
+        while char := (yield) if char is None else char:
+            shown, tag = finder.push(char) if scanner is None or not scanner.in_string else (char, None)
+            if scanner is not None:
+                scanner.push(char)
+            emit(shown)
+            if tag is not None:
+                return tag
+            char = None
+        emit(finder.finish())
+        return None
 
     def _add_call(self, name: str, call_id: str | None = None) -> None:
         """Add a new call, with a random id if none is given."""
@@ -255,16 +267,13 @@ class HarmonyToolParser(ToolParser):
     is_json = False
 
     def begin_call(self, name: str) -> None:
-        """Begin a call of a function."""
         self._flush_arguments()
         self._add_call(name)
 
     def add_arguments(self, text: str) -> None:
-        """Add text to the arguments of the latest call."""
         self._arguments.append(text)
 
     def end_call(self) -> None:
-        """End the latest call."""
         self.is_done = not self._parallel
 
     def push(self, text: str, finished: bool) -> tuple[str, list[ToolCallDelta]]:

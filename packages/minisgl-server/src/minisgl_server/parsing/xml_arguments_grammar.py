@@ -45,16 +45,13 @@ def parameters_of(schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
     if found := _NOT_FOLLOWED & schema.keys():
         raise UnsupportedSchemaError(f"beside its parameters, the schema has {min(found)}")
     properties, required = schema.get("properties", {}), schema.get("required", [])
-    if not isinstance(properties, Mapping) or not isinstance(required, list) or not all(map(_is_text, required)):
+    is_list = isinstance(required, list) and all(isinstance(each, str) for each in required)
+    if not isinstance(properties, Mapping) or not is_list:
         raise UnsupportedSchemaError("it is no JSON schema")
     other = schema.get("additionalProperties", True)
     return [
         (key, each, key in required) for key, each in properties.items() if each is not False or key in required
     ] + [(key, other, True) for key in dict.fromkeys(required) if key not in properties]
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
 
 
 def value_parts(root: Mapping[str, Any], key: str, schema: Any, ends: tuple[str, ...]) -> list[CallPart]:

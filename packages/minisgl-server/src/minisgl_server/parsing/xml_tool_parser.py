@@ -129,7 +129,6 @@ class Qwen3CoderParser(XmlToolParser):
 
     @classmethod
     def call(cls, name: str, schema: Mapping[str, Any]) -> list[CallPart]:
-        """Return the parts of a call after its trigger, for a grammar."""
         return ["\n", *cls.parameters(schema, ">\n", "\n"), "</function>"]
 
 
@@ -151,10 +150,8 @@ class Glm45Parser(XmlToolParser):
 
     @classmethod
     def call(cls, name: str, schema: Mapping[str, Any]) -> list[CallPart]:
-        """Return the parts of a call after its trigger, for a grammar."""
         return [f"{name}\n", *cls.parameters(schema, "</arg_key>\n<arg_value>", "\n"), cls.end]
 
     @classmethod
     def free_call(cls, name: str) -> list[CallPart]:
-        """Return the parts of a call with any arguments after its trigger, for a grammar."""
         return [name, {"patterns": [rf"\n?(<{ANY_TEXT})?"], "excludes": [cls.begin, cls.end], "end": cls.end}]
