@@ -51,42 +51,14 @@ def _fifth_bits(packed: torch.Tensor) -> torch.Tensor:
     return _split(packed, 1).transpose(-1, -2).flatten(-2) << 4
 
 
-def _q4_0(block: torch.Tensor) -> Unpacked:
-    return _split(block[..., 2:], 4), block[..., :2], None
-
-
-def _q4_1(block: torch.Tensor) -> Unpacked:
-    return _split(block[..., 4:], 4), block[..., :4], None
-
-
-def _q5_0(block: torch.Tensor) -> Unpacked:
-    return _split(block[..., 6:], 4).flatten(-2) | _fifth_bits(block[..., 2:6]), block[..., :2], None
-
-
-def _q5_1(block: torch.Tensor) -> Unpacked:
-    return _split(block[..., 8:], 4).flatten(-2) | _fifth_bits(block[..., 4:8]), block[..., :4], None
-
-
-def _q8_0(block: torch.Tensor) -> Unpacked:
-    return block[..., 2:] ^ 128, block[..., :2], None  # int8 as uint8 with the zero point 128
-
-
-def _q2_k(block: torch.Tensor) -> Unpacked:
-    return _split(_grouped(block[..., 16:80], 2), 2), block[..., :16], _negative_min(block[..., 80:])
-
-
 def _q3_k(block: torch.Tensor) -> Unpacked:
     low = _split(_grouped(block[..., 32:96], 2), 2).flatten(-3)
     low_scales, high_scales = _split(block[..., 96:104], 4).flatten(-2), _split(block[..., 104:108], 2).flatten(-2)
     return (
         low | _split(block[..., :32], 1).flatten(-2) << 2,
         (low_scales | high_scales << 4) - 32,  # wraps around in uint8: the bytes are those of int8
-        _without_min(block[..., 108:]),
+        F.pad(block[..., 108:], (0, 2)),  # the superblock has a scale and no minimum, which becomes 0
     )
-
-
-def _q4_k(block: torch.Tensor) -> Unpacked:
-    return _split(_grouped(block[..., 16:], 4), 4), _k_scales(block), _negative_min(block[..., :4])
 
 
 def _q5_k(block: torch.Tensor) -> Unpacked:
@@ -98,7 +70,7 @@ def _q5_k(block: torch.Tensor) -> Unpacked:
 def _q6_k(block: torch.Tensor) -> Unpacked:
     low = _split(_grouped(block[..., :128], 2), 4).flatten(-3)
     high = _split(_grouped(block[..., 128:192], 2), 2).flatten(-3)
-    return low | high << 4, block[..., 192:208], _without_min(block[..., 208:])
+    return low | high << 4, block[..., 192:208], F.pad(block[..., 208:], (0, 2))
 
 
 def _k_scales(block: torch.Tensor) -> torch.Tensor:
@@ -114,13 +86,16 @@ def _negative_min(halves: torch.Tensor) -> torch.Tensor:
     return halves ^ halves.new_tensor([0, 0, 0, 128])
 
 
-def _without_min(half: torch.Tensor) -> torch.Tensor:
-    """Return the float16 of a superblock without minimum as a pair with 0."""
-    return F.pad(half, (0, 2))
-
-
 _UNPACK: Mapping[str, Callable[[torch.Tensor], Unpacked]] = {
-    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0,
-    "Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
-}  # fmt: skip
+    "Q4_0": lambda block: (_split(block[..., 2:], 4), block[..., :2], None),
+    "Q4_1": lambda block: (_split(block[..., 4:], 4), block[..., :4], None),
+    "Q5_0": lambda block: (_split(block[..., 6:], 4).flatten(-2) | _fifth_bits(block[..., 2:6]), block[..., :2], None),
+    "Q5_1": lambda block: (_split(block[..., 8:], 4).flatten(-2) | _fifth_bits(block[..., 4:8]), block[..., :4], None),
+    "Q8_0": lambda block: (block[..., 2:] ^ 128, block[..., :2], None),  # int8 as uint8 with the zero point 128
+    "Q2_K": lambda block: (_split(_grouped(block[..., 16:80], 2), 2), block[..., :16], _negative_min(block[..., 80:])),
+    "Q3_K": _q3_k,
+    "Q4_K": lambda block: (_split(_grouped(block[..., 16:], 4), 4), _k_scales(block), _negative_min(block[..., :4])),
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+}
 """Functions that unpack blocks, uint8 [rows, blocks, bytes], by GGML type."""

@@ -104,8 +104,7 @@ def _mixtral(get: Lookup, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _gpt_oss(get: Lookup, config: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "num_local_experts": get("expert_count"),
-        "num_experts_per_tok": get("expert_used_count"),
+        **_mixtral(get, config),
         "intermediate_size": get("expert_feed_forward_length"),
         "sliding_window": get("attention.sliding_window"),
         "layer_types": _layer_types(get, config, 2),
