@@ -187,29 +187,21 @@ class AttentionRig:
 
     def batch(self, work: Work, num_decodes: int, decode_query_len: int = 1) -> AttentionBatch:
         """Return the batch that adds new tokens to requests, and update their numbers of tokens."""
-        rows, q_lens, seq_lens, slots = [], [], [], []
-        for request, num_new in work:
-            if request is None:
-                rows.append(0)
-                seq_lens.append(1)
-                slots.append(torch.zeros(1, dtype=torch.int64))
-            else:
-                rows.append(request.row)
-                seq_lens.append(request.num_tokens + num_new)
-                slots.append(self.slots(request, request.num_tokens, request.num_tokens + num_new))
-                request.num_tokens += num_new
-            q_lens.append(num_new)
-        q_lens_host, seq_lens_host = np.array(q_lens, np.int32), np.array(seq_lens, np.int32)
-        device = self.spec.device
-        starts = np.concatenate(([0], np.cumsum(q_lens_host)))
+        slots, device = [], self.spec.device
+        requests = [request or RigRequest(row=0, pages=[0]) for request, _ in work]
+        for request, (_, num_new) in zip(requests, work, strict=True):
+            slots.append(self.slots(request, request.num_tokens, request.num_tokens + num_new))
+            request.num_tokens += num_new
+        q_lens = np.array([num_new for _, num_new in work], np.int32)
+        seq_lens = np.array([request.num_tokens for request in requests], np.int32)
         return AttentionBatch(
             num_decodes=num_decodes,
-            rows=torch.tensor(rows, dtype=torch.int32, device=device),
-            cu_seqlens_q=torch.tensor(starts, dtype=torch.int32, device=device),
-            seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
+            rows=torch.tensor([request.row for request in requests], dtype=torch.int32, device=device),
+            cu_seqlens_q=torch.tensor([0, *q_lens.cumsum()], dtype=torch.int32, device=device),
+            seq_lens=torch.tensor(seq_lens, device=device),
             slots=torch.cat(slots).to(device),
-            q_lens_host=q_lens_host,
-            seq_lens_host=seq_lens_host,
+            q_lens_host=q_lens,
+            seq_lens_host=seq_lens,
             decode_query_len=decode_query_len,
         )
 

@@ -119,26 +119,16 @@ class Case(NamedTuple):
     invalid: list[str]
 
 
+_NESTED = ["((17))", "0"], ["()", "(1a"]
+"""Valid and invalid outputs for `_is_nested_number`."""
 CASES: dict[str, Case] = {
     "json_object": Case("json_object", "", _is_object, ["{}", '{"a": [1, "\\n", {"é": null}]}'], ["[", '{"a": t,']),
     "json_schema": Case("json_schema", json.dumps(SCHEMA), _fits_schema, ['{"a": true, "b": "yä"}'], ['{"a":1', '{"c"']),
     "regex": Case("regex", "(ab|ä)+[0-9]{2}", lambda text: re.fullmatch("(ab|ä)+[0-9]{2}", text), ["abä12"], ["abb", "ab1a"]),
     "anchored": Case("regex", "^a.b$", lambda text: re.fullmatch("a.b", text), ["aäb"], ["a\n", "aaba"]),
     "choice": Case("choice", '["yes", "yes sir", "\\"né\\""]', ["yes", "yes sir", '"né"'].__contains__, ["yes sir"], ["yest"]),
-    "grammar": Case(
-        "grammar",
-        'start: "(" start ")" | DIGIT+\nDIGIT: /[0-9]/',
-        _is_nested_number,
-        ["((17))", "0"],
-        ["()", "(1a"],
-    ),
-    "ebnf": Case(
-        "grammar",
-        'root ::= "(" root ")" | digit+\ndigit ::= [0-9]',
-        _is_nested_number,
-        ["((17))", "0"],
-        ["()", "(1a"],
-    ),
+    "grammar": Case("grammar", 'start: "(" start ")" | DIGIT+\nDIGIT: /[0-9]/', _is_nested_number, *_NESTED),
+    "ebnf": Case("grammar", 'root ::= "(" root ")" | digit+\ndigit ::= [0-9]', _is_nested_number, *_NESTED),
     "structural_tag": Case(
         "structural_tag",
         json.dumps(STRUCTURAL),

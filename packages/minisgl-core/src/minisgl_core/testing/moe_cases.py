@@ -17,15 +17,6 @@ Shape = tuple[int, int, int, int, int]
 """Tokens, experts, experts per token, hidden size, intermediate size."""
 
 
-def _uniform(num_tokens: int, num_experts: int, top_k: int, random: torch.Generator) -> torch.Tensor:
-    return torch.rand(num_tokens, num_experts, generator=random).argsort(dim=1)[:, :top_k]
-
-
-def _all_alike(num_tokens: int, num_experts: int, top_k: int, random: torch.Generator) -> torch.Tensor:
-    """Route every token to the last experts; the others get no tokens."""
-    return torch.arange(num_experts - 1, num_experts - 1 - top_k, -1).repeat(num_tokens, 1)
-
-
 def _skewed(num_tokens: int, num_experts: int, top_k: int, random: torch.Generator) -> torch.Tensor:
     """Route most tokens to the experts in the middle; the first and the last experts get few or none."""
     nearness = -(torch.arange(num_experts) - num_experts // 2).abs() * 2.0
@@ -34,8 +25,11 @@ def _skewed(num_tokens: int, num_experts: int, top_k: int, random: torch.Generat
 
 
 ROUTINGS: dict[str, Callable[[int, int, int, torch.Generator], torch.Tensor]] = {
-    "uniform": _uniform,
-    "all alike": _all_alike,
+    "uniform": lambda tokens, experts, top_k, random: torch.rand(tokens, experts, generator=random).argsort(1)[
+        :, :top_k
+    ],
+    # Every token goes to the last experts; the others get no tokens.
+    "all alike": lambda tokens, experts, top_k, _: torch.arange(experts - 1, experts - 1 - top_k, -1).repeat(tokens, 1),
     "skewed": _skewed,
 }
 

@@ -9,8 +9,7 @@ import torch
 from minisgl_core.contracts.checkpoint_quantization import CheckpointQuantization
 from minisgl_core.contracts.communicator import SingleRank
 from minisgl_core.contracts.layer import Targets
-from minisgl_core.contracts.weights import WeightTarget
-from minisgl_core.weights.loader import fill_target
+from minisgl_core.weights.loader import fill_target, targets_by_name
 
 Packed = tuple[dict[str, torch.Tensor], torch.Tensor]
 """Tensors of a module by the last component of their names, such as ``weight_scale``, and the dequantized weight, float32."""
@@ -60,17 +59,15 @@ class AnyRank(SingleRank):
         self.rank, self.size = rank, size
 
 
-def fill(targets: Targets, modules: Mapping[str, PackedModule]) -> dict[str, list[WeightTarget]]:
-    """Load the modules of a layer, by name, as the weight loader does. Return the targets by name.
+def fill(targets: Targets, modules: Mapping[str, PackedModule]) -> None:
+    """Load the modules of a layer, by name, as the weight loader does.
 
     A module is dequantized if the layer has no target for its packed tensors.
 
     Raises:
         AssertionError: the targets' names are not those of the modules' tensors.
     """
-    by_name: dict[str, list[WeightTarget]] = {}
-    for name, target in targets:
-        by_name.setdefault(name, []).append(target)
+    by_name = targets_by_name(targets)
     tensors: dict[str, torch.Tensor] = {}
     for name, module in modules.items():
         packed = {f"{name}.{kind}": tensor for kind, tensor in module.tensors.items()}
@@ -85,4 +82,3 @@ def fill(targets: Targets, modules: Mapping[str, PackedModule]) -> dict[str, lis
     for name, tensor in tensors.items():
         for target in by_name[name]:
             fill_target(name, tensor, target)
-    return by_name

@@ -1,12 +1,13 @@
 """Loading of a checkpoint's weights into a model, one slice at a time."""
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
 
-from minisgl_core.contracts.layer import prepare_all
+from minisgl_core.contracts.layer import Targets, prepare_all
 from minisgl_core.contracts.model import Model
 from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.weights import LazyTensor, WeightGenerator, WeightSource, WeightTarget
@@ -64,30 +65,27 @@ def load_weights(model: Model, source: WeightSource, progress: bool = True) -> N
     Raises:
         ModelFormatError: tensors are missing or unknown, or their shapes or dtypes do not fit the config.
     """
-    targets = _targets(model)
+    targets = targets_by_name(model.weight_targets("", model.fused_projections))
     with torch.no_grad(), progress_bar(progress) as bar:
         task = bar.add_task("Loading weights", total=len(targets))
         if isinstance(source, WeightGenerator):
-            _generate(source, targets, lambda: bar.advance(task))
+            for name, destinations in targets.items():
+                for target in destinations:
+                    if not target.optional:
+                        source.generate(name, target)
+                bar.advance(task)
         else:
             _copy(model, source, targets, lambda: bar.advance(task))
     del targets  # the last references to matrices that the kernels may repack
     prepare_all(model)
 
 
-def _targets(model: Model) -> TargetsByName:
-    targets: dict[str, list[WeightTarget]] = {}
-    for name, target in model.weight_targets("", model.fused_projections):
-        targets.setdefault(name, []).append(target)
-    return targets
-
-
-def _generate(source: WeightGenerator, targets: TargetsByName, advance: Callable[[], None]) -> None:
-    for name, destinations in targets.items():
-        for target in destinations:
-            if not target.optional:
-                source.generate(name, target)
-        advance()
+def targets_by_name(targets: Targets) -> TargetsByName:
+    """Return the targets of each tensor of the checkpoint, by its name."""
+    found = defaultdict[str, list[WeightTarget]](list)
+    for name, target in targets:
+        found[name].append(target)
+    return dict(found)
 
 
 def _copy(model: Model, source: WeightSource, targets: TargetsByName, advance: Callable[[], None]) -> None:
