@@ -212,7 +212,10 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
 
 def _biases(logit_bias: Any) -> dict[int, float]:
     biases = {} if logit_bias is None else logit_bias
-    if type(biases) is dict and _are_plain(biases):
+    has_plain_types = (
+        type(biases) is dict and {*map(type, biases)} <= {int} and {*map(type, biases.values())} <= {float}
+    )
+    if has_plain_types and all(-100 <= bias <= 100 for bias in biases.values()):  # fast, since messages may have many
         return dict(biases)
     if not isinstance(biases, Mapping) or not all(_is_whole_number(token) for token in biases):
         raise InvalidValueError("logit_bias", logit_bias, "a mapping from token ids, as whole numbers, to numbers")
@@ -221,15 +224,6 @@ def _biases(logit_bias: Any) -> dict[int, float]:
         if not is_number or not -100 <= bias <= 100:
             raise InvalidValueError(f"logit_bias[{token}]", bias, "a number from -100 to 100")
     return {int(token): float(bias) for token, bias in biases.items()}
-
-
-def _are_plain(biases: dict[Any, Any]) -> bool:
-    """Return True if all types and ranges are right. Fast enough for large mappings; False is inconclusive."""
-    return (
-        set(map(type, biases)) <= {int}
-        and set(map(type, biases.values())) <= {float}
-        and all(-100 <= bias <= 100 for bias in biases.values())
-    )
 
 
 def _is_whole_number(value: Any) -> bool:

@@ -105,7 +105,9 @@ class CpuGraph(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func._schema.is_mutable:
             self.calls.append((_CapturedOp(func, kwargs), args))
             return result
-        given = {each.untyped_storage().data_ptr() for each in tree_leaves((args, kwargs)) if _has_storage(each)}
+        tensors = filter(_is_tensor, tree_leaves((args, kwargs)))
+        # oneDNN's packed weights have no storage.
+        given = {each.untyped_storage().data_ptr() for each in tensors if not each.is_mkldnn}
         # The tensor of a torch.tensor() call is kept, because a captured `call` has only its address.
         if func is torch.ops.aten.lift_fresh.default:
             self._constants.append(result)
@@ -163,7 +165,3 @@ def _has_dynamic_shape(func: Any, args: tuple[Any, ...]) -> bool:
 
 def _is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
-
-
-def _has_storage(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and not value.is_mkldnn  # oneDNN's packed weights have none

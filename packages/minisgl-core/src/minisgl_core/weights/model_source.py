@@ -52,7 +52,8 @@ def locate_model(options: ModelOptions, flag: str = "--model") -> Path:
     if exists:
         _refuse_revision(options, f"{options.model}, which is on this machine")
         return path.absolute()
-    if _looks_like_path(options.model):
+    is_path = options.model.startswith(("/", "./", "../", "~")) or options.model.count("/") > 1
+    if is_path or options.model.endswith(".gguf"):
         raise ModelNotFoundError(f"{flag}={options.model!r}: there is no such file or folder")
     if options.model_source == "modelscope":
         return _from_modelscope(options.model, options.revision, flag)
@@ -112,10 +113,6 @@ def _refuse_revision(options: ModelOptions, model: str) -> None:
     if options.revision is not None:
         allowed = "used with a hub id as --model"
         raise InvalidValueError("--revision", options.revision, allowed, f"Only one version exists of {model}.")
-
-
-def _looks_like_path(model: str) -> bool:
-    return model.startswith(("/", "./", "../", "~")) or model.endswith(".gguf") or model.count("/") > 1
 
 
 def _from_huggingface(model: str, revision: str | None, flag: str) -> Path:
