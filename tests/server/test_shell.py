@@ -6,13 +6,17 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
+import httpx
 import pytest
 
 from minisgl_core.errors import MinisglError
@@ -168,22 +172,44 @@ Hi
 /system Answer in French.
 /system
 Hi
+/set max_tokens default
 /set temperature default
+/set ignore_eos default
+/set
 /set temperature -1
 """
     done = shell("--url", server.url, "--system", "You are a cat.", text=text)
     assert done.stderr.startswith("minisgl: temperature=-1 is not valid")
     assert done.returncode == 2
     lines = done.stdout.splitlines()
-    assert lines[:5] == [
-        "You are a cat.",
-        "All sampling parameters have the model's defaults.",
-        "max_tokens 3",
-        "temperature 0",
-        "ignore_eos True",
-    ]
+    assert lines[:5] == ["You are a cat.", "temperature 0.6", "temperature 0", "max_tokens 3", "ignore_eos True"]
     assert "Answer in French." in lines[6:]
+    assert lines[-1] == "All sampling parameters have the model's defaults."
     assert "tok/s" not in done.stdout, "nothing else is written to a pipe"
+
+
+def test_the_temperature_of_a_generation_config_stays(
+    launch: Callable[..., Any], tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    model = shutil.copytree(tiny_checkpoint, tmp_path / "model")
+    (model / "generation_config.json").write_text('{"temperature": 0.3, "top_k": 20}')
+    url = launch("--model", str(model), "--num-pages", "1100").wait_started().url
+    for flags in (["--model", str(model), "--num-pages", "1100"], ["--url", url]):
+        assert shell(*flags, text="/set\n").stdout == "All sampling parameters have the model's defaults.\n"
+    [card] = httpx.get(f"{url}/v1/models").json()["data"]
+    assert card["default_sampling"] == {"temperature": 0.3, "top_k": 20}
+
+
+@pytest.mark.parametrize("card", [{}, {"default_sampling": None}, {"default_sampling": "none"}])
+def test_servers_that_list_no_defaults_choose_the_temperature(card: dict[str, Any]) -> None:
+    class OtherServer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.wfile.write(b"HTTP/1.0 200 OK\r\n\r\n" + json.dumps({"data": [{"id": "other", **card}]}).encode())
+
+    with HTTPServer(("127.0.0.1", 0), OtherServer) as other:
+        Thread(target=other.handle_request).start()
+        done = shell("--url", f"http://127.0.0.1:{other.server_port}", text="/set\n")
+    assert done.stdout == "All sampling parameters have the model's defaults.\n"
 
 
 @pytest.mark.parametrize("separator", ["\u2028", "\u0085"])
@@ -209,7 +235,7 @@ def test_invalid_utf8_is_refused(server: Any) -> None:
     environ = {**os.environ, "PYTHONIOENCODING": "utf-8"}
     command = [MINISGL, "shell", "--url", server.url]
     done = subprocess.run(command, input=b"/set seed 7\n/set\nHi \xff\n", env=environ, capture_output=True, timeout=200)
-    assert (done.returncode, done.stdout) == (2, b"seed 7\n"), "the lines before it count"
+    assert (done.returncode, done.stdout) == (2, b"temperature 0.6\nseed 7\n"), "the lines before it count"
     assert done.stderr.startswith(b"minisgl: the line='Hi \\udcff\\n' is not valid: must be text")
     done = subprocess.run([*command, "--system", b"\xff"], env=environ, capture_output=True, timeout=200)
     assert done.returncode == 2

@@ -1,5 +1,7 @@
 """Address, authorization and model of a server that the shell or ``minisgl bench serve`` connects to."""
 
+from typing import Any
+
 import httpx
 
 from minisgl_core.errors import InvalidValueError, MinisglError
@@ -23,13 +25,14 @@ def authorization(api_keys: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {keys[0]}"} if keys else {}
 
 
-def first_model(url: httpx.URL, headers: dict[str, str], remedy: str = "") -> str:
-    """Return the name of the first model that a server lists; `remedy` says what else the user can do."""
+def first_model(url: httpx.URL, headers: dict[str, str], remedy: str = "") -> dict[str, Any]:
+    """Return the first model that a server lists, with its name as ``id``; `remedy` says what else the user can do."""
     models = f"{url}/v1/models"
     try:
         response = httpx.get(models, headers=headers, timeout=30)
         raise_for_status(response)
-        return str(response.json()["data"][0]["id"])
+        model = response.json()["data"][0]
+        return {**model, "id": str(model["id"])}
     except (MinisglError, httpx.HTTPError, LookupError, TypeError, ValueError) as error:
         cause = one_line(error).rstrip(".")
         allowed = "the URL of a server that lists its models"

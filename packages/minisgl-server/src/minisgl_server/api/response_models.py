@@ -47,6 +47,7 @@ class Model(BaseModel):
     created: int
     owned_by: str
     max_model_len: int
+    default_sampling: dict[str, float]
 
 
 class Usage(BaseModel):

@@ -20,15 +20,22 @@ Show = Callable[[str, bool], None]
 
 
 class LocalModel:
-    """Model in this process. `was_interrupted` is True if Ctrl-C stopped the latest response."""
+    """Model in this process.
+
+    Attributes:
+        name: name of the model.
+        default_sampling: sampling parameters of its generation_config; None if they are unknown.
+        was_interrupted: True if Ctrl-C stopped the latest response.
+    """
 
     was_interrupted = False
+    default_sampling: Mapping[str, Any] | None
 
     def __init__(self, options: dict[str, Any]) -> None:
         from minisgl_core.llm import LLM
 
         self._llm = LLM(**options)
-        self.name = self._llm.info.model
+        self.name, self.default_sampling = self._llm.info.model, self._llm.info.default_sampling
 
     def chat(self, messages: Sequence[Message], show: Show, settings: Mapping[str, Any]) -> str:
         """Generate the next message and show it piece by piece. Return a line with times and token counts.
@@ -77,13 +84,19 @@ class LocalModel:
 
 
 class RemoteModel:
-    """First model of an OpenAI-compatible server at a URL with or without ``/v1``; of several API keys, the first is used."""
+    """First model of an OpenAI-compatible server at a URL with or without ``/v1``; of several API keys, the first is used.
+
+    It has the attributes of `LocalModel`.
+    """
 
     was_interrupted = False
+    default_sampling: Mapping[str, Any] | None
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         self._url, self._headers = server_url(url), authorization(api_key)
-        self.name = first_model(self._url, self._headers)
+        model = first_model(self._url, self._headers)
+        self.name, defaults = model["id"], model.get("default_sampling")
+        self.default_sampling = defaults if isinstance(defaults, dict) else None
 
     def chat(self, messages: Sequence[Message], show: Show, settings: Mapping[str, Any]) -> str:
         """Stream the next message, like `LocalModel.chat`. Ctrl-C closes the connection, and the server aborts the request."""

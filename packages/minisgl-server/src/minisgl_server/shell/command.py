@@ -11,6 +11,9 @@ from minisgl_core.cli.options import pick, with_options
 from minisgl_core.config.options import EngineConfig, option
 from minisgl_core.errors import InvalidValueError
 
+TEMPERATURE = 0.6
+"""Temperature for models whose generation_config has none. At 1, small models often write nonsense."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShellOptions:
@@ -30,7 +33,8 @@ def shell(values: dict[str, Any], sources: dict[str, str]) -> None:
     """Chat with a model in the terminal.
 
     Lines that begin with / are commands; /help lists them. If standard input is a pipe, each other line is a message, and the
-    responses are printed without decoration.
+    responses are printed without decoration. The temperature is 0.6 unless the model has a default of its own or /set
+    changes it.
     """
     from minisgl_server.shell.chat_models import LocalModel, RemoteModel
     from minisgl_server.shell.repl import Conversation, check_text, run
@@ -46,7 +50,11 @@ def shell(values: dict[str, Any], sources: dict[str, str]) -> None:
         else:
             _refuse_engine_flags(options.url, values, sources)
             model = RemoteModel(options.url, options.api_key)
-        settings = {} if options.max_tokens is None else {"max_tokens": options.max_tokens}
+        settings: dict[str, Any] = {}
+        if model.default_sampling is not None and "temperature" not in model.default_sampling:
+            settings["temperature"] = TEMPERATURE
+        if options.max_tokens is not None:
+            settings["max_tokens"] = options.max_tokens
         run(Conversation(model, options.system, settings))
 
 

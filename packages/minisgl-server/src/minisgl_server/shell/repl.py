@@ -17,7 +17,7 @@ from minisgl_server.shell.chat_models import LocalModel, Message, RemoteModel
 
 HELP = """\
 /set                show the sampling parameters
-/set NAME VALUE     change one: /set temperature 0.2; the value 'default' resets it
+/set NAME VALUE     change one: /set temperature 0.2; the value 'default' is the model's
 /system             show the system prompt
 /system TEXT        change it and start a new conversation; 'default' is that of the chat template
 /reset              start a new conversation

@@ -36,4 +36,5 @@ def _model(app: FastAPI) -> dict[str, object]:
         "created": app.state.started,
         "owned_by": "minisgl",
         "max_model_len": info.max_seq_len,
+        "default_sampling": info.default_sampling,
     }

@@ -59,7 +59,7 @@ def run_serve(options: SimpleNamespace) -> None:
     headers = authorization(options.api_key)
     prompts = _prompts(options)
     workload = _trace_workload(options, prompts) if options.trace is not None else _random_workload(options, prompts)
-    model = options.model or first_model(url, headers, "Otherwise, give --model.")
+    model = options.model or first_model(url, headers, "Otherwise, give --model.")["id"]
     extra = {"temperature": options.temperature, **options.extra_body}
     http = HttpClient(url, headers)
     client = ApiClient(http, options.endpoint, model, options.ignore_eos, extra, options.timeout)
