@@ -359,18 +359,15 @@ class QuantizationTests:
                 name = f"m.experts.{expert}.{projection}"
                 modules[name] = self.module(checkpoint, (rows, columns), provider, has_bias, scale)
 
-        def stacked(projection: str, attribute: str) -> torch.Tensor:
-            return torch.stack([getattr(modules[f"m.experts.{expert}.{projection}"], attribute) for expert in range(3)])
+        def stacked(attribute: str, *projections: str) -> torch.Tensor:
+            names = [[f"m.experts.{expert}.{each}" for each in projections] for expert in range(3)]
+            return torch.stack([torch.cat([getattr(modules[name], attribute) for name in parts]) for parts in names])
 
-        def fused(attribute: str) -> torch.Tensor:
-            return torch.cat((stacked("gate_proj", attribute), stacked("up_proj", attribute)), dim=1)
-
-        weights = ExpertWeights(fused("weight"), stacked("down_proj", "weight"))
-        if has_bias:
-            weights = replace(weights, gate_up_bias=fused("bias"), down_bias=stacked("down_proj", "bias"))
+        kinds = ("weight", "bias") if has_bias else ("weight",)
+        tensors = [stacked(kind, *part) for kind in kinds for part in (_PROJECTIONS[:2], _PROJECTIONS[2:])]
         case = MoeCase(
             x=self.random(9, 64, provider),
-            weights=weights,
+            weights=ExpertWeights(*tensors),
             topk_weights=torch.rand(9, 2, generator=torch.Generator().manual_seed(0)).to(self.device),
             topk_ids=torch.tensor([[0, 1], [1, 2], [2, 0]], device=self.device).repeat(3, 1),
         )

@@ -32,15 +32,15 @@ class _Exchange:
         self.messages: defaultdict[tuple[int, int], SimpleQueue[torch.Tensor]] = defaultdict(SimpleQueue)
         self.barrier = threading.Barrier(size, timeout=_TIMEOUT_S)
 
-    def swap(self, rank: int, value: Any) -> list[Any]:
-        """Return all ranks' values in rank order."""
+    def combine(self, rank: int, value: Any, function: Callable[[list[Any]], Result]) -> Result:
+        """Return ``function(values)`` of all ranks' values in rank order."""
         self._values[rank] = value
         with self.waiting():
             self.barrier.wait()
-        values = list(self._values)
+        result = function(self._values)
         with self.waiting():
-            self.barrier.wait()  # no rank may set its next value before all have read these
-        return values
+            self.barrier.wait()  # no rank may change its value before all have read it
+        return result
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -64,9 +64,7 @@ class ThreadCommunicator(Communicator):
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """All-reduce in place, as the contract allows."""
-        total: torch.Tensor = sum(self._exchange.swap(self.rank, x), torch.zeros_like(x))
-        self._exchange.swap(self.rank, None)  # wait until all ranks have read x
-        return x.copy_(total)
+        return x.copy_(self._exchange.combine(self.rank, x, lambda parts: sum(parts, torch.zeros_like(x))))
 
     def all_reduce_add_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, add_norm: AddNorm
@@ -81,9 +79,7 @@ class ThreadCommunicator(Communicator):
         return self.all_gather(norm, 0), new_residual
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        gathered = torch.cat(self._exchange.swap(self.rank, x), dim)
-        self._exchange.swap(self.rank, None)  # wait until all ranks have read x
-        return gathered
+        return self._exchange.combine(self.rank, x, lambda parts: torch.cat(parts, dim))
 
     def send(self, x: torch.Tensor, dst: int) -> None:
         self._exchange.messages[self.rank, dst].put(x.clone())
@@ -94,7 +90,7 @@ class ThreadCommunicator(Communicator):
         return x.copy_(received)
 
     def broadcast_object(self, value: object) -> object:
-        return self._exchange.swap(self.rank, value)[0]
+        return self._exchange.combine(self.rank, value, lambda values: values[0])
 
 
 def run_ranks(size: int, function: Callable[[Communicator], Result], *, one_at_a_time: bool = False) -> list[Result]:
