@@ -21,31 +21,33 @@ _DELTAS = {
 """Delta type of each kind of segment, and its field."""
 
 
-class MessageObject:
-    """Collects the output of one message."""
+class MessageEvents(StreamEvents):
+    """Collects the output of one message, and encodes it as events.
+
+    Each segment of the output is a block, with a start, deltas and a stop.
+    """
 
     def __init__(self, model: str, choices: Choices) -> None:
         self.segments = Segments()
         self._choices = choices
         self._common = {"id": choices.id, "type": "message", "role": "assistant", "model": model}
-
-    def started(self) -> dict[str, Any]:
-        """Return the message before any output."""
-        return {**self._common, "content": [], "stop_reason": None, "stop_sequence": None, "usage": self.usage()}
+        self._index = -1
+        self._open: Segment | None = None
+        self._delta = b""
+        """Encoded start of each delta of the open block."""
 
     def finished(self) -> dict[str, Any]:
         """Return the complete message."""
         content = [content_block(segment) for segment in self.segments.all]
-        return {**self._common, "content": content, **self.stop(), "usage": self.usage()}
+        return {**self._common, "content": content, **self._stop_reason(), "usage": self._usage()}
 
-    def stop(self) -> dict[str, Any]:
-        """Return the stop reason and stop sequence."""
+    def _stop_reason(self) -> dict[str, Any]:
         last = self.segments.last
         if last.finish_reason == "stop" and isinstance(last.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": last.stop_reason}
         return {"stop_reason": _STOP_REASONS[last.finish_reason or "stop"], "stop_sequence": None}
 
-    def usage(self) -> dict[str, Any]:
+    def _usage(self) -> dict[str, Any]:
         """Return the token counts so far."""
         usage = self._choices.usage()
         num_cached = usage["prompt_tokens_details"]["cached_tokens"]
@@ -57,23 +59,13 @@ class MessageObject:
             "output_tokens_details": {"thinking_tokens": usage["completion_tokens_details"]["reasoning_tokens"]},
         }
 
-
-class MessageEvents(StreamEvents):
-    """Encodes the output of one message as events. Each segment of the output is a block, with a start, deltas and a stop."""
-
-    def __init__(self, message: MessageObject) -> None:
-        self._message = message
-        self._index = -1
-        self._open: Segment | None = None
-        self._delta = b""
-        """Encoded start of each delta of the open block."""
-
     def begin(self) -> bytes:
-        return typed_event({"type": "message_start", "message": self._message.started()})
+        empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
+        return typed_event({"type": "message_start", "message": {**self._common, **empty, "usage": self._usage()}})
 
     def output(self, index: int, text: Text) -> bytes:
         events = []
-        for segment, piece in self._message.segments.push(text):
+        for segment, piece in self.segments.push(text):
             if segment is not self._open:
                 events += [self._stop(), self._start(segment)]
             if piece:
@@ -81,7 +73,7 @@ class MessageEvents(StreamEvents):
         return b"".join(events)
 
     def end(self) -> bytes:
-        delta = {"type": "message_delta", "delta": self._message.stop(), "usage": self._message.usage()}
+        delta = {"type": "message_delta", "delta": self._stop_reason(), "usage": self._usage()}
         return self._stop() + typed_event(delta) + typed_event({"type": "message_stop"})
 
     def error(self, error: ApiError) -> bytes:

@@ -3,7 +3,7 @@
 from fastapi import APIRouter, Request, Response
 from pydantic import create_model
 
-from minisgl_server.api.anthropic.events import MessageEvents, MessageObject
+from minisgl_server.api.anthropic.events import MessageEvents
 from minisgl_server.api.anthropic.schemas import CountTokensRequest, MessageResponse, MessagesRequest
 from minisgl_server.api.anthropic.translate import to_chat_request
 from minisgl_server.api.openai.chat import count_prompt_tokens, start_chat
@@ -22,9 +22,9 @@ async def messages(request: Request) -> Response:
     chat, field_names = await run_in_thread_if_large(request, to_chat_request, body)
     with field_names.renaming_errors():
         choices = await start_chat(request, chat, "msg")
-    message = MessageObject(model, choices)
+    message = MessageEvents(model, choices)
     if body.stream:
-        return EventStreamResponse(choices, MessageEvents(message))
+        return EventStreamResponse(choices, message)
     await choices.collect(lambda _, text: message.segments.push(text))
     return json_response(message.finished())
 
