@@ -73,14 +73,6 @@ class Replica:
         )
 
 
-@dataclass(slots=True)
-class _Count:
-    """Counts of requests that a worker asked for, and the number of replicas that have not answered."""
-
-    message: RequestCounts
-    num_open: int
-
-
 class _Routed(NamedTuple):
     """Request at a replica: the worker that its output goes to, and its load."""
 
@@ -109,7 +101,7 @@ class RouterWorker:
         """Requests that wait for a replica, in order."""
         self._has_failed = False
         """True if no replica is ready, and none is expected to be soon."""
-        self._counting: dict[int, tuple[_Count, Replica]] = {}
+        self._counting: dict[int, tuple[RequestCounts, Replica]] = {}
         """Counts so far, and a replica that has not answered yet, by the correlation id of the question to the replica."""
         self._correlation_ids = itertools.count()
         self._asked: dict[tuple[int, int], tuple[Replica, SnapshotRequest]] = {}
@@ -250,8 +242,7 @@ class RouterWorker:
             return
         message.counts["router"] = len(self._requests) + len(self._waiting)
         asked = {next(self._correlation_ids): each for each in self._ready()}
-        count = _Count(message, len(asked))
-        self._counting |= {correlation_id: (count, each) for correlation_id, each in asked.items()}
+        self._counting |= {correlation_id: (message, each) for correlation_id, each in asked.items()}
         for correlation_id, each in asked.items():
             assert each.send is not None
             each.send(RequestCounts(worker=own_index, correlation_id=correlation_id))
@@ -262,9 +253,8 @@ class RouterWorker:
         """Add the counts of a replica, which are empty if it ended. Return a count to its worker after the last replica."""
         if correlation_id not in self._counting:
             return  # the replica was lost
-        count, _ = self._counting.pop(correlation_id)
+        message, _ = self._counting.pop(correlation_id)
         for name, value in counts.items():
-            count.message.counts[name] = count.message.counts.get(name, 0) + value
-        count.num_open -= 1
-        if count.num_open == 0:
-            self._to_workers[count.message.worker](count.message)
+            message.counts[name] = message.counts.get(name, 0) + value
+        if not any(other is message for other, _ in self._counting.values()):
+            self._to_workers[message.worker](message)
