@@ -49,7 +49,12 @@ def run_offline(config: EngineConfig, options: SimpleNamespace) -> None:
             device = next(value for name, value, _ in llm.info.choices if name == "platform")
             path = locate_model(config.model)
             engines.append(TransformersEngine(path, llm.info.dtype, device, config.model.dummy_weight))
-        groups = _measure_all(workloads, engines, options.repeats)
+        with progress_bar() as bar:
+            task = bar.add_task("", total=len(workloads) * len(engines) * (1 + options.repeats), completed=-1)
+            advance = partial(bar.update, task, advance=1)
+            groups = [
+                measure(make, engines, options.repeats, lambda text: advance(description=text)) for make in workloads
+            ]
         about = _about(llm.info)
         _print_about(about)
         results = [result for group in groups for result in group]
@@ -83,16 +88,6 @@ def _check_lengths(workloads: list[MakeWorkload], max_seq_len: int, options: Sim
             allowed = f"at most the model's context of {max_seq_len} tokens; {workload.name} takes {workload.longest}"
             name = "--workload" if options.workload == "W" else "--input-len, --output-len and --prefill-len"
             raise InvalidValueError(name, workload.longest, allowed)
-
-
-def _measure_all(workloads: list[MakeWorkload], engines: list[BenchEngine], repeats: int) -> list[list[dict[str, Any]]]:
-    with progress_bar() as bar:
-        task = bar.add_task("", total=len(workloads) * len(engines) * (1 + repeats), completed=-1)
-
-        def advance(description: str) -> None:
-            bar.update(task, description=description, advance=1)
-
-        return [measure(make, engines, repeats, advance) for make in workloads]
 
 
 def measure(

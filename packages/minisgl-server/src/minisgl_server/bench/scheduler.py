@@ -3,7 +3,6 @@
 from collections import deque
 from time import thread_time
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import click
 import numpy as np
@@ -33,12 +32,8 @@ _NUM_ADMISSIONS = 3
 """Repeats of this measurement."""
 
 
-class CpuTimes(NamedTuple):
-    """CPU times of one step in seconds."""
-
-    schedule_s: float
-    process_s: float
-    encode_s: float
+CpuTimes = tuple[float, float, float]
+"""CPU times of one step in seconds: to schedule it, to process its results, and to encode them."""
 
 
 def run_scheduler(options: SimpleNamespace) -> None:
@@ -55,18 +50,18 @@ def _measure(options: SimpleNamespace, num_requests: int) -> dict[str, float]:
     loop = _Loop(options, num_requests)
     loop.admit(num_requests)
     steps = np.array([loop.step() for _ in range(_WARM_UP_STEPS + options.num_steps)])[_WARM_UP_STEPS:]
-    median = CpuTimes(*np.median(steps, axis=0).tolist())
+    schedule_s, process_s, encode_s = np.median(steps, axis=0).tolist()
     both = steps[:, :2].sum(axis=1)
     step = np.median(both)
     admissions = [np.sum(np.array(loop.admit(_NUM_ADMITTED))[:, :2].sum(axis=1) - step) for _ in range(_NUM_ADMISSIONS)]
     return {
         "requests": num_requests,
-        "schedule ms": 1e3 * median.schedule_s,
-        "process ms": 1e3 * median.process_s,
+        "schedule ms": 1e3 * schedule_s,
+        "process ms": 1e3 * process_s,
         "both ms": 1e3 * float(step),
         "99% ms": 1e3 * float(np.quantile(both, 0.99)),
         "us per request": 1e6 * float(step) / num_requests,
-        "encode ms": 1e3 * median.encode_s,
+        "encode ms": 1e3 * encode_s,
         "admission us": 1e6 * float(np.median(admissions)) / _NUM_ADMITTED,
     }
 
@@ -123,7 +118,7 @@ class _Loop:
         assert plan is not None
         self._in_flight.append(plan)
         if len(self._in_flight) <= self._max_in_flight:
-            return CpuTimes(scheduled - start, 0.0, 0.0)
+            return scheduled - start, 0.0, 0.0
         plan = self._in_flight.popleft()
         result = StepResult(self._tokens(len(plan.sample.index)).astype(np.int64), [], [])
         begin = thread_time()
@@ -131,7 +126,7 @@ class _Loop:
         processed = thread_time()
         for _, batch in outputs:
             encode(batch)
-        return CpuTimes(scheduled - start, processed - begin, thread_time() - processed)
+        return scheduled - start, processed - begin, thread_time() - processed
 
     def _fill_cache(self) -> list[Int32Array]:
         """Insert random prefixes; return them."""

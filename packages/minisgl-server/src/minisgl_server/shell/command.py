@@ -48,7 +48,10 @@ def shell(values: dict[str, Any], sources: dict[str, str]) -> None:
         if options.url is None:
             model: LocalModel | RemoteModel = stack.enter_context(LocalModel(pick(values, EngineConfig)))
         else:
-            _refuse_engine_flags(options.url, values, sources)
+            for name in pick(values, EngineConfig):
+                if sources[name].startswith("flag"):  # it would have no effect
+                    allowed = f"given without {sources[name].removeprefix('flag ')}"
+                    raise InvalidValueError("--url", options.url, allowed)
             model = RemoteModel(options.url, options.api_key)
         settings: dict[str, Any] = {}
         if model.default_sampling is not None and "temperature" not in model.default_sampling:
@@ -56,10 +59,3 @@ def shell(values: dict[str, Any], sources: dict[str, str]) -> None:
         if options.max_tokens is not None:
             settings["max_tokens"] = options.max_tokens
         run(Conversation(model, options.system, settings))
-
-
-def _refuse_engine_flags(url: str, values: dict[str, Any], sources: dict[str, str]) -> None:
-    """Refuse engine flags with ``--url``, as they would have no effect."""
-    for name in pick(values, EngineConfig):
-        if sources[name].startswith("flag"):
-            raise InvalidValueError("--url", url, f"given without {sources[name].removeprefix('flag ')}")

@@ -30,14 +30,9 @@ class ResponseStore:
     """LRU store of at most `MAX_RESPONSES` responses and `max_bytes` bytes; 0 bytes disable it."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
+        self._max_bytes, self.is_enabled = max_bytes, max_bytes > 0
         self._num_bytes = 0
         self._entries: OrderedDict[str, StoredResponse] = OrderedDict()
-
-    @property
-    def is_enabled(self) -> bool:
-        """True if responses can be stored."""
-        return self._max_bytes > 0
 
     def put(self, body: dict[str, Any], items: bytes, messages: Sequence[Mapping[str, Any]]) -> bool:
         """Store a response, evicting the least recently used ones. Return False if it is larger than the store."""
