@@ -60,10 +60,6 @@ class PromptEncoder:
             return message.text
         return self.decode(token_ids, message.sampling.skip_special_tokens)
 
-    def token_names(self, token_ids: list[int]) -> list[str]:
-        """Return each token as the vocabulary writes it."""
-        return [name or "" for name in self._tokenizer.convert_ids_to_tokens(token_ids)]
-
     def truncate(self, message: Tokenize, token_ids: list[int]) -> list[int]:
         """Return the last tokens of a prompt, as many as ``truncate_prompt_tokens`` keeps."""
         num_kept = self._num_kept(message)

@@ -181,7 +181,7 @@ class TokenizerWorker:
             else:
                 token_ids, text = (encoded.result() if encoded else self.encode(message))[0], ""
                 self._encoder.check_num_tokens(message, token_ids)
-                names = self._encoder.token_names(token_ids)
+                names = [name or "" for name in self._tokenizer.convert_ids_to_tokens(token_ids)]
         except InvalidValueError as error:
             self._reject(message.request_id, error)
         except Exception:

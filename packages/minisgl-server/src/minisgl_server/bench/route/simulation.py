@@ -44,6 +44,10 @@ class Simulation:
         now_s: virtual time; after `run`, that of the last end.
         decision_s: real time that the router took for each request.
         event_s: real time that the router took for all other messages.
+        num_prompt_tokens, num_cached_tokens: prompt tokens, and those that a prefix cache had; set by `run`.
+        hit_rate: ratio of the two.
+        num_routed: requests per replica; set by `run`.
+        router_stats: numbers that the router reports, such as its memory; set by `run`.
     """
 
     def __init__(self, setup: Setup, num_requests: int) -> None:
@@ -59,29 +63,6 @@ class Simulation:
         self.now_s = self.event_s = 0.0
         self.num_ended = self.num_output_tokens = 0
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        return sum(each.num_prompt_tokens for each in self._replicas)
-
-    @property
-    def num_cached_tokens(self) -> int:
-        return sum(each.num_cached_tokens for each in self._replicas)
-
-    @property
-    def hit_rate(self) -> float:
-        """Fraction of the prompt tokens that a prefix cache had."""
-        return self.num_cached_tokens / max(self.num_prompt_tokens, 1)
-
-    @property
-    def num_routed(self) -> list[int]:
-        """Requests per replica."""
-        return [each.num_routed for each in self._worker.replicas]
-
-    @property
-    def router_stats(self) -> dict[str, Any]:
-        """Numbers that the router reports, such as its memory."""
-        return self._router.stats()
-
     def run(self, requests: Iterable[SimulatedRequest]) -> Self:
         """Run the requests, which are in order of arrival, until all have ended."""
         for index in range(len(self._replicas)):
@@ -90,6 +71,11 @@ class Simulation:
             self._run_until(request.arrival_s)
             self._arrive(request)
         self._run_until(math.inf)
+        self.num_prompt_tokens = sum(each.num_prompt_tokens for each in self._replicas)
+        self.num_cached_tokens = sum(each.num_cached_tokens for each in self._replicas)
+        self.hit_rate = self.num_cached_tokens / max(self.num_prompt_tokens, 1)
+        self.num_routed = [each.num_routed for each in self._worker.replicas]
+        self.router_stats = self._router.stats()
         return self
 
     def _connect(self, index: int) -> Send:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -26,32 +25,22 @@ def make_plotter(path: Path) -> Callable[[Sequence[Measured]], None]:
 
     def draw(measured: Sequence[Measured]) -> None:
         figure = Figure(figsize=(11, 7), layout="constrained")
-        axes = figure.subplots(2, 2).flat
-        for axis, name in zip(axes, SHOWN, strict=False):
-            _draw_distribution(axis, name, measured)
-        _draw_throughput(axes[3], measured)
+        *axes, last = figure.subplots(2, 2).flat
+        for axis, name in zip(axes, SHOWN, strict=True):  # cumulative distributions over the requests
+            for each in measured:
+                values = 1e3 * np.sort(values_s(name, each.outcome.completed))
+                if len(values):
+                    axis.ecdf(values, label=each.run.label)
+            axis.set(title=METRICS[name], xlabel="ms", ylabel="share of requests")
+            axis.grid(alpha=0.3)
+            if axis.lines:
+                axis.legend(fontsize="small")
+        for each in measured:
+            if each.summary["tpot_ms"] is not None:
+                last.scatter(each.summary["tpot_ms"]["p50"], each.summary["output_tokens_per_s"], label=each.run.label)
+        last.set(title="throughput", xlabel="median time per output token, ms", ylabel="output tokens/s")
+        last.set_ylim(bottom=0)
+        last.grid(alpha=0.3)
         figure.savefig(path)
 
     return draw
-
-
-def _draw_distribution(axis: Any, name: str, measured: Sequence[Measured]) -> None:
-    """Draw the cumulative distribution of a metric over the requests."""
-    for each in measured:
-        values = 1e3 * np.sort(values_s(name, each.outcome.completed))
-        if len(values):
-            axis.ecdf(values, label=each.run.label)
-    axis.set(title=METRICS[name], xlabel="ms", ylabel="share of requests")
-    axis.grid(alpha=0.3)
-    if axis.lines:
-        axis.legend(fontsize="small")
-
-
-def _draw_throughput(axis: Any, measured: Sequence[Measured]) -> None:
-    """Draw output tokens per second over the median time per output token: throughput against latency."""
-    for each in measured:
-        if each.summary["tpot_ms"] is not None:
-            axis.scatter(each.summary["tpot_ms"]["p50"], each.summary["output_tokens_per_s"], label=each.run.label)
-    axis.set(title="throughput", xlabel="median time per output token, ms", ylabel="output tokens/s")
-    axis.set_ylim(bottom=0)
-    axis.grid(alpha=0.3)
