@@ -58,26 +58,22 @@ class TestTriton(OnGpu):
             ((16, 1, 192), 64, torch.float32),
             ((32, 32, 80), 16, torch.bfloat16),
             ((24, 8, 96), 256, torch.float16),
+            ((8, 8, 120), 16, torch.bfloat16),
+            ((32, 8, 160), 64, torch.bfloat16),
         ],
     )
     def test_other_sizes_match_the_reference(
         self, shape: tuple[int, int, int], page_size: int, dtype: torch.dtype, is_fp8: bool
     ) -> None:
         spec = replace(self.spec(shape, page_size, dtype), kv_dtype=FP8 if is_fp8 else dtype)
-        if is_fp8 and shape[2] not in TritonAttention.fp8_head_dims:
-            pytest.skip("FP8 pools are refused")
         self.run(spec, decodes=[1, 3000, 257], prefills=[(0, 300), (700, 3)])
 
 
-class TritonWithoutFp8(TritonAttention):
-    capabilities = replace(TritonAttention.capabilities, fp8_kv=False)
-
-
 class TestTritonWithTwoColumnBlocks(OnGpu):
-    """Heads that are not a power of two, for which FP8 pools are refused."""
+    """Heads that are not a power of two."""
 
-    provider = TritonWithoutFp8
-    head_shapes = ((16, 8, 192), (4, 4, 80), (8, 2, 96), (12, 4, 112))
+    provider = TritonAttention
+    head_shapes = ((16, 8, 192), (4, 4, 80), (8, 2, 96), (12, 4, 112), (4, 2, 120), (8, 2, 160))
 
 
 class TestHopper(OnGpu):

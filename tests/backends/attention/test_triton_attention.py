@@ -21,20 +21,17 @@ class TestTriton(AttentionBackendTests):
     dtypes = (torch.float32, torch.bfloat16) if torch.cuda.is_available() else (torch.float32,)
 
 
-class TritonWithoutFp8(TritonAttention):
-    capabilities = replace(TritonAttention.capabilities, fp8_kv=False)
-
-
 class TestTritonWithTwoColumnBlocks(TestTriton):
-    """Heads that are not a power of two, for which FP8 pools are refused."""
+    """Heads that are not a power of two."""
 
-    provider = TritonWithoutFp8
     head_shapes = ((4, 2, 192), (2, 2, 80), (6, 2, 96))
 
-    @pytest.mark.parametrize("head_dim", [80, 96, 112, 192])
-    def test_head_dims(self, head_dim: int) -> None:
+    @pytest.mark.parametrize(("dtype", "kv_dtype"), [(torch.float32, torch.float32), (torch.bfloat16, FP8)])
+    @pytest.mark.parametrize("head_dim", [80, 96, 112, 120, 160, 192])
+    def test_head_dims(self, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
         """Decodes in one and in several partitions, and prefills."""
-        self.run(self.spec((4, 2, head_dim), 16, torch.float32), decodes=[1, 20, 300], prefills=[(5, 18), (0, 40)])
+        spec = replace(self.spec((4, 2, head_dim), 16, dtype), kv_dtype=kv_dtype)
+        self.run(spec, decodes=[1, 20, 300], prefills=[(5, 18), (30, 40)])
 
 
 @pytest.mark.nightly

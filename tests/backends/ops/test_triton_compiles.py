@@ -63,11 +63,10 @@ kinds = pool | tables | dict.fromkeys(("q", "k", "v", "out"), "*bf16") | {"parti
 compiled(_store_kv, kinds | {"slots": "*i64"}, {"D": 80, "D_BLOCK": 128, "H_BLOCK": 8})
 of_decode = {"WINDOW": 0, "G_BLOCK": 16, "R_BLOCK": 256, "LEAST": 2}
 for dim, soft_cap, has_sinks in ((128, 0.0, False), (128, 30.0, True), (80, 0.0, False), (200, 30.0, True)):
-    d_block, rest = head_blocks(dim)
+    d_block, rest = head_blocks(dim, is_fp8=True)
     common = {"G": 2, "D": dim, "D_BLOCK": d_block, "REST": rest, "PAGE_SIZE": 16, "WIDEN": False, "SOFT_CAP": soft_cap}
     common |= {} if has_sinks else {"sinks": None}
     kinds |= {"sinks": "*bf16"} if has_sinks else {}
-    kinds |= {} if rest == 0 else dict.fromkeys(("k_pages", "v_pages"), "*bf16")
     keys, pairs = (64, 128) if dim <= 128 else (32, 64)
     of_tile = {"KEYS": keys, "PAIRS": has_sinks and dim == 128}
     compiled(_decode, dict(kinds), common | of_decode | of_tile, num_warps=4, num_stages=5)
@@ -134,7 +133,7 @@ from minisgl_backends.kernels.head_blocks import head_blocks
 from minisgl_backends.kernels.paged_decode import _decode
 
 dim = {dim}
-d_block, rest = head_blocks(dim)
+d_block, rest = head_blocks(dim, is_fp8=False)
 decode_tile.has_large_shared_memory = lambda device: True
 tile = decode_tile.decode_tile(dim, torch.bfloat16, torch.bfloat16, torch.device("cuda"))
 kinds = dict.fromkeys(("q", "k_pages", "v_pages", "out"), "*bf16") | dict.fromkeys(("scale", "v_scale"), "fp32")

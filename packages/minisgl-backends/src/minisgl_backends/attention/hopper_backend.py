@@ -25,7 +25,7 @@ class HopperAttention(TritonAttention):
     query heads per KV head, or with an FP8 pool and heads of 64.
     """
 
-    head_dims = fp8_head_dims = decode.HEAD_DIMS
+    head_dims = decode.HEAD_DIMS
     capabilities = replace(TritonAttention.capabilities, fused_rope_decode=True)
 
     @classmethod

@@ -23,8 +23,8 @@ def fp8_conversion_missing(spec: AttentionSpec) -> list[str]:
     return capability_missing(spec.device, (8, 9), "for an fp8 KV pool, it") if spec.kv_dtype == FP8 else []
 
 
-def head_dim_unsupported(spec: AttentionSpec, allowed: Sequence[int], where: str = "") -> list[str]:
-    """Return why the head dimension is not one of `allowed`. `where` is appended to these, such as " with an fp8 KV pool"."""
+def head_dim_unsupported(spec: AttentionSpec, allowed: Sequence[int]) -> list[str]:
+    """Return why the head dimension is not one of `allowed`."""
     if spec.head_dim in allowed:
         return []
-    return [f"it has kernels for head dimensions {', '.join(map(str, allowed))}{where}, not {spec.head_dim}"]
+    return [f"it has kernels for head dimensions {', '.join(map(str, allowed))}, not {spec.head_dim}"]

@@ -14,7 +14,6 @@ from minisgl_backends.kernels.decode_tile import decode_tile
 from minisgl_backends.requirements import gpu_missing, is_interpreted, triton_missing
 from minisgl_core.contracts.attention import AttentionBatch, AttentionCapabilities, AttentionLayer, AttentionSpec
 from minisgl_core.contracts.kv_cache import KVPages
-from minisgl_core.utils.fp8 import FP8
 
 if TYPE_CHECKING:
     from minisgl_backends.kernels.paged_decode import SplitKVWorkspace
@@ -46,11 +45,9 @@ class TritonAttention(FusedStoreAttention):
 
     Attributes:
         head_dims: head dimensions that the kernels support. Others may work, but were not tested on a GPU.
-        fp8_head_dims: those with an FP8 pool. Others gave wrong results on an H200 with Triton 3.6, such as 80 and 96.
     """
 
-    head_dims: ClassVar[Sequence[int]] = (16, 32, 64, 80, 96, 112, 128, 192, 256)
-    fp8_head_dims: ClassVar[Sequence[int]] = (16, 32, 64, 128, 256)
+    head_dims: ClassVar[Sequence[int]] = (16, 32, 64, 80, 96, 112, 120, 128, 160, 192, 256)
 
     capabilities = AttentionCapabilities(
         fused_kv_store=True,
@@ -72,14 +69,8 @@ class TritonAttention(FusedStoreAttention):
             *(gpu_missing(spec.device) if needs_gpu else []),
             *dtypes_unsupported(spec, _DTYPES),
             *fp8_conversion_missing(spec),
-            *cls._head_dim_unsupported(spec),
+            *head_dim_unsupported(spec, cls.head_dims),
         ]
-
-    @classmethod
-    def _head_dim_unsupported(cls, spec: AttentionSpec) -> list[str]:
-        if spec.kv_dtype == FP8 and spec.head_dim in cls.head_dims:
-            return head_dim_unsupported(spec, cls.fp8_head_dims, " with an fp8 KV pool")
-        return head_dim_unsupported(spec, cls.head_dims)
 
     def __init__(self, spec: AttentionSpec, pool: KVPages, page_table: torch.Tensor) -> None:
         super().__init__(spec, pool, page_table)

@@ -30,18 +30,21 @@ def to_pool_dtype(x, scale, pool):
 
 
 @triton.jit
-def to_dot_dtype(q, scale, pages):
-    """Convert queries to the dtype of the QK dot product, and return them with the scale of the scores.
+def to_dot_dtype(q, q_rest, scale, pages, REST: tl.constexpr):
+    """Convert both column blocks of queries to the dtype of the QK dot product, and return them with the scale of the scores.
 
     With an FP8 pool, bfloat16 queries become float16 in [-1, 1]. Converting two float8 numbers to float16 is one instruction,
-    converting them to bfloat16 is five.
+    converting them to bfloat16 is five. If REST is 0, `q_rest` is not used; see `minisgl_backends.kernels.head_blocks`.
     """
     if pages.dtype.element_ty == tl.float8e4nv:  # noqa: SIM102 (a joined condition is not evaluated at compile time)
         if q.dtype == tl.bfloat16:
             largest = tl.maximum(tl.max(tl.max(tl.abs(q.to(tl.float32)), 1), 0), 1e-30)
+            if REST > 0:
+                largest = tl.maximum(largest, tl.max(tl.max(tl.abs(q_rest.to(tl.float32)), 1), 0))
+                q_rest = (q_rest.to(tl.float32) / largest).to(tl.float16)
             q = (q.to(tl.float32) / largest).to(tl.float16)
             scale = scale * largest
-    return q, scale
+    return q, q_rest, scale
 
 
 @triton.jit

@@ -177,7 +177,7 @@ def _decode(
         if REST > 0:
             q_index = request.to(tl.int64) * q_stride_t + q_head[:, None] * q_stride_h + dim_rest
             q_rest = tl.load(q + q_index, mask=is_rest, other=0.0)
-        queries, factor = to_dot_dtype(queries, scale, k_pages)
+        queries, q_rest, factor = to_dot_dtype(queries, q_rest, scale, k_pages, REST)
         begin, end = start + (tile - first) * KEYS, start + (until - first) * KEYS
         row_max = tl.full((G_BLOCK,), float("-inf"), tl.float32)
         row_sum = tl.zeros((G_BLOCK,), tl.float32)
@@ -279,9 +279,10 @@ def decode(
     heads = k_pages.shape[2]
     group = num_q_heads // heads
     k_scale, v_scale = layer.kv_scales
+    is_fp8 = k_pages.dtype == FP8
     # PAIRS is used for the shapes in which it was tested on a GPU, which are those of most models.
-    pairs = k_pages.dtype == FP8 and q.dtype == torch.bfloat16 and dim == 128 and group <= 16
-    d_block, rest = head_blocks(dim)
+    pairs = is_fp8 and q.dtype == torch.bfloat16 and dim == 128 and group <= 16
+    d_block, rest = head_blocks(dim, is_fp8=is_fp8)
     _decode[(heads, len(workspace.partials))](
         q, q.stride(0), q.stride(1), k_pages, v_pages, page_table, page_table.stride(0), rows, seq_lens, out,
         workspace.partials, workspace.lse, workspace.arrived, layer.sinks, layer.scale * k_scale * LOG2_E, v_scale,

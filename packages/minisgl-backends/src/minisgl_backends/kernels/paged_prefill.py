@@ -16,6 +16,7 @@ from minisgl_backends.kernels.exp2 import LOG2_E, LOG2_E_IN_KERNELS
 from minisgl_backends.kernels.fp8 import to_dot_dtype
 from minisgl_backends.kernels.head_blocks import column_mask, head_blocks
 from minisgl_core.contracts.attention import AttentionLayer
+from minisgl_core.utils.fp8 import FP8
 
 
 @triton.jit
@@ -92,7 +93,7 @@ def _prefill(
     if REST > 0:
         dim_rest, is_rest = (D_BLOCK + tl.arange(0, REST))[None, :], column_mask(is_query, D, D_BLOCK, REST)
         q_rest = tl.load(q + (token * q_stride_t + q_head * q_stride_h)[:, None] + dim_rest, mask=is_rest, other=0.0)
-    queries, scale = to_dot_dtype(queries, scale, k_pages)
+    queries, q_rest, scale = to_dot_dtype(queries, q_rest, scale, k_pages, REST)
     total = tl.zeros((M_BLOCK, D_BLOCK), tl.float32)
     total_rest = tl.zeros((M_BLOCK, REST if REST > 0 else 1), tl.float32)
     row_max = tl.full((M_BLOCK,), float("-inf"), tl.float32)
@@ -168,7 +169,7 @@ def prefill(
     num_q_heads, dim = q.shape[1:]
     heads = k_pages.shape[2]
     pairs, keys = prefill_tile(dim, q.dtype)
-    d_block, rest = head_blocks(dim)
+    d_block, rest = head_blocks(dim, is_fp8=k_pages.dtype == FP8)
     k_scale, v_scale = layer.kv_scales
     _prefill[(len(tiles), heads)](
         q, q.stride(0), q.stride(1), k_pages, v_pages, page_table, page_table.stride(0), rows, cu_seqlens_q, seq_lens,
