@@ -125,6 +125,32 @@ def test_outputs_are_delivered_between_the_launches_of_layers(
     tiny.assert_nothing_in_use(loop)
 
 
+def test_progress_is_recorded_before_the_last_quarter_of_the_layers(
+    model_runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model has two layers, so the event is before the second one."""
+    num_attended, recorded = 0, dict[Any, int]()
+    method = "attend_stored" if model_runner.attention.capabilities.fused_kv_store else "forward"
+    attend, record_event = getattr(model_runner.attention, method), model_runner.platform.record_event
+
+    def count(*args: Any) -> Any:
+        nonlocal num_attended
+        num_attended += 1
+        return attend(*args)
+
+    def record() -> Any:
+        recorded[event := record_event()] = num_attended
+        return event
+
+    loop = tiny.new_loop(disable_overlap=False, **OPTIONS)
+    tiny.submit(loop, "a", tuple(range(3, 20)), SamplingParams(temperature=0.0, max_tokens=2))
+    monkeypatch.setattr(model_runner.attention, method, count)
+    monkeypatch.setattr(model_runner.platform, "record_event", record)
+    loop.step()
+    progress = loop._in_flight[0].progress
+    assert recorded[progress] == 1
+
+
 def test_a_layer_may_keep_two_attention_outputs(model_runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Differential attention subtracts two outputs of one layer."""
     forward = model_runner.model.forward
@@ -168,15 +194,15 @@ def test_padding_contains_no_nans(model_runner: ModelRunner, monkeypatch: pytest
     """Buffers may hold NaNs before a step, for which a router would select expert ids out of range."""
     run, filled = PiecewiseGraphs.run, set()
 
-    def run_after_nans(self: PiecewiseGraphs, inputs: Any, *rest: Any) -> torch.Tensor:
+    def run_after_nans(self: PiecewiseGraphs, inputs: Any, *rest: Any) -> Any:
         for captured in self._captured.values():
             for call in captured.calls:
                 call.out.fill_(torch.nan)
-        hidden, count = run(self, inputs), len(inputs.input_ids)
+        result, count = run(self, inputs), len(inputs.input_ids)
         size = min(size for size in SIZES if size >= count)
         assert self._captured[size].hidden.isfinite().all()
         filled.add(count < size)
-        return hidden
+        return result
 
     monkeypatch.setattr(PiecewiseGraphs, "run", run_after_nans)
     generate(tiny.new_loop(max_prefill_length=16, **OPTIONS), seed=7)

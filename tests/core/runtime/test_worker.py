@@ -189,3 +189,21 @@ def test_all_queued_requests_run_in_the_first_step(monkeypatch: pytest.MonkeyPat
     assert steps == [7]
     ended = [(out.request_id, out.finish_reason) for batch in socket.messages for out in batch.outputs]
     assert sorted(ended) == [*((name, "length") for name in names[:7]), ("7", "abort")]
+
+
+def test_messages_of_the_last_wait_are_handled_before_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait of less than a millisecond does not watch the socket."""
+    loop, waits = tiny.new_loop(), iter([5e-4, 0.0])
+    tiny.submit(loop, "a", (5, 6), SamplingParams(temperature=0.0, max_tokens=2))
+    monkeypatch.setattr(loop, "time_to_schedule", lambda: next(waits))
+    with IpcAddresses.create() as endpoints:
+        address = endpoints.scheduler_in
+        with Receiver[worker.Incoming](address, worker.Incoming) as requests, Sender(address) as sender:
+
+            def send_meanwhile(seconds: float) -> None:
+                sender.send(Abort("a"))
+                assert requests.socket.poll(5000)
+
+            monkeypatch.setattr(time, "sleep", send_meanwhile)
+            assert list(worker._arrivals(requests, loop)) == [Abort("a")]
+    loop.scheduler.abort("a")

@@ -197,9 +197,9 @@ def test_steps_are_scheduled_shortly_before_the_previous_ends(monkeypatch: pytes
     monkeypatch.setattr(PendingStep, "is_done", lambda self: False)
     loop._last_done_s, loop._in_flight[0].done_s = now, 0.0
     assert 0 < loop.time_to_schedule() <= 1e-3
-    now += 0.005
-    assert 0 < loop.time_to_schedule() <= 1e-3
-    now += 0.001
+    now += 0.0064
+    assert 0 < loop.time_to_schedule() <= 0.0006
+    now += 0.0006
     assert loop.time_to_schedule() == 0, "the next step must be launched before this one ends"
     sequential = tiny.new_loop(page_size=4, num_pages=100, disable_overlap=True)
     sequential.scheduler.step_times = Constant(max_step_s=0.0)
@@ -224,7 +224,7 @@ def test_steps_with_slow_launches_are_scheduled_earlier(monkeypatch: pytest.Monk
     tiny.submit(loop, "a", prompt(1, 5), greedy(20))
     loop.step()
     loop.step()  # its decode runs for 8 ms from now
-    now += 0.001
+    now += 0.002
     assert loop.time_to_schedule() > 0
     now += 0.0011
     assert loop.time_to_schedule() == 0, "CPU scheduling and launch take 4 ms, and the device must not wait for them"
@@ -232,12 +232,44 @@ def test_steps_with_slow_launches_are_scheduled_earlier(monkeypatch: pytest.Monk
     loop._last_done_s = now
     loop.step()  # its decode and 119 prompt tokens run for 12 ms from now
     loop._last_done_s = now
-    now += 0.005
+    now += 0.006
     assert loop.time_to_schedule() > 0, (
         "the launch of a step with prompts takes 9 ms, but its first kernels run by then"
     )
     now += 0.0011
     assert loop.time_to_schedule() == 0
+
+
+class Progress:
+    """Event of a step's layers that is done once `is_done` is set."""
+
+    is_done = False
+
+    def query(self) -> bool:
+        return self.is_done
+
+    def synchronize(self) -> None:
+        raise AssertionError("the host must not wait for it")
+
+
+@pytest.mark.parametrize("reached_at", [0.002, 0.009, 0.02])
+def test_the_end_of_a_step_is_expected_from_its_progress(reached_at: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of 12 ms reaches three quarters of its layers after 2, 9 or 20 ms."""
+    loop = tiny.new_loop(page_size=4, num_pages=100, disable_overlap=False, max_seq_len_override=200)
+    loop.scheduler.step_times = Constant(max_step_s=0.0)
+    begin = now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(PendingStep, "is_done", lambda self: False)
+    tiny.submit(loop, "a", prompt(1, 120), greedy(5))
+    loop.step()
+    [step] = loop._in_flight
+    step.progress = progress = Progress()
+    while (wait_s := loop.time_to_schedule()) > 0:
+        assert wait_s <= 1e-3
+        now += wait_s
+        progress.is_done = now - begin >= reached_at
+    assert now - begin == pytest.approx(reached_at + 0.003 - 0.001, abs=1.1e-3), "at most one check late"
+    assert loop._predict_done(step) == pytest.approx(reached_at + begin + 0.003, abs=1.1e-3)
 
 
 def test_an_end_between_the_launches_of_layers_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,8 +94,9 @@ class ModelRunner:
             inputs = upload(plan, self.platform, self._table, self._last_tokens)
             num_sampled = len(plan.sample.index)
             needs_all = num_sampled == plan.num_tokens or len(plan.prompt_logprobs) > 0
+            progress = None
             if self._piecewise is not None and self._piecewise.fits(plan):
-                hidden = self._piecewise.run(inputs, between_layers)
+                hidden, progress = self._piecewise.run(inputs, between_layers)
             else:
                 attend = BoundAttention(self.attention, self.attention.plan(inputs.batch), self._ops.rotary)
                 # Without a sampled token, one is still needed: token 0, the first entry of cu_seqlens_q.
@@ -106,7 +107,7 @@ class ModelRunner:
                 return ForwardOutput(plan, hidden, inputs.sample_rows, None)
             sampled = hidden if num_sampled == len(hidden) else hidden[inputs.logits_index]
             logits = self._logits(sampled) if num_sampled else None
-            return ForwardOutput(plan, hidden, inputs.sample_rows, logits)
+            return ForwardOutput(plan, hidden, inputs.sample_rows, logits, progress=progress)
 
     def _forward(self, inputs: StepInputs, attend: BoundAttention, logits_index: torch.Tensor | None) -> torch.Tensor:
         """Run this stage's layers, between the stage before and the next one."""

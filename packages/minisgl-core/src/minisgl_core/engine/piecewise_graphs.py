@@ -18,10 +18,10 @@ import torch
 from minisgl_core.contracts.attention import AttentionBackend, AttentionLayer
 from minisgl_core.contracts.model import Model
 from minisgl_core.contracts.ops import Rope, RotaryOps
-from minisgl_core.contracts.platform import Platform
+from minisgl_core.contracts.platform import Event, Platform
 from minisgl_core.engine.bound_attention import RopeAndStore
 from minisgl_core.engine.capture import CapturedSizes
-from minisgl_core.engine.step import StepInputs
+from minisgl_core.engine.step import PROGRESS, StepInputs
 from minisgl_core.protocol.batch_plan import BatchPlan
 
 _NUM_LAYERS_AHEAD = 4
@@ -111,7 +111,9 @@ class PiecewiseGraphs(CapturedSizes):
         """Return True if the last layer computes only the tokens that are sampled from."""
         return size > len(self._logits_index)
 
-    def run(self, inputs: StepInputs, between_layers: Callable[[], None] | None = None) -> torch.Tensor:
+    def run(
+        self, inputs: StepInputs, between_layers: Callable[[], None] | None = None
+    ) -> tuple[torch.Tensor, Event | None]:
         """Run a step that `fits`.
 
         Args:
@@ -120,6 +122,7 @@ class PiecewiseGraphs(CapturedSizes):
 
         Returns:
             Hidden states, valid until the next step: of all tokens, [T, hidden_size], or of the sampled ones, [N, hidden_size].
+            `ForwardOutput.progress`.
         """
         count, num_sampled = len(inputs.input_ids), len(inputs.logits_index)
         size = self._size_of(count)
@@ -132,7 +135,10 @@ class PiecewiseGraphs(CapturedSizes):
         if self._uses_logits_index(size):
             self._logits_index[:num_sampled].copy_(inputs.logits_index)
             self._logits_index[num_sampled:].zero_()  # indices of an earlier, larger step could be out of range
+        progress, progress_at = None, int(PROGRESS * len(captured.calls))
         for index, (graph, call) in enumerate(zip(captured.graphs, captured.calls, strict=False)):
+            if index == progress_at:
+                progress = self._platform.record_event()
             if between_layers is not None and index >= _NUM_LAYERS_AHEAD:
                 between_layers()
             graph.replay()
@@ -142,7 +148,7 @@ class PiecewiseGraphs(CapturedSizes):
             else:
                 out.copy_(self._attention.forward(q, call.k[:count], call.v[:count], call.layer, plan))
         captured.graphs[-1].replay()
-        return captured.hidden[: num_sampled if self._uses_logits_index(size) else count]
+        return captured.hidden[: num_sampled if self._uses_logits_index(size) else count], progress
 
     def _run(self, size: int, between: Callable[[], None], calls: list[_Call]) -> torch.Tensor:
         """Run the model for `size` tokens. At each attention call, append it to `calls` and call `between`."""

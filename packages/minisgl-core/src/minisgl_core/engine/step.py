@@ -84,6 +84,10 @@ def upload(plan: BatchPlan, platform: Platform, table: PageTable, last_tokens: t
     return StepInputs(ids, pos, batch, sample_rows, logits_index)
 
 
+PROGRESS = 0.75
+"""Fraction of the layers before `ForwardOutput.progress`."""
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardOutput:
     """Output of the model for one step: its logits, and also its tokens if a CUDA graph ran it.
@@ -96,6 +100,7 @@ class ForwardOutput:
             has a `vocab_shard`, they are this rank's shard.
         tokens: tokens sampled by temperature alone, already stored as the rows' last tokens; int64 [N].
         pending: the same tokens, copied to the host asynchronously.
+        progress: event after `PROGRESS` of the layers; None without piecewise CUDA graphs.
     """
 
     plan: BatchPlan
@@ -104,6 +109,7 @@ class ForwardOutput:
     logits: torch.Tensor | None
     tokens: torch.Tensor | None = None
     pending: PendingTokens | None = None
+    progress: Event | None = None
 
 
 class PendingStep:

@@ -33,18 +33,21 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from minisgl_core.contracts.platform import Event
 from minisgl_core.engine.model_runner import ModelRunner
-from minisgl_core.engine.step import ForwardOutput, PendingStep
+from minisgl_core.engine.step import PROGRESS, ForwardOutput, PendingStep
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.protocol.batch_plan import BatchPlan, StepResult, TokenMasks
 from minisgl_core.protocol.messages import TokenBatch
 from minisgl_core.scheduler.scheduler import Scheduler
 
-_LEAD_S = 2e-3
+_LEAD_S = 1e-3
 """Safety margin. Scheduling begins this much, plus the duration of scheduling and launching a decode step, before the predicted
 end of the step in flight. So the device does not wait for the next step."""
 _POLL_S = 1e-3
 """Longest wait of `time_to_schedule` before the step in flight is checked again."""
+_MIN_WAIT_S = 5e-5
+"""Shorter waits are left out, since a sleep takes longer than that."""
 
 Outputs = list[tuple[int, TokenBatch]]
 """(index of the tokenizer worker, outputs for it) pairs."""
@@ -59,6 +62,8 @@ class _InFlight:
         launch_s: duration of the launch; 0 if steps do not overlap.
         done_s: estimated time when the step was done; 0 before that.
         was_running: True if the step was still running when the next one was being launched.
+        progress: see `ForwardOutput.progress`.
+        progress_s: time when the step was seen to have reached `progress`; 0 before that.
     """
 
     plan: BatchPlan
@@ -67,6 +72,8 @@ class _InFlight:
     launch_s: float
     done_s: float
     was_running: bool = False
+    progress: Event | None = None
+    progress_s: float = 0.0
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -131,8 +138,15 @@ class EngineLoop:
             return 0.0
         oldest = self._in_flight[0]
         now = time.monotonic()
-        left_s = self._predict_done(oldest) - _LEAD_S - self._host_s - now
-        if left_s < _POLL_S / 2 or oldest.done_s:
+        done_s = self._predict_done(oldest)
+        if oldest.progress is not None and not oldest.progress_s:
+            if oldest.progress.query():
+                oldest.progress_s = now
+                done_s = self._predict_done(oldest)
+            else:
+                done_s = max(done_s, now + self._rest_time(oldest))
+        left_s = done_s - _LEAD_S - self._host_s - now
+        if left_s < _MIN_WAIT_S or oldest.done_s:
             return 0.0
         if oldest.pending.is_done():  # it ended since the last check, up to `_POLL_S` ago
             oldest.done_s = now - _POLL_S
@@ -156,7 +170,8 @@ class EngineLoop:
                 outputs += self._process(self._in_flight.popleft())
             pending = self._sample_tokens(plan, forward_output)
             done_s = time.monotonic() if pending.is_done() else 0.0
-            self._in_flight.append(_InFlight(plan, pending, launched_s, launch_s, done_s))
+            progress = forward_output.progress
+            self._in_flight.append(_InFlight(plan, pending, launched_s, launch_s, done_s, progress=progress))
         if self._in_flight and (plan is None or len(self._in_flight) > self._max_in_flight):
             outputs += self._process(self._in_flight.popleft())
         return outputs
@@ -167,7 +182,13 @@ class EngineLoop:
 
     def _predict_done(self, step: _InFlight) -> float:
         """Return the expected end of the oldest step in flight."""
+        if step.progress_s:
+            return step.progress_s + self._rest_time(step)
         return self._began(step) + self.scheduler.step_times.predict(*step.sizes)
+
+    def _rest_time(self, step: _InFlight) -> float:
+        """Return the expected time from `progress` to the end of a step."""
+        return (1 - PROGRESS) * self.scheduler.step_times.predict(*step.sizes)
 
     def _execute_model(self, plan: BatchPlan) -> ForwardOutput:
         if self.hooks.batch_scheduled is not None:

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -270,7 +271,7 @@ def _arrivals(requests: Receiver[Incoming], loop: EngineLoop) -> Iterator[Incomi
 
     Without work, this first waits for a message, and loads the grammar backend after `_IDLE_S`. Then it yields all messages that
     have arrived. With one message per step, short requests would end before the next one is submitted, and never share a
-    batch. Finally, it waits for more messages until `EngineLoop.time_to_schedule` is 0.
+    batch. Finally, it waits until `EngineLoop.time_to_schedule` is 0, and yields the messages that arrive meanwhile.
     """
     if not loop.has_work:
         message = requests.receive(_IDLE_S)
@@ -280,8 +281,11 @@ def _arrivals(requests: Receiver[Incoming], loop: EngineLoop) -> Iterator[Incomi
         yield message
     yield from requests.drain()
     while (wait_s := loop.time_to_schedule()) > 0:
-        if (message := requests.receive(max(wait_s, 1e-3))) is not None:  # a socket waits for whole milliseconds
+        if wait_s < 1e-3:  # a socket waits for whole milliseconds
+            time.sleep(wait_s)
+        elif (message := requests.receive(wait_s)) is not None:
             yield message
+    yield from requests.drain()
 
 
 def _submit(scheduler: Scheduler, submit: Submit, tokenizers: list[Sender], engine_id: int) -> None:
