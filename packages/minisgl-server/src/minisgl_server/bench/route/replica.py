@@ -37,7 +37,6 @@ class Replica(ABC):
     """Replica that runs one step after another.
 
     Attributes:
-        next_s: time at which the running step ends; infinity if there is none.
         first_tokens: requests whose first token the last step has sampled.
         ended: requests that ended with the last step.
         events: changes of the prefix cache in the last step, if there are any and the router uses them.
@@ -46,34 +45,21 @@ class Replica(ABC):
     """
 
     def __init__(self) -> None:
-        self.next_s = math.inf
         self.first_tokens: list[SimulatedRequest] = []
         self.ended: list[SimulatedRequest] = []
         self.events: CacheEvents | None = None
         self.num_prompt_tokens = self.num_cached_tokens = 0
 
-    def submit(self, request: SimulatedRequest, message: Submit, now_s: float) -> None:
-        """Queue a request, and start a step if none runs."""
-        self._queue(request, message)
-        if self.next_s == math.inf:
-            self.next_s = now_s + self._start()
-
-    def advance(self) -> None:
-        """End the running step at the time `next_s`, and start the next one."""
-        self.first_tokens, self.ended = [], []
-        self._finish()
-        self.next_s += self._start()
-
     @abstractmethod
-    def _queue(self, request: SimulatedRequest, message: Submit) -> None:
+    def queue(self, request: SimulatedRequest, message: Submit) -> None:
         """Add a request to those that wait."""
 
     @abstractmethod
-    def _start(self) -> float:
+    def start(self) -> float:
         """Start a step, and return its time; infinity if there is nothing to do."""
 
     @abstractmethod
-    def _finish(self) -> None:
+    def finish(self) -> None:
         """End the step, and set the attributes that describe it."""
 
 
@@ -93,11 +79,11 @@ class SchedulerReplica(Replica):
         self._by_row: dict[int, SimulatedRequest] = {}
         self._step: BatchPlan | None = None
 
-    def _queue(self, request: SimulatedRequest, message: Submit) -> None:
+    def queue(self, request: SimulatedRequest, message: Submit) -> None:
         self._requests[message.request_id] = request
         self._scheduler.submit(message)
 
-    def _start(self) -> float:
+    def start(self) -> float:
         self._step = plan = self._scheduler.schedule()
         if plan is None:
             return math.inf
@@ -110,9 +96,10 @@ class SchedulerReplica(Replica):
         pairs = float((new[n:] * (starts[n:] + new[n:] / 2)).sum())
         return self._time.seconds(n, float(starts[:n].sum()) + n, int(new[n:].sum()), pairs)
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
         plan = self._step
         assert plan is not None
+        self.first_tokens, self.ended = [], []
         index = plan.sample.index
         tokens = np.empty(len(index), np.int64)
         positions = (plan.starts[index] + plan.num_new[index]).tolist()

@@ -54,17 +54,18 @@ class SimpleReplica(Replica):
         """Tokens of context that the next step's decodes read."""
         self._step = 0
 
-    def _queue(self, request: SimulatedRequest, message: Submit) -> None:
+    def queue(self, request: SimulatedRequest, message: Submit) -> None:
         self._waiting.append(request)
 
-    def _start(self) -> float:
+    def start(self) -> float:
         num_new, num_pairs = self._prefill()
         if not num_new and not self._decoding:
             return math.inf
         self._step += 1
         return self._time.seconds(len(self._decoding), self._num_kv, num_new, num_pairs)
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
+        self.first_tokens, self.ended = [], []
         self._num_kv += len(self._decoding)
         while self._decoding and self._decoding[0][0] == self._step:
             self._end(heapq.heappop(self._decoding)[2])

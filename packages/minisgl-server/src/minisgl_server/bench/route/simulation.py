@@ -57,6 +57,8 @@ class Simulation:
         self._replicas = [_replica(setup, index) for index in range(setup.num_replicas)]
         self._due: list[tuple[float, int]] = []
         """Heap of the times at which steps end, with their replicas."""
+        self._busy: set[int] = set()
+        """Replicas in `_due`, which run a step."""
         self._chosen = 0
         """Replica that the router has sent the last request to."""
         self.ttft_s, self.tpot_s, self.decision_s = (np.full(num_requests, np.nan) for _ in range(3))
@@ -91,20 +93,22 @@ class Simulation:
         begin = time.perf_counter()
         self._worker.handle(submit)
         self.decision_s[request.number] = time.perf_counter() - begin
-        replica = self._replicas[self._chosen]
-        is_idle = replica.next_s == math.inf
-        replica.submit(request, submit, self.now_s)
-        if is_idle:
-            heapq.heappush(self._due, (replica.next_s, self._chosen))
+        self._replicas[self._chosen].queue(request, submit)
+        if self._chosen not in self._busy:
+            self._start_step(self._chosen)
 
     def _run_until(self, until_s: float) -> None:
         while self._due and self._due[0][0] <= until_s:
             self.now_s, index = heapq.heappop(self._due)
-            replica = self._replicas[index]
-            replica.advance()
-            if replica.next_s < math.inf:
-                heapq.heappush(self._due, (replica.next_s, index))
-            self._record(replica)
+            self._replicas[index].finish()
+            self._start_step(index)
+            self._record(self._replicas[index])
+
+    def _start_step(self, index: int) -> None:
+        self._busy.discard(index)
+        if (seconds := self._replicas[index].start()) < math.inf:
+            heapq.heappush(self._due, (self.now_s + seconds, index))
+            self._busy.add(index)
 
     def _record(self, replica: Replica) -> None:
         """Record the first tokens and the ends of requests, and report the ends and events to the router."""
