@@ -60,15 +60,20 @@ def to_chat_request(request: MessagePrompt) -> tuple[TranslatedChat, FieldNames]
         chat["max_completion_tokens"] = request.max_tokens
         if request.stop_sequences:
             chat["stop"] = request.stop_sequences
-    _check_thinking(request)
     return TranslatedChat.model_validate(chat), FieldNames(_NAMES, names, "messages")
 
 
 def _template_hints(request: MessagePrompt) -> dict[str, Any]:
-    """Return the chat template variables of the request's reasoning settings."""
+    """Check the request's reasoning settings, and return them as chat template variables."""
     hints: dict[str, Any] = {}
-    if request.thinking is not None and request.thinking.type != "adaptive":
-        hints["enable_thinking"] = request.thinking.type == "enabled"
+    if (thinking := request.thinking) is not None:
+        if (thinking.type == "enabled") != (thinking.budget_tokens is not None):
+            allowed = "given with the type enabled, and only then"
+            raise InvalidValueError("thinking.budget_tokens", thinking.budget_tokens, allowed)
+        if thinking.display is not None and thinking.type == "disabled":
+            raise InvalidValueError("thinking.display", thinking.display, "left out with the type disabled")
+        if thinking.type != "adaptive":
+            hints["enable_thinking"] = thinking.type == "enabled"
     if request.output_config is not None and request.output_config.effort is not None:
         hints["reasoning_effort"] = request.output_config.effort
     return hints
@@ -135,13 +140,3 @@ def _tools(request: MessagePrompt) -> dict[str, Any]:
         if choice.type != "none" and choice.disable_parallel_tool_use is not None:
             fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
     return fields
-
-
-def _check_thinking(request: MessagePrompt) -> None:
-    if (thinking := request.thinking) is None:
-        return
-    if (thinking.type == "enabled") != (thinking.budget_tokens is not None):
-        allowed = "given with the type enabled, and only then"
-        raise InvalidValueError("thinking.budget_tokens", thinking.budget_tokens, allowed)
-    if thinking.display is not None and thinking.type == "disabled":
-        raise InvalidValueError("thinking.display", thinking.display, "left out with the type disabled")

@@ -30,22 +30,7 @@ router = APIRouter()
 
 def chat_prompt(request: Request, chat: ChatRequest) -> Tokenize:
     """Return the message to a tokenizer worker for a chat, without id."""
-    info, _ = served_model(request.app)
-    prompt = make_tokenize(
-        chat,
-        request_sampling(chat, info),
-        messages=[message.model_dump(exclude_none=True) for message in chat.messages],
-        chat_template_kwargs=chat.chat_template_kwargs or {},
-        tools=tool_use(chat),
-        **_template_fields(chat, request.app.state.options.trust_request_chat_template),
-    )
-    request_limits(request.app).check_conversation(prompt)
-    return prompt
-
-
-def _template_fields(chat: ChatRequest, trusts_templates: bool) -> dict[str, Any]:
-    """Return the fields of `Tokenize` that control the chat template and the reasoning parser."""
-    if chat.chat_template is not None and not trusts_templates:
+    if chat.chat_template is not None and not request.app.state.options.trust_request_chat_template:
         raise InvalidValueError("chat_template", chat.chat_template, "left out", UNSUPPORTED_REASONS["chat_template"])
     if chat.continue_final_message and chat.add_generation_prompt:
         allowed = "false or left out if continue_final_message is true"
@@ -53,18 +38,24 @@ def _template_fields(chat: ChatRequest, trusts_templates: bool) -> dict[str, Any
     if chat.include_reasoning is False and chat.separate_reasoning is False:
         allowed = "true or left out if separate_reasoning is false, which leaves reasoning content in the text"
         raise InvalidValueError("include_reasoning", False, allowed)
-    return {
-        "add_generation_prompt": chat.add_generation_prompt is not False and not chat.continue_final_message,
-        "continue_final_message": bool(chat.continue_final_message),
-        "chat_template": chat.chat_template,
-        "documents": chat.documents,
-        "template_hints": chat.template_hints
-        if isinstance(chat, TranslatedChat)
-        else effort_hints(chat.reasoning_effort),
-        "hints_name": "" if chat.reasoning_effort is None else "reasoning_effort",
-        "include_reasoning": chat.include_reasoning is not False,
-        "separate_reasoning": chat.separate_reasoning is not False,
-    }
+    hints = chat.template_hints if isinstance(chat, TranslatedChat) else effort_hints(chat.reasoning_effort)
+    prompt = make_tokenize(
+        chat,
+        request_sampling(chat, served_model(request.app)[0]),
+        messages=[message.model_dump(exclude_none=True) for message in chat.messages],
+        chat_template_kwargs=chat.chat_template_kwargs or {},
+        tools=tool_use(chat),
+        add_generation_prompt=chat.add_generation_prompt is not False and not chat.continue_final_message,
+        continue_final_message=bool(chat.continue_final_message),
+        chat_template=chat.chat_template,
+        documents=chat.documents,
+        template_hints=hints,
+        hints_name="" if chat.reasoning_effort is None else "reasoning_effort",
+        include_reasoning=chat.include_reasoning is not False,
+        separate_reasoning=chat.separate_reasoning is not False,
+    )
+    request_limits(request.app).check_conversation(prompt)
+    return prompt
 
 
 def effort_hints(effort: str | None) -> dict[str, Any]:
