@@ -42,8 +42,7 @@ COMPARISON = "{workload}: minisgl is {speed_up:.2f} times as fast as {with} ({ti
 def run_offline(config: EngineConfig, options: SimpleNamespace) -> None:
     """Measure, print a table, and write the JSON file if one is given. `options` are the command's other flags."""
     with LLM(**config.flat()) as llm:
-        workloads = _workloads(options, llm.info.vocab_size)
-        _check_lengths(workloads, llm.info.max_seq_len, options)
+        workloads = _workloads(options, llm.info)
         engines: list[BenchEngine] = [MinisglEngine(llm)]
         if options.compare:
             device = next(value for name, value, _ in llm.info.choices if name == "platform")
@@ -72,22 +71,21 @@ def run_offline(config: EngineConfig, options: SimpleNamespace) -> None:
         write_json(options.json_file, **about, results=results, comparisons=comparisons, options=settings)
 
 
-def _workloads(options: SimpleNamespace, vocab_size: int) -> list[MakeWorkload]:
-    if options.workload == "W":
-        return [partial(mixed, options.num_seqs, vocab_size)]
-    shapes = [(size, options.input_len, options.output_len) for size in options.batch_sizes]
-    if options.prefill_len:
-        shapes.append((1, options.prefill_len, 1))
-    return [partial(uniform, *shape, vocab_size) for shape in shapes]
-
-
-def _check_lengths(workloads: list[MakeWorkload], max_seq_len: int, options: SimpleNamespace) -> None:
-    for make in workloads:
-        workload = make(0)
-        if workload.longest > max_seq_len:
-            allowed = f"at most the model's context of {max_seq_len} tokens; {workload.name} takes {workload.longest}"
-            name = "--workload" if options.workload == "W" else "--input-len, --output-len and --prefill-len"
-            raise InvalidValueError(name, workload.longest, allowed)
+def _workloads(options: SimpleNamespace, info: EngineInfo) -> list[MakeWorkload]:
+    """Return the workloads, which fit the model's context."""
+    flags = "--workload"
+    workloads: list[MakeWorkload] = [partial(mixed, options.num_seqs, info.vocab_size)]
+    if options.workload != "W":
+        flags = "--input-len, --output-len and --prefill-len"
+        shapes = [(size, options.input_len, options.output_len) for size in options.batch_sizes]
+        if options.prefill_len:
+            shapes.append((1, options.prefill_len, 1))
+        workloads = [partial(uniform, *shape, info.vocab_size) for shape in shapes]
+    for workload in (make(0) for make in workloads):
+        if (longest := workload.longest) > info.max_seq_len:
+            allowed = f"at most the model's context of {info.max_seq_len} tokens; {workload.name} takes {longest}"
+            raise InvalidValueError(flags, longest, allowed)
+    return workloads
 
 
 def measure(

@@ -116,7 +116,10 @@ class HarmonySplitter:
             if self._part == "start":
                 self._show(self._start, new)
             elif self._part == "channel":
-                self._show_without_message_tag(new)
+                # The model left out <|message|>: the text follows the channel's name.
+                channel, *text = "".join(self._channel).split(maxsplit=1) or [""]
+                self._begin_message(channel)
+                self._show("".join(text), new)
             self._part, self._channel = "header", []
         self._start = ""
 
@@ -129,9 +132,3 @@ class HarmonySplitter:
         self._header = []
         self.has_begun |= self._kind == "reasoning"
         self._separator = "\n" if self._kind in self._shown else ""
-
-    def _show_without_message_tag(self, new: dict[Kind, list[str]]) -> None:
-        """Show the text after a channel's name, as the model left out ``<|message|>``."""
-        channel, *text = "".join(self._channel).split(maxsplit=1) or [""]
-        self._begin_message(channel)
-        self._show("".join(text), new)
