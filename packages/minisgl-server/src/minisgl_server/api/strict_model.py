@@ -151,9 +151,13 @@ class ByType:
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         default, schemas = None, dict[str, CoreSchema]()
         for model in get_args(source):
-            kind, allows_none = _type_of(model)
-            schemas[kind] = handler.generate_schema(model)
-            default = kind if allows_none else default
+            annotation = model.model_fields["type"].annotation
+            allows_none = NoneType in get_args(annotation)
+            kinds = get_args(get_args(annotation)[0] if allows_none else annotation)
+            if len(kinds) != 1:
+                raise TypeError(f"the type of {model.__name__} must be one literal, or that or None, not {annotation}")
+            schemas[kinds[0]] = handler.generate_schema(model)
+            default = kinds[0] if allows_none else default
 
         def tag(value: Any) -> str | None:
             kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
@@ -163,13 +167,3 @@ class ByType:
         tagged = {f"<{kind}>": schema for kind, schema in schemas.items()}
         allowed = f"Input should be an object with the type {' or '.join(schemas)}"
         return tagged_union_schema(tagged, tag, custom_error_type="type_not_supported", custom_error_message=allowed)
-
-
-def _type_of(model: type[BaseModel]) -> tuple[str, bool]:
-    """Return the literal of a model's field ``type``, and True if the field may be None."""
-    annotation = model.model_fields["type"].annotation
-    allows_none = NoneType in get_args(annotation)
-    kinds = get_args(get_args(annotation)[0] if allows_none else annotation)
-    if len(kinds) != 1:
-        raise TypeError(f"the type of {model.__name__} must be one literal, or that or None, not {annotation}")
-    return kinds[0], allows_none

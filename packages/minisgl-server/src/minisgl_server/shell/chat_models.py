@@ -4,7 +4,7 @@ import asyncio
 import json
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, Self
 
@@ -122,9 +122,14 @@ class RemoteModel:
             if not response.is_success:
                 await response.aread()
             raise_for_status(response)
-            async for line in _lines(response):
-                for text, is_reasoning in _contents(line, usage):
-                    timer.show(text, is_reasoning)
+            rest = b""
+            async for (
+                data
+            ) in response.aiter_bytes():  # `aiter_lines` also splits at U+2028, which JSON strings may contain
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    for text, is_reasoning in _contents(line, usage):
+                        timer.show(text, is_reasoning)
 
 
 class _TurnTimer:
@@ -150,15 +155,6 @@ class _TurnTimer:
             cached = "" if num_cached is None else f" ({num_cached} cached)"
             parts.append(f"{num_prompt} prompt tokens{cached}, {num_output} output tokens")
         return f"[{', '.join([*parts, f'{total_s:.3f} s'])}]"
-
-
-async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
-    """Yield the lines of a body. httpx's own iterator also splits at U+2028, which JSON strings may contain."""
-    rest = b""
-    async for data in response.aiter_bytes():
-        *lines, rest = (rest + data).split(b"\n")
-        for line in lines:
-            yield line
 
 
 def _contents(line: bytes, usage: dict[str, Any]) -> Iterator[tuple[str, bool]]:

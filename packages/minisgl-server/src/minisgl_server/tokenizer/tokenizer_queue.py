@@ -38,7 +38,7 @@ class TokenizerQueue:
     thread, one at a time, and short ones pass them meanwhile. The next long prompt is the one that would be done first if each
     had been started at its arrival. So shorter ones pass it, but not forever. Output and aborts are handled first, but at most
     `_MAX_SKIPS` of them before the next prompt. A prompt that is aborted while it waits is dropped at once. Chats count as long
-    prompts if the chat template is slow.
+    prompts if they have a template of their own, or the model's has been slow lately.
     """
 
     def __init__(self, worker: TokenizerWorker) -> None:
@@ -83,7 +83,8 @@ class TokenizerQueue:
                 number = next(self._numbers)
                 self._waiting_ids |= dict.fromkeys(message.output_ids, number)
                 num_chars = message.num_chars + _CHARS_PER_MESSAGE * len(message.messages or ())
-                if num_chars > _BACKGROUND_CHARS or self._has_slow_template(message):
+                is_template_slow = message.messages is not None and time.monotonic() < self._slow_template_until_s
+                if num_chars > _BACKGROUND_CHARS or message.chat_template is not None or is_template_slow:
                     self._slow[number] = time.monotonic() + num_chars * _S_PER_CHAR, message
                 else:
                     self._quick[number] = message
@@ -92,11 +93,6 @@ class TokenizerQueue:
             case _:
                 self._num_skips += bool(self._quick or self._slow)
                 self._worker.handle(message)
-
-    def _has_slow_template(self, message: Tokenize) -> bool:
-        """Return True for a chat with a template of its own, and for any chat while the model's template counts as slow."""
-        is_model_slow = time.monotonic() < self._slow_template_until_s
-        return message.chat_template is not None or (message.messages is not None and is_model_slow)
 
     def run_next(self) -> None:
         """Handle the prompt that the thread has tokenized, or else the next waiting message.

@@ -53,7 +53,9 @@ def request_sampling(request: GenerationRequest, info: EngineInfo) -> RequestSam
                 raise InvalidValueError("max_tokens", max_tokens, allowed)
             limit_name, max_tokens = "max_completion_tokens", request.max_completion_tokens
         logprobs_name = "top_logprobs"
-        values["logprobs"] = _chat_logprobs(request)
+        if request.top_logprobs and not request.logprobs:
+            raise InvalidValueError("top_logprobs", request.top_logprobs, "left out unless logprobs is true")
+        values["logprobs"] = (request.top_logprobs or 0) if request.logprobs else None
     elif isinstance(request, CompletionRequest):
         default_max_tokens = COMPLETION_MAX_TOKENS
         values["logprobs"] = request.logprobs
@@ -79,11 +81,3 @@ def _prompt_logprobs(request: GenerationRequest) -> int | None:
     echoed = request.logprobs if isinstance(request, CompletionRequest) and request.echo else None
     requested = [each for each in (request.prompt_logprobs, echoed) if each is not None]
     return max(requested, default=None)
-
-
-def _chat_logprobs(request: ChatRequest) -> int | None:
-    if request.logprobs:
-        return request.top_logprobs or 0
-    if request.top_logprobs:
-        raise InvalidValueError("top_logprobs", request.top_logprobs, "left out unless logprobs is true")
-    return None
