@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING
-from transformers_cases import config_of, new_llm, saved
+from transformers_cases import config_of, new_llm, saved, skip_if_unsupported
 
 from minisgl_core import SamplingParams
 from minisgl_core.llm import GenerationOutput
@@ -122,8 +121,7 @@ def assert_logprobs(reference: Any, prompt: list[int], output: GenerationOutput)
 
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
 def test_logprobs_equal_transformers(model_type: str, tmp_path: Path) -> None:
-    if model_type not in CONFIG_MAPPING:
-        pytest.skip("newer than the installed transformers")
+    skip_if_unsupported(model_type)
     sizes = {"num_hidden_layers": 2, "head_dim": 8}
     reference = random_reference(config_of(model_type, **{**sizes, **ARCHITECTURES[model_type]}))
     with new_llm(saved(reference, tmp_path), max_prefill_length=7, page_size=1) as llm:

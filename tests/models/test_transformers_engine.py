@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-from transformers_cases import config_of, new_llm, saved
+from transformers_cases import config_of, new_llm, saved, skip_if_unsupported
 
 from minisgl_core import SamplingParams
 from minisgl_core.errors import InvalidValueError, ModelFormatError
@@ -124,6 +124,7 @@ def test_llama_equals_its_provider(tmp_path: Path) -> None:
 def test_two_ranks_generate_the_tokens_of_one(
     model_type: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    skip_if_unsupported(model_type, needs_plan=True)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     reference = random_reference(config_of(model_type, **changes))
     with new_llm(saved(reference, tmp_path), tp=2, model_impl="transformers", max_prefill_length=16) as llm:

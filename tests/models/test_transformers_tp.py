@@ -10,8 +10,7 @@ import pytest
 import torch
 from test_transformers_architectures import ARCHITECTURES, MLA, MOE, WITHOUT_PLAN
 from torch import nn
-from transformers import CONFIG_MAPPING
-from transformers_cases import config_of, saved
+from transformers_cases import config_of, saved, skip_if_unsupported
 
 from minisgl_core.config.hf import model_config
 from minisgl_core.contracts.communicator import Communicator, SingleRank
@@ -59,8 +58,7 @@ def built(source: SafetensorsWeights, communicator: Communicator) -> Transformer
 
 
 def checkpoint(model_type: str, changes: dict[str, Any], folder: Path) -> tuple[Any, SafetensorsWeights]:
-    if model_type not in CONFIG_MAPPING:
-        pytest.skip("newer than the installed transformers")
+    skip_if_unsupported(model_type, needs_plan=model_type not in WITHOUT_PLAN)
     reference = random_reference(config_of(model_type, **{"num_hidden_layers": 2, "head_dim": 8, **changes}))
     return reference, SafetensorsWeights(Path(saved(reference, folder)))
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
+import pytest
+import transformers
+from packaging.version import Version
+from transformers import CONFIG_MAPPING, AutoConfig
 
 from minisgl_core import LLM
 
@@ -20,6 +23,15 @@ SMALL: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+
+
+def skip_if_unsupported(model_type: str, *, needs_plan: bool = False) -> None:
+    """Skip a model type that the installed transformers does not have, cannot trace, or has no tensor-parallel plan for."""
+    is_traceable = model_type != "aria_text" or Version(transformers.__version__) > Version("5.17")
+    if model_type not in CONFIG_MAPPING or not is_traceable:
+        pytest.skip("newer than the installed transformers")
+    if needs_plan and CONFIG_MAPPING[model_type].base_model_tp_plan is None:
+        pytest.skip("the installed transformers has no tensor-parallel plan")
 
 
 def config_of(model_type: str, **changes: Any) -> Any:
