@@ -57,6 +57,7 @@ HERMES = {
     "cut in the arguments": ('<tool_call>{"name": "f", "arguments": {"x": [1', ("", [("f", '{"x": [1')])),
     "cut in the name": ('a <tool_call>{"name": "f', ('a <tool_call>{"name": "f', [])),
     "cut in the tag": ("a <tool_ca", ("a <tool_ca", [])),
+    "cut in the end tag": ('<tool_call>\n{"name": "f", "arguments": {}}\n</tool', ("", [("f", "{}")])),
     "not JSON": ("<tool_call>get(1)</tool_call>", ("<tool_call>get(1)</tool_call>", [])),
     "not JSON, then a call": ("<tool_call>x" + CALL, ("<tool_call>x", [("get", ARGUMENTS)])),
     "no name": ('<tool_call>{"a": 1}</tool_call>', ('<tool_call>{"a": 1}</tool_call>', [])),

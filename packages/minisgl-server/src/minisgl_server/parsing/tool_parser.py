@@ -151,7 +151,8 @@ class ToolParser:
             is_separator = self.separators and char in f"{self.separators} \n\t\r"
             if not is_separator and not self.end.startswith(text):
                 return text
-        self._show(text)
+        if not self.end.startswith(text):  # an output that was cut may end in the end tag
+            self._show(text)
         return ""
 
     @staticmethod
