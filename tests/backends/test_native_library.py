@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pty
 import stat
 import subprocess
 import sys
@@ -76,6 +77,15 @@ def test_concurrent_compilations_leave_one_cached_library(cache: Path) -> None:
     left = list(cache.iterdir())
     assert len(left) == 1, left
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+
+
+def test_a_terminal_shows_that_the_kernels_are_compiled(quick: Path) -> None:
+    main, terminal = pty.openpty()
+    subprocess.run([sys.executable, "-c", ASK], stdout=subprocess.DEVNULL, stderr=terminal, check=True)
+    os.write(terminal, b"end")  # so that there is something to read
+    assert b"Compiling the CPU kernels" in os.read(main, 65536)
+    os.close(main)
+    os.close(terminal)
 
 
 def test_a_cached_library_is_not_compiled_again(quick: Path) -> None:

@@ -21,6 +21,7 @@ from minisgl_backends.build_cache import cache_dir, is_cached, store
 from minisgl_core.errors import MinisglError
 from minisgl_core.platforms.cpu_graphs import call
 from minisgl_core.utils.dtypes import dtype_name
+from minisgl_core.utils.progress import progress_bar
 
 _LOG = logging.getLogger(__name__)
 _SOURCES = (
@@ -146,7 +147,9 @@ def _load(dtype: torch.dtype) -> Library:
         except OSError as error:
             _LOG.warning("recompiling the CPU kernels, since %s does not load: %s", path, error)
     _LOG.info("compiling the CPU kernels for %s with %s", dtype, " ".join(compiler))
-    with tempfile.TemporaryDirectory(prefix="minisgl-native-") as folder_name:  # a loaded library may be deleted
+    # A loaded library may be deleted.
+    with progress_bar() as bar, tempfile.TemporaryDirectory(prefix="minisgl-native-") as folder_name:
+        bar.add_task("Compiling the CPU kernels", total=None)
         built = _compile(command, texts, Path(folder_name))
         is_stored = path is not None and store(built.read_bytes(), path, "the CPU kernels")
         return Library(path if path is not None and is_stored else built)
