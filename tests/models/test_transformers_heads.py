@@ -7,7 +7,7 @@ from transformers_cases import config_of
 
 from minisgl_core.errors import InvalidValueError, ModelFormatError
 from minisgl_models.transformers_backend.head_shapes import HeadShape
-from minisgl_models.transformers_backend.parallel import check_tp_size
+from minisgl_models.transformers_backend.parallel import check_plan
 from minisgl_models.transformers_backend.trace import AttentionCall, trace
 
 
@@ -48,4 +48,4 @@ def test_a_refused_tp_size_names_the_heads_of_all_layers() -> None:
     plan = {"layers.*.self_attn.o_proj": "rowwise"}
     heads = r"--tp=3 .* one of 1, 2 for LagunaForCausalLM \(4 and 8 query heads, 2 KV heads\)"
     with pytest.raises(InvalidValueError, match=heads):
-        check_tp_size("LagunaForCausalLM", plan, traced, 3)
+        check_plan("LagunaForCausalLM", plan, traced, 3)

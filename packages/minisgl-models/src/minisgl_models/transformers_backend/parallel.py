@@ -88,7 +88,7 @@ def tp_plan(model: Any, traced: Traced, build: BuildContext) -> dict[str, str]:
     if build.tp_size == 1:
         return {}
     plan = dict(model.tp_plan or {})
-    check_tp_size(type(model).__name__, plan, traced, build.tp_size)
+    check_plan(type(model).__name__, plan, traced, build.tp_size)
     for call in traced.calls:
         path = f"{generic_name(call.module)}."
         if hasattr(model.get_submodule(call.module), "kv_b_proj") and not any(each.startswith(path) for each in plan):
@@ -140,20 +140,20 @@ def check_applied(model: nn.Module, plan: Mapping[str, str], applied: Set[str], 
             )
 
 
-def check_tp_size(name: str, plan: Mapping[str, str], traced: Traced, tp_size: int) -> None:
-    """Refuse a tensor-parallel size if a model class has no plan, or if the size does not divide its heads.
+def check_plan(name: str, plan: Mapping[str, str], traced: Traced, tp_size: int) -> None:
+    """Refuse a model class without a plan, and a size that does not divide its heads. KV heads are not replicated.
 
     Raises:
         InvalidValueError: names ``--tp``.
     """
     q_heads, kv_heads = ({getattr(call, key) for call in traced.calls} for key in ("num_q_heads", "num_kv_heads"))
-    num_q_heads, num_kv_heads = math.gcd(*q_heads), math.gcd(*kv_heads)  # a size divides the heads of all layers
     if not any(style.startswith("rowwise") for style in plan.values()):
         raise InvalidValueError(
             "--tp", tp_size, f"1: {name} has no tensor-parallel plan in transformers (base_model_tp_plan)"
         )
-    allowed = [size for size in allowed_tp_sizes(num_q_heads, num_kv_heads) if num_kv_heads % size == 0]
-    if tp_size not in allowed:
+    num_heads = math.gcd(*q_heads, *kv_heads)  # a size divides the heads of all layers
+    if num_heads % tp_size:
+        allowed = allowed_tp_sizes(num_heads, num_heads)
         heads = f"{_joined(q_heads)} query heads, {_joined(kv_heads)} KV heads"
         raise InvalidValueError("--tp", tp_size, f"one of {', '.join(map(str, allowed))} for {name} ({heads})")
 
