@@ -397,6 +397,14 @@ def test_earlier_calls_without_a_call_format_are_refused(engine_tokenizer: Any) 
         assert raised.value.name == name
 
 
+def test_an_unknown_format_is_refused_with_the_formats_that_work(engine_tokenizer: Any) -> None:
+    """Without calls in the template, these are the formats that minisgl can describe."""
+    with pytest.raises(InvalidValueError, match=r"--tool-call-parser hermes or llama3_json or mistral\.$"):
+        render(engine_tokenizer, PLAIN, "auto", USED)
+    for format in ("hermes", "llama3_json", "mistral"):
+        assert "get" in render(engine_tokenizer, PLAIN, format, USED)
+
+
 HARMONY_OUTPUT = (
     "<|channel|>analysis<|message|>Look < it up.<|end|><|start|>assistant<|channel|>commentary<|message|>A moment.<|end|>"
     "<|start|>assistant<|channel|>analysis<|message|>Done.<|end|>"

@@ -224,12 +224,9 @@ class ChatFormat:
 
     def _parser_for_tools(self, name: str = "tools", value: str = "given") -> type[ToolParser]:
         if self._tool_parser is None:
-            raise InvalidValueError(
-                name,
-                value,
-                "left out: the format of the model's tool calls cannot be detected from its chat template",
-                f"Launch with --tool-call-parser {' or '.join(TOOL_PARSERS)}.",
-            )
+            allowed = "left out: the format of the model's tool calls cannot be detected from its chat template"
+            formats = [name for name, parser in TOOL_PARSERS.items() if self._template_has_calls or parser.is_json]
+            raise InvalidValueError(name, value, allowed, f"Launch with --tool-call-parser {' or '.join(formats)}.")
         return self._tool_parser
 
 
