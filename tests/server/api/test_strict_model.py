@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import BaseModel, TypeAdapter, ValidationError, create_model
 
+from minisgl_server.api.errors import invalid_fields
 from minisgl_server.api.openai.schemas import CompletionRequest
 from minisgl_server.api.strict_model import ByType
 
@@ -39,3 +40,19 @@ def test_a_bias_needs_the_plain_token_id_as_key(key: str) -> None:
         assert repr(key) in str(caught.value)
     assert CompletionRequest.model_validate({"prompt": "a", "logit_bias": {"5": 1}}).logit_bias == {5: 1}
     assert CompletionRequest.model_validate({"prompt": "a", "logit_bias": None}).logit_bias is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "remedy"),
+    [
+        ({"temprature": 1}, " Did you mean 'temperature'?"),
+        ({"stream_options": {"include_usge": True}}, " Did you mean 'include_usage'?"),
+        ({"rid": "a"}, " Send it as the header X-Request-Id."),
+        ({"colour": "red"}, ""),
+        ({"temperature" * 100: 1}, ""),
+    ],
+)
+def test_an_unknown_field_is_refused_with_a_similar_name_or_a_reason(fields: dict[str, Any], remedy: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        CompletionRequest.model_validate({"prompt": "a", **fields})
+    assert invalid_fields(caught.value.errors()).message.endswith(f" is not supported.{remedy}")

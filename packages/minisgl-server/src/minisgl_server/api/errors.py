@@ -136,8 +136,8 @@ def invalid_fields(errors: Sequence[ErrorDetails]) -> ApiError:
         # `_field` would leave out an unknown name that looks like a type.
         parent, name = _field(first["loc"][:-1]), str(first["loc"][-1])
         param = shortened(f"{parent}.{name}" if parent else name, MAX_PARAM)
-        message = f"The field {param!r} is not supported.{_reason(param)}"
-        return ApiError(400, message, param, "unsupported_field")
+        remedy = _reason(param).strip() or first["msg"]
+        return ApiError(400, f"The field {param!r} is not supported. {remedy}".rstrip(), param, "unsupported_field")
     where = shortened(param or "", MAX_PARAM)
     if first["type"] == "beyond_context":
         message = f"{first['msg']}. Please reduce the length of the field {where!r}."

@@ -19,6 +19,7 @@ from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
 from pydantic_core.core_schema import tagged_union_schema
 
 from minisgl_core.errors import context_length_message
+from minisgl_core.utils.suggestions import did_you_mean
 from minisgl_server.api.limits import Bound, RequestLimits
 
 Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -43,6 +44,8 @@ Metadata = Annotated[
 ]
 """Metadata of a request, with OpenAI's limits. Responses repeat it."""
 _Loc = tuple[int | str, ...]
+_MAX_HINTED_NAME = 40
+"""Characters of an unknown field's name that are compared with the names of fields; longer ones would take long."""
 
 
 def _fail_fast(schema: Any) -> None:
@@ -89,7 +92,8 @@ class StrictModel(BaseModel):
                     _check_size((name,), value, bound, info.context)
                 known[name] = value
             elif value is not None:
-                raise _error((name,), "extra_forbidden")
+                hint = did_you_mean(name[:_MAX_HINTED_NAME], bounds)
+                raise _error((name,), PydanticCustomError("extra_forbidden", hint))
         return known
 
 
@@ -135,7 +139,7 @@ def _beyond_context(loc: _Loc, what: str, limits: RequestLimits) -> ValidationEr
     return _error(loc, PydanticCustomError("beyond_context", message))
 
 
-def _error(loc: _Loc, kind: str | PydanticCustomError) -> ValidationError:
+def _error(loc: _Loc, kind: PydanticCustomError) -> ValidationError:
     """Return an error that pydantic reports at this location, and that holds no copy of the input."""
     return ValidationError.from_exception_data("request", [InitErrorDetails(type=kind, loc=loc, input=None)])
 
