@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from minisgl_core.contracts.grammar import CallPart
 from minisgl_server.parsing.argument_values import OBJECT, to_json
-from minisgl_server.parsing.tool_call_reader import JsonScanner
+from minisgl_server.parsing.json_scanner import JsonScanner
 from minisgl_server.parsing.tool_parser import ToolParser
 
 SPACE = r"\s{0,16}"

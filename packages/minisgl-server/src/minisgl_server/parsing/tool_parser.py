@@ -1,12 +1,29 @@
 """Parses tool calls in the text of a model: JSON, as with Hermes and Qwen, Llama 3 and Mistral, or messages of gpt-oss."""
 
+import json
+import re
 import uuid
 from collections.abc import Callable, Collection, Generator, Mapping
 from typing import Any, ClassVar
 
+from pydantic_core import from_json
+
 from minisgl_core.protocol.messages import ToolCallDelta
 from minisgl_core.text.stop import StopFinder
-from minisgl_server.parsing.tool_call_reader import JsonScanner, ToolCallReader
+from minisgl_server.parsing.json_scanner import JsonScanner
+
+_NAME = re.compile(
+    r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*'
+)
+"""Start of a tool call up to its arguments, in the order that models are trained to write."""
+
+
+def _loads(text: str) -> Any:
+    """Return the value of a JSON text; None if it is invalid, has half of a surrogate pair, or is nested too deeply."""
+    try:
+        return from_json(text, allow_inf_nan=False)
+    except ValueError:
+        return None
 
 
 class ToolParser:
@@ -116,28 +133,68 @@ class ToolParser:
             tag, char, known = text[:-1], "{", None
 
     def _read_call(self, tag: str, char: str, known: Collection[str] | None) -> Generator[None, str, str | None]:
-        """Read a call. Return None if it is complete, and else the text to go on with."""
-        reader = ToolCallReader(known, self._prefixes, self._add_call, self._arguments.append)
-        while char:
-            reader.push(char)
-            if reader.state != "open":
-                break
+        """Read a call, a JSON object. Return None if it is complete, and else the text to go on with.
+
+        Once the name is known, arguments are passed on as they come. The JSON breaks off at a "<" that is not in a string.
+        """
+        scanner, chars = JsonScanner(), list[str]()
+        has_name = in_arguments = is_nested = False
+        while char and (char != "<" or scanner.in_string):
+            if scanner.depth == 0 and char != "{" and not char.isspace():
+                self._add(tag + "".join(chars) + char)
+                return (yield)
+            scanner.push(char)
+            if scanner.depth == 2 and not is_nested:
+                is_nested = True  # this bracket begins the arguments, if the keys have the usual order
+                before = "".join(chars)
+                name: Any = _loads(match[1]) if char == "{" and (match := _NAME.fullmatch(before)) else None
+                if self._may_call(name, before, known):
+                    has_name = in_arguments = True
+                    self._add_call(name)
+            if in_arguments:
+                self._arguments.append(char)
+                in_arguments = scanner.depth > 1
+            elif not has_name:
+                chars.append(char)
+            if char in "}]" and scanner.depth == 0:
+                if not has_name and not self._add_reordered_call("".join(chars), known):
+                    self._add(tag + "".join(chars))
+                    return (yield)
+                self._flush_arguments()
+                self.is_done = not self._parallel
+                return None
             char = yield
         self._flush_arguments()
-        if reader.name is None:
-            self._add(tag + reader.raw)
-            return char if char in ("", "<") else (yield)
-        if reader.state == "truncated":
-            # Read up to the end tag. If the JSON broke off in the arguments, the text belongs to them.
-            emit: Callable[[str], object] = self._arguments.append if reader.in_arguments else str
-            tag_after = yield from self._read_to((self.end,) if self.end else (), emit, char)
-            self._flush_arguments()
-            self.is_done = tag_after is not None and not self._parallel
-            return (yield) if tag_after is not None else ""
-        if reader.state == "open":
+        if not has_name:
+            self._add(tag + "".join(chars))
+            return char
+        if not char:
             return ""
-        self.is_done = not self._parallel
-        return None
+        # Read up to the end tag. If the JSON broke off in the arguments, the text belongs to them.
+        emit: Callable[[str], object] = self._arguments.append if in_arguments else str
+        tag_after = yield from self._read_to((self.end,) if self.end else (), emit, char)
+        self._flush_arguments()
+        self.is_done = tag_after is not None and not self._parallel
+        return (yield) if tag_after is not None else ""
+
+    def _add_reordered_call(self, text: str, known: Collection[str] | None) -> bool:
+        """Add a complete call whose keys have another order than usual. Return False if the text is no such call."""
+        call = _loads(text)
+        name: Any = call.get("name") if isinstance(call, dict) else None
+        if not self._may_call(name, "", known):
+            return False
+        value = call.get("arguments", call.get("parameters"))
+        arguments = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        if not isinstance(_loads(arguments), dict):
+            return False
+        self._add_call(name)
+        self._arguments.append(arguments)
+        return True
+
+    def _may_call(self, name: Any, prefix: str, known: Collection[str] | None) -> bool:
+        """Return True if `prefix`, the text before the arguments, may begin a call of one of `known`, or of any if it is None."""
+        is_known = isinstance(name, str) and (known is None or name in known)
+        return is_known and (name not in self._prefixes or prefix.lstrip() in self._prefixes[name])
 
     def _read_after(self) -> Generator[None, str, str]:
         """Read the text after a call: whitespace, and its end tag or separators. Return the text if it is something else."""

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from minisgl_core.contracts.grammar import MAX_GRAMMAR_BYTES, CallPart
 from minisgl_server.parsing.argument_values import STRING, argument_types, quoted, to_json
+from minisgl_server.parsing.json_scanner import JsonScanner
 from minisgl_server.parsing.tagged_tool_parser import NAME, SPACE, TaggedToolParser, partial
-from minisgl_server.parsing.tool_call_reader import JsonScanner
 from minisgl_server.parsing.xml_arguments_grammar import ANY_TEXT, UnsupportedSchemaError, parameters_of, value_parts
 
 _TYPE_BY_BRACKET = {"[": "array", "{": "object"}
