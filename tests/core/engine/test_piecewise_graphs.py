@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from transformers import Qwen3MoeConfig
 
 from minisgl_core.contracts.attention import AttentionBackend, AttentionBatch, AttentionCapabilities, AttentionLayer
 from minisgl_core.contracts.model import Attend
-from minisgl_core.contracts.ops import Ops, RotaryOps
+from minisgl_core.contracts.ops import LinearOps, Ops, RotaryOps
 from minisgl_core.engine import piecewise_graphs
 from minisgl_core.engine.build import capture_graphs
 from minisgl_core.engine.model_runner import ModelRunner
@@ -36,6 +37,16 @@ OF_TINY = torch.device("cpu"), torch.float32
 
 class FusesStore(RotaryOps):
     fuses_store = True
+
+
+class Tunes(LinearOps):
+    is_tuning = False
+
+    @contextmanager
+    def tuning(self) -> Iterator[None]:
+        self.is_tuning = True
+        yield
+        self.is_tuning = False
 
 
 class FusedKvStore(AttentionBackend):
@@ -207,6 +218,21 @@ def test_padding_contains_no_nans(model_runner: ModelRunner, monkeypatch: pytest
     monkeypatch.setattr(PiecewiseGraphs, "run", run_after_nans)
     generate(tiny.new_loop(max_prefill_length=16, **OPTIONS), seed=7)
     assert filled == {True, False}
+
+
+def test_gemms_are_tuned_in_the_run_before_each_capture(
+    model_runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ops, forward, runs = Ops.of(*OF_TINY, Tunes), model_runner.model.forward, list[tuple[int, bool]]()
+
+    def record(ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+        runs.append((len(ids), ops.linear.is_tuning))
+        return forward(ids, *rest)
+
+    monkeypatch.setattr(model_runner, "_ops", ops)
+    monkeypatch.setattr(model_runner.model, "forward", record)
+    model_runner.capture_piecewise_graphs(SIZES, progress=False)
+    assert runs == [(size, is_tuning) for size in reversed(SIZES) for is_tuning in (True, False)]
 
 
 class FailsToCapture(CpuPlatform):

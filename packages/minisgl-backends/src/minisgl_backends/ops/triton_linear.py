@@ -1,13 +1,17 @@
-"""GEMMs for GPUs: small-M GEMMs in Triton, larger ones by torch."""
+"""GEMMs for GPUs: small-M GEMMs in Triton, larger ones by cuBLAS."""
+
+from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 
+from minisgl_backends.cuda.cublaslt import new_tuner
 from minisgl_backends.ops.triton_base import TritonProvider, dense
 from minisgl_core.contracts.ops import LinearOp, LinearOps
 
 
 class TritonLinear(TritonProvider, LinearOps):
-    """Small-M GEMMs with fused activation, which read weights faster than cuBLAS. Larger GEMMs are torch's."""
+    """Small-M GEMMs with fused activation, which read weights faster than cuBLAS. Larger GEMMs are cuBLAS's; see `GemmTuner`."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(device, dtype)
@@ -15,9 +19,16 @@ class TritonLinear(TritonProvider, LinearOps):
 
         self._small_m_gemm, self._quantize = small_m_gemm, quantize
         self._workspace = split_k.SplitKWorkspace(device)
+        self._tuner = new_tuner(device, dtype)
+
+    def tuning(self) -> AbstractContextManager[None]:
+        return super().tuning() if self._tuner is None else self._tuner.tuning()
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
-        return self._with_small_m(super().prepare_linear(weight, bias), weight, bias)
+        tuner, fallback = self._tuner, super().prepare_linear(weight, bias)
+        if tuner is not None and bias is None and weight.is_contiguous():
+            fallback = partial(tuner.gemm, weight=weight)
+        return self._with_small_m(fallback, weight, bias)
 
     def prepare_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
         # Not the prepare_linear of a subclass: HopperOps would also compile ungated small-M kernels, which would never run, since

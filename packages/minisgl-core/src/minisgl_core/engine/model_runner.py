@@ -74,7 +74,7 @@ class ModelRunner:
             num_rows = len(self._last_tokens) - 1
             max_requests = num_rows if self._uses_logits_index else None
             self._piecewise = PiecewiseGraphs(
-                self.platform, self.model, self.attention, self._ops.rotary, sizes, max_requests, progress
+                self.platform, self.model, self.attention, self._ops, sizes, max_requests, progress
             )
 
     def launch(self, plan: BatchPlan) -> PendingStep:

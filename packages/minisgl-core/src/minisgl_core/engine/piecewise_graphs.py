@@ -17,7 +17,7 @@ import torch
 
 from minisgl_core.contracts.attention import AttentionBackend, AttentionLayer
 from minisgl_core.contracts.model import Model
-from minisgl_core.contracts.ops import Rope, RotaryOps
+from minisgl_core.contracts.ops import Ops, Rope
 from minisgl_core.contracts.platform import Event, Platform
 from minisgl_core.engine.bound_attention import RopeAndStore
 from minisgl_core.engine.capture import CapturedSizes
@@ -83,7 +83,7 @@ class PiecewiseGraphs(CapturedSizes):
         platform: Platform,
         model: Model,
         attention: AttentionBackend,
-        rotary: RotaryOps,
+        ops: Ops,
         sizes: Sequence[int],
         max_requests: int | None,
         progress: bool,
@@ -93,7 +93,7 @@ class PiecewiseGraphs(CapturedSizes):
         `max_requests` is the maximum number of requests in a step. If it is None, the last layer computes all tokens.
         """
         super().__init__(sizes)
-        self._platform, self._model, self._attention, self._rotary = platform, model, attention, rotary
+        self._platform, self._model, self._attention, self._ops = platform, model, attention, ops
         device, largest = platform.device, max(sizes)
         self._ids, self._positions = torch.zeros(2, largest, dtype=torch.int32, device=device).unbind(0)
         self._slots = torch.zeros(largest, dtype=torch.int64, device=device)
@@ -153,7 +153,7 @@ class PiecewiseGraphs(CapturedSizes):
     def _run(self, size: int, between: Callable[[], None], calls: list[_Call]) -> torch.Tensor:
         """Run the model for `size` tokens. At each attention call, append it to `calls` and call `between`."""
         smaller_size = int(max(self._sizes[self._sizes < size], default=0))  # steps of this size have more tokens
-        rope_and_store = RopeAndStore(self._attention, self._rotary, lambda: self._slots[:size])
+        rope_and_store = RopeAndStore(self._attention, self._ops.rotary, lambda: self._slots[:size])
         weak_ref = self._platform.weak_ref
 
         def attend(
@@ -171,7 +171,8 @@ class PiecewiseGraphs(CapturedSizes):
 
     def _capture(self, size: int, pool: Any) -> _Captured:
         calls: list[_Call] = []
-        self._run(size, lambda: None, [])  # warm-up: compiles kernels and lets libraries allocate workspaces
+        with self._ops.linear.tuning():
+            self._run(size, lambda: None, [])  # warm-up: compiles kernels and lets libraries allocate workspaces
         self._platform.synchronize()
         graphs, hidden = self._platform.capture_piecewise(lambda between: self._run(size, between, calls), pool)
         return _Captured(graphs, calls, self._platform.weak_ref(hidden))

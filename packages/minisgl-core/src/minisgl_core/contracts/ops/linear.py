@@ -1,6 +1,7 @@
 """Contract of the linear role: GEMMs. See the package for the shape legend."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,14 @@ class LinearOps(OpsProvider):
 
     def precompile(self, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool) -> None:
         """Start to compile the kernels for a weight of this shape and dtype, which is not loaded yet; ``prepare_*`` follows."""
+
+    def tuning(self) -> AbstractContextManager[None]:
+        """Return a context in which the prepared functions may measure kernels for the shapes that they are called with.
+
+        The engine runs the model in it before it captures piecewise CUDA graphs of the same shapes. Outside of it, no call
+        measures.
+        """
+        return nullcontext()
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
         """Return ``x -> x @ weight.T + bias``.

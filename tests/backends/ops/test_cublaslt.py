@@ -1,0 +1,81 @@
+"""GEMMs by algorithms of cuBLASLt: selection on a CPU, and results on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from minisgl_backends.cuda import cublaslt
+from minisgl_backends.cuda.cublaslt import GemmTuner, new_tuner
+from minisgl_backends.ops.triton_linear import TritonLinear
+
+SHAPES = [(7168, 5120), (5120, 17408), (1024, 512), (200, 72)]
+
+
+def test_only_half_precision_on_gpus_is_tuned() -> None:
+    assert new_tuner(torch.device("cpu"), torch.bfloat16) is None
+    assert new_tuner(torch.device("cuda"), torch.float32) is None
+
+
+def test_a_missing_library_leaves_gemms_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cublaslt, "_library", cublaslt._library.__wrapped__)
+    monkeypatch.setattr(torch.version, "cuda", "1.0")
+    assert new_tuner(torch.device("cuda"), torch.bfloat16) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+class TestOnGpu:
+    device = torch.device("cuda")
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+    def test_tuned_gemms_match_a_float64_reference(self, outputs: int, inputs: int, dtype: torch.dtype) -> None:
+        tuner = GemmTuner(self.device, dtype)
+        weight = torch.randn(outputs, inputs, device=self.device, dtype=dtype) / inputs**0.5
+        for num_rows in (1, 264, 320, 640, 832, 1152):
+            x = torch.randn(num_rows, inputs, device=self.device, dtype=dtype)
+            with tuner.tuning():
+                found = tuner.gemm(x, weight)
+            wanted = x.double() @ weight.double().T
+            assert (found.double() - wanted).norm() / wanted.norm() < 5e-3
+            assert torch.equal(tuner.gemm(x, weight), found)
+            torch.testing.assert_close(tuner.gemm(_unaligned(x), weight), found, rtol=0, atol=0.05)
+
+    def test_most_proposals_have_equal_results(self) -> None:
+        """The choice, which depends on measured times, does not change tokens then."""
+        tuner, num_equal, num_proposals = GemmTuner(self.device, torch.bfloat16), 0, 0
+        for outputs, inputs in SHAPES:
+            weight = torch.randn(outputs, inputs, device=self.device, dtype=torch.bfloat16) / inputs**0.5
+            for num_rows in (320, 640, 832, 1152):
+                x = torch.randn(num_rows, inputs, device=self.device, dtype=torch.bfloat16)
+                results = [tuner._run(plan, x, weight) for plan in tuner._propose(num_rows, outputs, inputs)]
+                num_proposals += len(results)
+                num_equal += sum(torch.equal(each, results[0]) for each in results)
+        assert num_equal > 0.9 * num_proposals
+
+    def test_only_shapes_within_the_context_are_measured(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("minisgl_backends.cuda.cublaslt._MIN_GAIN", 2.0)  # so that an algorithm is always found
+        ops = TritonLinear(self.device, torch.bfloat16)
+        weight = torch.randn(4096, 512, device=self.device, dtype=torch.bfloat16)
+        linear, x = ops.prepare_linear(weight, None), torch.randn(1024, 512, device=self.device, dtype=torch.bfloat16)
+        linear(x)
+        assert ops._tuner._plans == {}
+        with ops.tuning():
+            linear(x[:640])
+            linear(x[:640])
+        linear(x)
+        assert list(ops._tuner._plans) == [(640, 4096, 512)]
+        assert ops._tuner._plans[640, 4096, 512] is not None
+        found, graph = torch.empty(0), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = linear(x[:640])
+        found.fill_(float("nan"))
+        graph.replay()
+        torch.testing.assert_close(found, F.linear(x[:640], weight))
+
+
+def _unaligned(x: torch.Tensor) -> torch.Tensor:
+    """Return a copy of x at an address that is not a multiple of 256 bytes."""
+    return x.new_empty(x.numel() + 8)[8:].view_as(x).copy_(x)
