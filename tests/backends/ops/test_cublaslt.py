@@ -10,7 +10,7 @@ from minisgl_backends.cuda import cublaslt
 from minisgl_backends.cuda.cublaslt import GemmTuner, new_tuner
 from minisgl_backends.ops.triton_linear import TritonLinear
 
-SHAPES = [(7168, 5120), (5120, 17408), (1024, 512), (200, 72)]
+SHAPES = [(7168, 5120), (5120, 17408), (2048, 4096), (1048, 8008)]
 
 
 def test_only_half_precision_on_gpus_is_tuned() -> None:
@@ -58,16 +58,18 @@ class TestOnGpu:
     def test_only_shapes_within_the_context_are_measured(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("minisgl_backends.cuda.cublaslt._MIN_GAIN", 2.0)  # so that an algorithm is always found
         ops = TritonLinear(self.device, torch.bfloat16)
-        weight = torch.randn(4096, 512, device=self.device, dtype=torch.bfloat16)
-        linear, x = ops.prepare_linear(weight, None), torch.randn(1024, 512, device=self.device, dtype=torch.bfloat16)
+        weight = torch.randn(4096, 2560, device=self.device, dtype=torch.bfloat16) / 50
+        linear, x = ops.prepare_linear(weight, None), torch.randn(1024, 2560, device=self.device, dtype=torch.bfloat16)
         linear(x)
         assert ops._tuner._plans == {}
         with ops.tuning():
             linear(x[:640])
             linear(x[:640])
+            linear(x[:256])
+            ops.prepare_linear(weight[:2048], None)(x)
         linear(x)
-        assert list(ops._tuner._plans) == [(640, 4096, 512)]
-        assert ops._tuner._plans[640, 4096, 512] is not None
+        assert list(ops._tuner._plans) == [(640, 4096, 2560)]
+        assert ops._tuner._plans[640, 4096, 2560] is not None
         found, graph = torch.empty(0), torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             found = linear(x[:640])
