@@ -15,5 +15,15 @@ def glm(name: str, **arguments: str) -> str:
     return f"<tool_call>{name}\n{''.join(lines)}</tool_call>"
 
 
+def deepseek(name: str, arguments: str) -> str:
+    """Write a call as the chat template of DeepSeek-V3.1 does."""
+    return f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>"
+
+
+def deepseek_v3(name: str, arguments: str) -> str:
+    """Write a call as the chat template of DeepSeek-V3 does."""
+    return deepseek("function", f"{name}\n```json\n{arguments}\n```")
+
+
 def kimi(call_id: str, arguments: str) -> str:
     return f"<|tool_call_begin|>{call_id}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"

@@ -288,6 +288,8 @@ def test_the_tool_parser_is_detected_from_the_template() -> None:
     assert detect_tool_parser("{{- '[TOOL_CALLS]' + name + '[ARGS]' }}") == "mistral_v11"
     assert detect_tool_parser("{{- ' to=functions.' + name + '<|channel|>commentary json<|message|>' }}") == "gpt_oss"
     assert detect_tool_parser("{{ id }}<|tool_call_argument_begin|>{{ arguments }}") == "kimi_k2"
+    assert detect_tool_parser("{{ name }}<｜tool▁sep｜>{{ arguments }}<｜tool▁call▁end｜>") == "deepseek_v31"
+    assert detect_tool_parser("function<｜tool▁sep｜>{{ name }}\\n```json\\n{{ arguments }}") == "deepseek_v3"
     assert detect_tool_parser("{{ messages }}") is None
 
 
@@ -598,6 +600,14 @@ LONG_OUTPUTS = {
     "arguments of Kimi": (
         parser("kimi_k2"),
         "<|tool_call_begin|>f:0<|tool_call_argument_begin|>" + "<|tool_call_en" * 70_000,
+    ),
+    "headers of DeepSeek": (
+        parser("deepseek_v3"),
+        ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>" + "x" * 64 + "\n```js") * 10_000,
+    ),
+    "arguments of DeepSeek": (
+        parser("deepseek_v3"),
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>get\n```json\n" + "\n```<｜tool▁call▁en" * 50_000,
     ),
     "arguments of harmony": (harmony_with_tools(), " to=functions.f<|message|>" + "x" * 1_000_000),
 }

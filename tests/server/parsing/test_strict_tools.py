@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from calls_as_text import glm, kimi, qwen
+from calls_as_text import deepseek, deepseek_v3, glm, kimi, qwen
 
 from minisgl_backends.grammar.llguidance_grammar import LlguidanceGrammar
 from minisgl_core.contracts.grammar import GrammarState, mask_width
@@ -83,6 +83,20 @@ TRIES = {
         kimi("unit", '{"u": 5}'),
         kimi("functions.free:0", '{"u": "<|tool_call_end|><|tool_call_begin|>functions.unit:0"}'),
         "<|tool_calls_section_begin|>" + kimi("functions.now:0", '{"u": 5}'),
+    ],
+    "deepseek_v3": [
+        deepseek_v3("unit", '{"u": "C"}') + "\n" + deepseek_v3("unit", '{"u": "F"}'),
+        deepseek_v3("unit", '{"u": 5}'),
+        deepseek_v3(" unit", '{"u": 5}'),
+        deepseek_v3("free", '{"u": "```<｜tool▁call▁end｜>"}'),
+        deepseek_v3("now", '{"u": 5}'),
+    ],
+    "deepseek_v31": [
+        deepseek("unit", '{"u": "C"}') + deepseek("unit", '{"u": "F"}'),
+        deepseek("unit", '{"u": 5}'),
+        deepseek("function", 'unit\n```json\n{"u": 5}\n```'),
+        deepseek("free", '{"u": "<｜tool▁call▁end｜><｜tool▁call▁begin｜>unit<｜tool▁sep｜>"}'),
+        "<｜tool▁calls▁begin｜>" + deepseek("now", '{"u": 5}'),
     ],
     "qwen3_coder": [
         qwen("unit", u="C") + "\n" + qwen("unit", u="F"),

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from calls_as_text import glm, kimi, qwen
+from calls_as_text import deepseek, deepseek_v3, glm, kimi, qwen
 from hypothesis import given
 from hypothesis import strategies as st
 from parse_output import PROPERTIES, parse, parser
@@ -122,6 +122,33 @@ KIMI: dict[str, tuple[str, tuple[str, Calls]]] = {
     "a repeated tag": (BEGIN + BEGIN + KIMI_ONE, (BEGIN, [("get", '{"a": "<b>"}')])),
 }  # fmt: skip
 
+OPEN, CLOSE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+V31_ONE, V3_ONE = deepseek("get", '{"a": "<b>"}'), deepseek_v3("get", '{"a": "<b>"}')
+V31: dict[str, tuple[str, tuple[str, Calls]]] = {
+    "plain text": ("Use <b> or <｜tool｜>.\n", ("Use <b> or <｜tool｜>.\n", [])),
+    "one call": (OPEN + V31_ONE + CLOSE, ("", [("get", '{"a": "<b>"}')])),
+    "two calls": (OPEN + V31_ONE + deepseek("f", "{}") + CLOSE, ("", [("get", '{"a": "<b>"}'), ("f", "{}")])),
+    "text around": (f"I look. {OPEN}{deepseek('get', '{}')}{CLOSE} Done.", ("I look. Done.", [("get", "{}")])),
+    "spaces": (f"{OPEN}\n{deepseek(' get ', ' {}')}\n{CLOSE}", ("", [("get", " {}")])),
+    "no section": (V31_ONE, ("", [("get", '{"a": "<b>"}')])),
+    "no end of a call": (V31_ONE.removesuffix("<｜tool▁call▁end｜>") + CLOSE + "!", ("!", [("get", '{"a": "<b>"}')])),
+    "no end before a call": (V31_ONE.removesuffix("<｜tool▁call▁end｜>") + V31_ONE, ("", [("get", '{"a": "<b>"}')] * 2)),
+    "cut in the arguments": (OPEN + V31_ONE.partition("b>")[0], ("", [("get", '{"a": "<')])),
+    "cut in the name": (f"a {OPEN}<｜tool▁call▁begin｜>ge", (f"a {OPEN}<｜tool▁call▁begin｜>ge", [])),
+    "a repeated tag": (OPEN + OPEN + V31_ONE, (OPEN, [("get", '{"a": "<b>"}')])),
+    "no name": (OPEN + deepseek("", "{}"), (OPEN + deepseek("", "{}"), [])),
+}  # fmt: skip
+V3: dict[str, tuple[str, tuple[str, Calls]]] = {
+    "one call": (OPEN + V3_ONE + CLOSE, ("", [("get", '{"a": "<b>"}')])),
+    "two calls": (f"{OPEN}{V3_ONE}\n{deepseek_v3('f', '{}')}{CLOSE}", ("", [("get", '{"a": "<b>"}'), ("f", "{}")])),
+    "text around": (f"I look. {OPEN}{deepseek_v3('get', '{}')}{CLOSE} Done.", ("I look. Done.", [("get", "{}")])),
+    "no line before the end": (V3_ONE.replace("\n```<", "```<"), ("", [("get", '{"a": "<b>"}')])),
+    "no end of the code": (V3_ONE.replace("\n```<", "<") + "!", ("!", [("get", '{"a": "<b>"}')])),
+    "code in the arguments": (deepseek_v3("get", '{"a": "\\n```"}'), ("", [("get", '{"a": "\\n```"}')])),
+    "cut in the code": (V3_ONE.partition("<｜tool▁call▁end｜>")[0], ("", [("get", '{"a": "<b>"}\n```')])),
+    "not a function": (V3_ONE.replace("function", "tool"), (V3_ONE.replace("function", "tool"), [])),
+}  # fmt: skip
+
 VALUES = [
     ("n", "3", "3"),
     ("n", " -3\n", "-3"),
@@ -180,6 +207,18 @@ def test_mistral_v11(name: str) -> None:
 def test_kimi_k2(name: str) -> None:
     text, (content, calls) = KIMI[name]
     assert parse(parser("kimi_k2"), [text]) == ("", content, calls)
+
+
+@pytest.mark.parametrize("name", V31)
+def test_deepseek_v31(name: str) -> None:
+    text, (content, calls) = V31[name]
+    assert parse(parser("deepseek_v31"), [text]) == ("", content, calls)
+
+
+@pytest.mark.parametrize("name", V3)
+def test_deepseek_v3(name: str) -> None:
+    text, (content, calls) = V3[name]
+    assert parse(parser("deepseek_v3"), [text]) == ("", content, calls)
 
 
 def test_calls_of_kimi_keep_their_ids() -> None:
@@ -285,6 +324,8 @@ def test_texts_are_passed_on_as_they_come() -> None:
         ("glm45", f"{GLM_ONE}\n{GLM_ONE}"),
         ("mistral_v11", f"[TOOL_CALLS]get[ARGS]{ONE_JSON}" * 2),
         ("kimi_k2", kimi("functions.get:0", ONE_JSON) * 2),
+        ("deepseek_v3", deepseek_v3("get", ONE_JSON) * 2),
+        ("deepseek_v31", deepseek("get", ONE_JSON) * 2),
     ],
 )
 def test_without_parallel_tool_calls_there_is_one_call(format: str, text: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from calls_as_text import glm, kimi, qwen
+from calls_as_text import deepseek, deepseek_v3, glm, kimi, qwen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,11 +28,15 @@ from minisgl_core.testing.grammar_kit import EOS, VOCAB_SIZE, byte_tokenizer
 from minisgl_server.parsing.chat_format import ChatFormat
 
 SECTION = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+DEEPSEEK_SECTION = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+DEEPSEEK_TAGS = ["<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", *DEEPSEEK_SECTION]
 TAGS = {
     "qwen3_coder": ["<tool_call>", "</tool_call>"],
     "glm45": ["<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"],
     "mistral_v11": ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"],
     "kimi_k2": ["<|tool_call_begin|>", "<|tool_call_end|>", "<|tool_call_argument_begin|>", *SECTION],
+    "deepseek_v3": DEEPSEEK_TAGS,
+    "deepseek_v31": DEEPSEEK_TAGS,
 }
 """Tags that may be special tokens."""
 FRAGMENTS = [
@@ -43,7 +47,8 @@ FRAGMENTS = [
 CLOSERS = [
     '"]', '"}', "}", "]", '"', "\n</parameter>\n</function>\n</tool_call>", "\n</parameter>\n", "</function>", "\n</tool_call>",
     "</arg_value>\n</tool_call>", "</arg_value>\n", "</tool_call>", "[ARGS]{", "<|tool_call_argument_begin|>",
-    "<|tool_call_end|>" + SECTION[1], '":1}',
+    "<|tool_call_end|>" + SECTION[1], '":1}', "<｜tool▁sep｜>", "\n```<｜tool▁call▁end｜>",
+    "<｜tool▁call▁end｜>" + DEEPSEEK_SECTION[1],
 ]  # fmt: skip
 """Texts that end a part of a call."""
 
@@ -216,6 +221,11 @@ def kimi_section(*calls: str) -> str:
     return SECTION[0] + "".join(calls) + SECTION[1]
 
 
+def deepseek_section(calls: str) -> str:
+    return DEEPSEEK_SECTION[0] + calls + DEEPSEEK_SECTION[1]
+
+
+ROME = '{"city": "Rome", "n": 3}'
 CASES: list[tuple[str, str, bool]] = [
     ("qwen3_coder", qwen("f", city="Rome", n="3"), True),
     ("qwen3_coder", qwen("f", city="", n="-3", x="true") + "\n" + qwen("g"), True),
@@ -240,6 +250,12 @@ CASES: list[tuple[str, str, bool]] = [
     ("kimi_k2", kimi("functions.g:0", "{}"), False),
     ("kimi_k2", kimi_section(kimi("functions.f:0", '{"city": "Rome"}')), False),
     ("kimi_k2", kimi_section(), False),
+    ("deepseek_v3", deepseek_section(f"{deepseek_v3('f', ROME)}\n{deepseek_v3('g', '{}')}"), True),
+    ("deepseek_v3", deepseek_section(deepseek("f", ROME)), False),
+    ("deepseek_v3", deepseek_section(deepseek_v3("f", '{"city": "Rome"}')), False),
+    ("deepseek_v31", deepseek_section(deepseek("f", ROME) + deepseek("g", "{}")), True),
+    ("deepseek_v31", deepseek_section(deepseek("h", "{}")), False),
+    ("deepseek_v31", deepseek("g", "{}"), False),
 ]
 
 
@@ -355,6 +371,8 @@ CALL = {
     "glm45": glm("g"),
     "mistral_v11": "[TOOL_CALLS]g[ARGS]{}",
     "kimi_k2": kimi_section(kimi("functions.g:0", "{}")),
+    "deepseek_v3": deepseek_section(deepseek_v3("g", "{}")),
+    "deepseek_v31": deepseek_section(deepseek("g", "{}")),
 }
 
 

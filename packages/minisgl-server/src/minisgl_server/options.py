@@ -134,6 +134,8 @@ class ServerOptions:
         choices=(
             "auto",
             "none",
+            "deepseek_v3",
+            "deepseek_v31",
             "glm45",
             "gpt_oss",
             "hermes",

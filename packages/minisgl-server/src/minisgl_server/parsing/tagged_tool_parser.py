@@ -1,4 +1,4 @@
-"""Parses tool calls whose function names are between tags, and whose arguments are JSON: those of Mistral and Kimi."""
+"""Parses tool calls whose function names are between tags, and whose arguments are JSON: of Mistral, Kimi and DeepSeek."""
 
 import re
 from collections.abc import Callable, Collection, Generator, Mapping
@@ -213,3 +213,47 @@ class KimiK2Parser(TaggedToolParser):
             call_id = f"functions.{name}:{next(self._indices)}"
         self._call_ids.add(call_id)
         super()._add_call(name, call_id)
+
+
+_DEEPSEEK_CALL, _DEEPSEEK_SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
+
+
+class DeepSeekV31Parser(TaggedToolParser):
+    """Format ``<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`` of DeepSeek-V3.1. Tags surround all calls."""
+
+    begin = "<｜tool▁calls▁begin｜>"
+    other_begins = (_DEEPSEEK_CALL,)
+    end = "<｜tool▁calls▁end｜>"
+    call_ends: ClassVar[tuple[str, ...]] = ("<｜tool▁call▁end｜>",)
+    header_ends: ClassVar[tuple[str, ...]] = (_DEEPSEEK_SEPARATOR,)
+    trigger = _DEEPSEEK_CALL
+    call_delimiters = ("", "", "")
+    section = (begin, end)
+    inner_tags = (_DEEPSEEK_CALL, _DEEPSEEK_SEPARATOR, "<｜tool▁call▁end｜>")
+    header = re.compile(
+        rf"(?:{begin}{SPACE})?" + partial(_DEEPSEEK_CALL, rf"{SPACE}(?:{NAME}{SPACE}{partial(_DEEPSEEK_SEPARATOR)})?")
+    )
+
+    @classmethod
+    def call(cls, name: str, schema: Mapping[str, Any]) -> list[CallPart]:
+        return [f"{name}{_DEEPSEEK_SEPARATOR}", {"schema": schema}, cls.call_ends[0]]
+
+
+class DeepSeekV3Parser(DeepSeekV31Parser):
+    """Format of DeepSeek-V3 and R1: ``function<｜tool▁sep｜>NAME`` and the arguments as a code block, between the same tags."""
+
+    call_ends = ("\n```<｜tool▁call▁end｜>", "```<｜tool▁call▁end｜>", "<｜tool▁call▁end｜>")
+    header_ends = ("```json\n",)
+    call_delimiters = ("", "", "\n")
+    header = re.compile(
+        rf"(?:{DeepSeekV31Parser.begin}{SPACE})?"
+        + partial(
+            _DEEPSEEK_CALL,
+            SPACE
+            + partial("function", partial(_DEEPSEEK_SEPARATOR, rf"{SPACE}(?:{NAME}{SPACE}{partial(header_ends[0])})?")),
+        )
+    )
+
+    @classmethod
+    def call(cls, name: str, schema: Mapping[str, Any]) -> list[CallPart]:
+        return [f"function{_DEEPSEEK_SEPARATOR}{name}\n```json\n", {"schema": schema}, cls.call_ends[0]]

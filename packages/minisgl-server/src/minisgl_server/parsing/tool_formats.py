@@ -1,6 +1,11 @@
 """Formats of tool calls, by name, and their detection."""
 
-from minisgl_server.parsing.tagged_tool_parser import KimiK2Parser, MistralV11Parser
+from minisgl_server.parsing.tagged_tool_parser import (
+    DeepSeekV3Parser,
+    DeepSeekV31Parser,
+    KimiK2Parser,
+    MistralV11Parser,
+)
 from minisgl_server.parsing.tool_parser import (
     HarmonyToolParser,
     HermesParser,
@@ -11,6 +16,8 @@ from minisgl_server.parsing.tool_parser import (
 from minisgl_server.parsing.xml_tool_parser import Glm45Parser, Qwen3CoderParser
 
 TOOL_PARSERS: dict[str, type[ToolParser]] = {
+    "deepseek_v3": DeepSeekV3Parser,
+    "deepseek_v31": DeepSeekV31Parser,
     "glm45": Glm45Parser,
     "gpt_oss": HarmonyToolParser,
     "hermes": HermesParser,
@@ -35,6 +42,8 @@ def detect_tool_parser(template: str) -> str | None:
         return "mistral_v11" if "[ARGS]" in template else "mistral"
     if "<|tool_call_argument_begin|>" in template:
         return "kimi_k2"
+    if "<｜tool▁sep｜>" in template:
+        return "deepseek_v3" if "```json" in template else "deepseek_v31"
     if "<|channel|>" in template and "functions." in template:
         return "gpt_oss"
     return None
