@@ -25,7 +25,9 @@ from minisgl_core.protocol.messages import Tokenize, ToolUse
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_core.scheduler.grammar_checker import GrammarChecker
 from minisgl_core.testing.grammar_kit import EOS, VOCAB_SIZE, byte_tokenizer
+from minisgl_server.parsing.argument_values import STRING, argument_types
 from minisgl_server.parsing.chat_format import ChatFormat
+from minisgl_server.parsing.xml_arguments_grammar import parameters_of
 
 SECTION = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 DEEPSEEK_SECTION = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
@@ -409,6 +411,13 @@ UNSUPPORTED: dict[str, tuple[Any, str]] = {
         },
         "more than 262144 bytes",
     ),
+    "values of another type": (
+        {
+            "properties": {f"a{n}": {"anyOf": [TEXT, *[{"$ref": "#/$defs/b"}] * 20]} for n in range(800)},
+            "$defs": {"b": {"type": "integer", "enum": ["a"] * 20_000}},
+        },
+        "more than 262144 bytes",
+    ),
     "too many values": ({"properties": {"a": {"enum": [f"a{n}" for n in range(2001)]}}}, "more than 2000 values"),
 }
 
@@ -424,6 +433,31 @@ def test_schemas_that_the_format_cannot_enforce_are_refused(format: str, name: s
         assert raised.value.name == "tools[0].function.parameters"
     made = SimpleNamespace(chat_template="{{ messages }}", added_tokens_decoder={})
     assert ChatFormat(made, format, None).grammar(request({"f": schema}, strict="g"), "") is None
+
+
+class Compared(str):
+    """A name that counts its comparisons."""
+
+    num_comparisons = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        Compared.num_comparisons += 1
+        return str.__eq__(self, other)
+
+
+def test_the_time_for_required_names_is_linear() -> None:
+    required = [Compared(f"b{number}") for number in range(1000)]
+    found = parameters_of({"properties": {f"a{number}": TEXT for number in range(800)}, "required": required})
+    assert [is_required for _, _, is_required in found] == [False] * 800 + [True] * 1000
+    assert Compared.num_comparisons < 10_000
+
+
+def test_enumerations_beyond_the_limit_allow_any_value() -> None:
+    """The limit is that of all schemas of an argument together."""
+    schemas = {"a": {"enum": ["1"] * 1000}, "b": {"anyOf": [{"enum": ["1"] * 1000}, {"enum": ["1"] * 1000}]}}
+    assert argument_types({"properties": schemas}, "a") == STRING
+    assert argument_types({"properties": schemas}, "b") > STRING
 
 
 @pytest.mark.parametrize("format", ["qwen3_coder", "glm45"])

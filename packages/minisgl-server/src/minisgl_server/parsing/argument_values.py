@@ -20,7 +20,7 @@ _TYPES: dict[type, str] = {
 _MAX_SCHEMAS = 64
 """Maximum number of schemas to follow for one argument; those beyond allow any type. A client may send schemas in cycles."""
 _MAX_VALUES = 1024
-"""Maximum number of values of an enumeration to inspect, and of characters of a reference."""
+"""Maximum number of values to inspect of the enumerations for one argument, and of characters of a reference."""
 _MAX_SEGMENTS = 16
 """Maximum number of names in a reference."""
 _ENCODER = json.JSONEncoder(ensure_ascii=False)
@@ -29,7 +29,7 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False)
 
 def argument_types(parameters: Any, name: str) -> frozenset[str]:
     """Return the JSON types that the schema of a function's parameters allows for an argument; all if it does not tell."""
-    left = iter(range(_MAX_SCHEMAS))
+    left, num_values = iter(range(_MAX_SCHEMAS)), 0
 
     def followed(schema: Any, types_of: Callable[[Mapping[str, Any]], frozenset[str]]) -> frozenset[str]:
         """Return the types that a schema and those it refers to allow together; `types_of` returns those of each alone."""
@@ -48,7 +48,13 @@ def argument_types(parameters: Any, name: str) -> frozenset[str]:
     def argument(schema: Mapping[str, Any]) -> frozenset[str]:
         properties = schema.get("properties")
         found = properties.get(name) if isinstance(properties, Mapping) else None
-        return followed(schema.get("additionalProperties") if found is None else found, own_types)
+        return followed(schema.get("additionalProperties") if found is None else found, inspected)
+
+    def inspected(schema: Mapping[str, Any]) -> frozenset[str]:
+        nonlocal num_values
+        values = schema.get("enum")
+        num_values += len(values) if isinstance(values, list) else 0
+        return own_types(schema if num_values <= _MAX_VALUES else {"type": schema.get("type")})
 
     return followed(parameters, argument)
 

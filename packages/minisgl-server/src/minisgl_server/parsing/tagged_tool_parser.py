@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from minisgl_core.contracts.grammar import CallPart
 from minisgl_server.parsing.argument_values import OBJECT, to_json
+from minisgl_server.parsing.grammar_size import GrammarSize
 from minisgl_server.parsing.json_scanner import JsonScanner
 from minisgl_server.parsing.tool_parser import ToolParser
 
@@ -44,18 +45,23 @@ class TaggedToolParser(ToolParser):
     """True if the arguments are a JSON object."""
 
     @classmethod
-    def call(cls, name: str, schema: Mapping[str, Any]) -> list[CallPart]:
+    def call(cls, name: str, schema: Mapping[str, Any], size: GrammarSize) -> list[CallPart]:
         """Return the parts of a call after its trigger, for a grammar.
 
+        Args:
+            name: name of the function.
+            schema: schema of the arguments.
+            size: size of the grammar of the request so far, to which this adds that of the arguments.
+
         Raises:
-            UnsupportedSchemaError: the grammar cannot enforce the schema of the arguments.
+            UnsupportedSchemaError: the grammar cannot enforce the schema, or is too large.
         """
         raise NotImplementedError
 
     @classmethod
     def free_call(cls, name: str) -> list[CallPart]:
         """Return the parts of a call with any arguments after its trigger, for a grammar."""
-        return cls.call(name, {"type": "object"})
+        return cls.call(name, {"type": "object"}, GrammarSize())
 
     @classmethod
     def constrained_names(cls, names: Collection[str], strict: Collection[str]) -> Collection[str]:
@@ -136,7 +142,8 @@ class MistralV11Parser(TaggedToolParser):
     )
 
     @classmethod
-    def call(cls, name: str, schema: Mapping[str, Any]) -> list[CallPart]:
+    def call(cls, name: str, schema: Mapping[str, Any], size: GrammarSize) -> list[CallPart]:
+        size.add(schema)
         call_id: CallPart = {"patterns": ["[a-zA-Z0-9]{9}"], "excludes": [], "end": "[ARGS]"}
         return [name, {"any_of": [["[ARGS]"], ["[CALL_ID]", call_id]]}, {"schema": schema}]
 
@@ -199,7 +206,8 @@ class KimiK2Parser(TaggedToolParser):
     )
 
     @classmethod
-    def call(cls, name: str, schema: Mapping[str, Any]) -> list[CallPart]:
+    def call(cls, name: str, schema: Mapping[str, Any], size: GrammarSize) -> list[CallPart]:
+        size.add(schema)
         index: CallPart = {"patterns": [r"\d{1,8}"], "excludes": [], "end": cls.header_ends[0]}
         return [f"functions.{name}:", index, {"schema": schema}, cls.call_ends[0]]
 

@@ -4,13 +4,14 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from minisgl_core.contracts.grammar import MAX_GRAMMAR_BYTES, CallPart
+from minisgl_core.contracts.grammar import CallPart
 from minisgl_core.contracts.structured_outputs import GrammarSource
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.protocol.messages import ToolUse
+from minisgl_server.parsing.grammar_size import GrammarSize, UnsupportedSchemaError
 from minisgl_server.parsing.tagged_tool_parser import TaggedToolParser
 from minisgl_server.parsing.tool_parser import ToolParser
-from minisgl_server.parsing.xml_arguments_grammar import MAX_PARAMETERS, UnsupportedSchemaError
+from minisgl_server.parsing.xml_arguments_grammar import MAX_PARAMETERS
 
 _JSON_KINDS = {"json_schema", "json_object"}
 _HARMONY = "tool calls in the format gpt_oss"
@@ -82,8 +83,7 @@ def _tagged_calls(
     parser: type[TaggedToolParser], tools: ToolUse, names: Iterable[str]
 ) -> Iterable[tuple[str, list[CallPart]]]:
     """Return the calls of some functions: the trigger of each, and the parts that follow it."""
-    size = num_parameters = 0
-    limit = MAX_GRAMMAR_BYTES["tool_calls"]
+    num_parameters, size = 0, GrammarSize()
     for index, function in enumerate(tool["function"] for tool in tools.tools):
         if function["name"] not in names:
             continue
@@ -94,13 +94,10 @@ def _tagged_calls(
             allowed = f"at most {MAX_PARAMETERS} parameters of all functions together"
             raise InvalidValueError(name, f"{num_parameters} parameters", allowed)
         try:
-            parts = parser.call(function["name"], schema)
+            parts = parser.call(function["name"], schema, size)
         except UnsupportedSchemaError as error:
             allowed = "a schema that can be enforced for tool calls in the format of this model"
             raise InvalidValueError(name, function.get("parameters"), allowed, f"Reason: {error}.") from None
-        size += len(json.dumps(parts))
-        if size > limit:
-            raise InvalidValueError(name, f"{size} bytes with those before", f"at most {limit} bytes long as a grammar")
         yield parser.trigger.replace("NAME", function["name"]), parts
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from minisgl_core.contracts.grammar import CallPart
 from minisgl_server.parsing.argument_values import argument_types, own_types, quoted, resolve_reference, to_json
+from minisgl_server.parsing.grammar_size import GrammarSize, UnsupportedSchemaError
 
 ANY_TEXT = r"(.|\n)*"
 MAX_PARAMETERS = 800
@@ -32,10 +33,6 @@ _NOT_FOLLOWED = {"$ref", "anyOf", "oneOf", "allOf", "patternProperties", "minPro
 """Keywords by which parameters depend on each other or which concern several of them."""
 
 
-class UnsupportedSchemaError(Exception):
-    """A schema that this grammar cannot enforce. The message says why."""
-
-
 def parameters_of(schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
     """Return the parameters that the schema of all parameters names: name, schema, and True if it is required.
 
@@ -48,13 +45,15 @@ def parameters_of(schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
     is_list = isinstance(required, list) and all(isinstance(each, str) for each in required)
     if not isinstance(properties, Mapping) or not is_list:
         raise UnsupportedSchemaError("it is no JSON schema")
-    other = schema.get("additionalProperties", True)
+    other, is_required = schema.get("additionalProperties", True), dict.fromkeys(required, True)
     return [
-        (key, each, key in required) for key, each in properties.items() if each is not False or key in required
-    ] + [(key, other, True) for key in dict.fromkeys(required) if key not in properties]
+        (key, each, key in is_required) for key, each in properties.items() if each is not False or key in is_required
+    ] + [(key, other, True) for key in is_required if key not in properties]
 
 
-def value_parts(root: Mapping[str, Any], key: str, schema: Any, ends: tuple[str, ...]) -> list[CallPart]:
+def value_parts(
+    root: Mapping[str, Any], key: str, schema: Any, ends: tuple[str, ...], size: GrammarSize
+) -> list[CallPart]:
     """Return the parts of a parameter's value and its end, the first of the texts that the parser takes as one.
 
     Args:
@@ -62,20 +61,23 @@ def value_parts(root: Mapping[str, Any], key: str, schema: Any, ends: tuple[str,
         key: name of the parameter.
         schema: schema of the parameter.
         ends: texts that end a value.
+        size: size of the grammar of the request so far.
 
     Raises:
-        UnsupportedSchemaError: the grammar cannot enforce the schema.
+        UnsupportedSchemaError: the grammar cannot enforce the schema, or is too large.
     """
     types = argument_types(root, key)
     if "string" not in types:
-        return [{"schema": _with_definitions(schema, root)}, ends[0]]
+        value: list[CallPart] = [{"schema": _with_definitions(schema, root)}, ends[0]]
+        size.add(value)
+        return value
     leaves = list(_leaves(schema, root, iter(range(_MAX_ALTERNATIVES))))
     found: dict[str, list[CallPart]] = {}
     num_values = 0
     try:
         for leaf in leaves:
-            for parts in _alternatives(leaf, root, types, ends):
-                found.setdefault(json.dumps(parts), parts)
+            for parts in _alternatives(leaf, root, types, ends, size):
+                found.setdefault(size.add(parts), parts)
                 if (num_values := num_values + 1) > _MAX_VALUES:
                     raise UnsupportedSchemaError(f"a parameter has more than {_MAX_VALUES} values")
     except (TypeError, ValueError) as error:
@@ -96,7 +98,7 @@ def _leaves(schema: Any, root: Mapping[str, Any], left: Iterator[int]) -> Iterat
     schema = {} if schema is True else schema
     if not isinstance(schema, Mapping):
         raise UnsupportedSchemaError("a parameter's schema is no object")
-    match leaf := {name: value for name, value in schema.items() if name in _KEYWORDS}:
+    match leaf := {name: schema[name] for name in sorted(_KEYWORDS & schema.keys())}:
         case {"anyOf": [*schemas]} | {"oneOf": [*schemas]} if len(leaf) == 1:
             for each in schemas:
                 yield from _leaves(each, root, left)
@@ -111,23 +113,25 @@ def _leaves(schema: Any, root: Mapping[str, Any], left: Iterator[int]) -> Iterat
 
 
 def _alternatives(
-    leaf: Mapping[str, Any], root: Mapping[str, Any], types: frozenset[str], ends: tuple[str, ...]
+    leaf: Mapping[str, Any], root: Mapping[str, Any], types: frozenset[str], ends: tuple[str, ...], size: GrammarSize
 ) -> Iterator[list[CallPart]]:
     """Return the parts of each alternative for one of the schemas of a value. `types` are those of all of them."""
+    allowed = own_types(leaf)
     end, brackets = ends[0], [bracket for name, bracket in _BRACKETS.items() if name in types]
     if "enum" in leaf or "const" in leaf:
         if leaf.keys() - {"enum", "const", "type"}:
             raise UnsupportedSchemaError("a parameter has an enumeration and more conditions")
         for value in leaf["enum"] if "enum" in leaf else [leaf["const"]]:
+            if not own_types({"const": value}) <= allowed:
+                size.add("")  # it takes time, too
+                continue
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
             if to_json(text, types) != (quoted(text) if isinstance(value, str) else text):
                 raise UnsupportedSchemaError(f"{text!r} could be a string or not")
             if any(each in text for each in ends) or text.startswith(tuple(brackets)):
                 raise UnsupportedSchemaError(f"{text!r} cannot be written as a value")
-            if own_types({"const": value}) <= own_types(leaf):
-                yield [text + end]
+            yield [text + end]
         return
-    allowed = own_types(leaf)
     if "string" in allowed:
         yield [{"patterns": [*_patterns(leaf), *_not_at_start(brackets)], "excludes": [*ends], "end": end}]
     for name in sorted(allowed & _SCALARS.keys() & _free_types(leaf)):

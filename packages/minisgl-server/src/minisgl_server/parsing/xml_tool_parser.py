@@ -1,16 +1,16 @@
 """Parses tool calls with tags around the name and the value of each argument: those of Qwen3-Coder and GLM."""
 
-import json
 import re
 from collections.abc import Callable, Generator, Mapping
 from functools import cache, cached_property
 from typing import Any, ClassVar
 
-from minisgl_core.contracts.grammar import MAX_GRAMMAR_BYTES, CallPart
+from minisgl_core.contracts.grammar import CallPart
 from minisgl_server.parsing.argument_values import STRING, argument_types, quoted, to_json
+from minisgl_server.parsing.grammar_size import GrammarSize, UnsupportedSchemaError
 from minisgl_server.parsing.json_scanner import JsonScanner
 from minisgl_server.parsing.tagged_tool_parser import NAME, SPACE, TaggedToolParser, partial
-from minisgl_server.parsing.xml_arguments_grammar import ANY_TEXT, UnsupportedSchemaError, parameters_of, value_parts
+from minisgl_server.parsing.xml_arguments_grammar import ANY_TEXT, parameters_of, value_parts
 
 _TYPE_BY_BRACKET = {"[": "array", "{": "object"}
 
@@ -34,26 +34,23 @@ class XmlToolParser(TaggedToolParser):
     """Texts that end a value. Some may end with the tag after the value, in case that its own is missing."""
 
     @classmethod
-    def parameters(cls, schema: Mapping[str, Any], key_end: str, space: str) -> list[CallPart]:
+    def parameters(cls, schema: Mapping[str, Any], key_end: str, space: str, size: GrammarSize) -> list[CallPart]:
         """Return the parts of arguments, for a grammar. They have the order of the schema.
 
         Args:
             schema: schema of the arguments.
             key_end: text between the name of an argument and its value.
             space: text after the tag after a value.
+            size: size of the grammar of the request so far.
         """
         parts: list[CallPart] = []
-        size = 0  # definitions and enumerations are repeated for each parameter that refers to them
         tags = (cls.key_end, cls.parameter, cls.begin, *cls.other_begins, cls.end, *cls.call_ends)
         for key, each, is_required in parameters_of(schema):
             if key != key.strip() or any(tag in key for tag in tags):
                 raise UnsupportedSchemaError(f"{key!r} cannot be written as a name")
-            value = value_parts(schema, key, each, cls.value_ends)
-            argument = [f"{cls.parameter}{key}{key_end}", *value, space]
-            parts += argument if is_required else [{"optional": argument}]
-            size += len(json.dumps(argument))
-            if size > MAX_GRAMMAR_BYTES["tool_calls"]:
-                raise UnsupportedSchemaError(f"its grammar has more than {MAX_GRAMMAR_BYTES['tool_calls']} bytes")
+            begin, value = f"{cls.parameter}{key}{key_end}", value_parts(schema, key, each, cls.value_ends, size)
+            size.add(begin)
+            parts += [begin, *value, space] if is_required else [{"optional": [begin, *value, space]}]
         return parts
 
     @cached_property
@@ -128,8 +125,8 @@ class Qwen3CoderParser(XmlToolParser):
     )
 
     @classmethod
-    def call(cls, name: str, schema: Mapping[str, Any]) -> list[CallPart]:
-        return ["\n", *cls.parameters(schema, ">\n", "\n"), "</function>"]
+    def call(cls, name: str, schema: Mapping[str, Any], size: GrammarSize) -> list[CallPart]:
+        return ["\n", *cls.parameters(schema, ">\n", "\n", size), "</function>"]
 
 
 class Glm45Parser(XmlToolParser):
@@ -149,8 +146,8 @@ class Glm45Parser(XmlToolParser):
     header = re.compile(f"<tool_call>{SPACE}(?:{NAME}{SPACE}(?:{'|'.join(map(partial, header_ends))}))?")
 
     @classmethod
-    def call(cls, name: str, schema: Mapping[str, Any]) -> list[CallPart]:
-        return [f"{name}\n", *cls.parameters(schema, "</arg_key>\n<arg_value>", "\n"), cls.end]
+    def call(cls, name: str, schema: Mapping[str, Any], size: GrammarSize) -> list[CallPart]:
+        return [f"{name}\n", *cls.parameters(schema, "</arg_key>\n<arg_value>", "\n", size), cls.end]
 
     @classmethod
     def free_call(cls, name: str) -> list[CallPart]:
