@@ -243,7 +243,8 @@ class DeepSeekV31Parser(TaggedToolParser):
     )
 
     @classmethod
-    def call(cls, name: str, schema: Mapping[str, Any]) -> list[CallPart]:
+    def call(cls, name: str, schema: Mapping[str, Any], size: GrammarSize) -> list[CallPart]:
+        size.add(schema)
         return [f"{name}{_DEEPSEEK_SEPARATOR}", {"schema": schema}, cls.call_ends[0]]
 
 
@@ -263,5 +264,6 @@ class DeepSeekV3Parser(DeepSeekV31Parser):
     )
 
     @classmethod
-    def call(cls, name: str, schema: Mapping[str, Any]) -> list[CallPart]:
+    def call(cls, name: str, schema: Mapping[str, Any], size: GrammarSize) -> list[CallPart]:
+        size.add(schema)
         return [f"function{_DEEPSEEK_SEPARATOR}{name}\n```json\n", {"schema": schema}, cls.call_ends[0]]
