@@ -14,11 +14,13 @@ from config_cases import CASES, WITHOUT_EFFECT
 from test_architectures import build
 from test_config_keys import defaults, names_of_keys, registry
 from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.contracts.model import Model
 from minisgl_core.engine.checkpoint import open_checkpoint
 from minisgl_core.errors import MinisglError, ModelFormatError
+from minisgl_models.transformers_backend import operation_limit
 
 NONSENSE: tuple[Any, ...] = ("x", ["x"], {"x": 1}, math.nan, math.inf, 10**400)
 """Values that are invalid for every key with an effect."""
@@ -164,3 +166,21 @@ def test_invalid_values_with_the_transformers_backend(model_type: str) -> None:
         if fault and (key in sizes or "escapes" in fault):
             faults[f"{key}={value!r:.40}"] = fault
     assert not faults, json.dumps(faults, indent=1)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "key", "message"),
+    [
+        ("hrm_text", "L_cycles", "over 4096 operations"),
+        ("xlstm", "num_blocks", "over 4096 operations"),
+        ("mixtral", "num_local_experts", "100000 experts, over 65536"),
+    ],
+)
+def test_models_that_transformers_would_build_or_run_for_hours(
+    model_type: str, key: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operation_limit, "_MAX_OPERATIONS", 4096)
+    layers = {"num_hidden_layers": 1} if model_type == "mixtral" else {}
+    raw = {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]], "model_type": model_type, **layers}
+    with pytest.raises(ModelFormatError, match=message):
+        registry().load("models", "transformers").standard_config({**raw, key: 100_000})

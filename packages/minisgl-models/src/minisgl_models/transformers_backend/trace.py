@@ -20,12 +20,13 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from minisgl_core.config.hf import architecture_of
-from minisgl_core.config.keys import MAX_CONTEXT, MAX_INT, MAX_LAYERS, Keys, check_layer_counts
+from minisgl_core.config.keys import MAX_CONTEXT, MAX_EXPERTS, MAX_INT, MAX_LAYERS, Keys, check_layer_counts
 from minisgl_core.errors import ModelFormatError
 from minisgl_core.utils.exceptions import one_line, one_line_with_type
 from minisgl_models.transformers_backend import falcon
 from minisgl_models.transformers_backend.attention_function import TRACE, check_keywords, set_handler, window_of
 from minisgl_models.transformers_backend.identity_backbone import detach_backbone
+from minisgl_models.transformers_backend.operation_limit import OperationLimit
 
 _NUM_TOKENS = 5
 _FACTORS = ("partial_rotary_factor", "rope_theta")
@@ -155,10 +156,12 @@ def build_on_meta(config: PreTrainedConfig, dtype: torch.dtype, attention: str) 
     """
     falcon.register()
     try:
-        with BUILD_LOCK, torch.device("meta"):
+        with BUILD_LOCK, OperationLimit(), torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
                 deepcopy(config), dtype=dtype, attn_implementation=attention
             ).eval()
+    except ModelFormatError:
+        raise
     except Exception as error:
         if isinstance(error, KeyError) and error.args == (attention,):  # a table of attention classes
             raise ModelFormatError(
@@ -209,6 +212,11 @@ def _trace(raw: str) -> Traced:
 
 def _check_kind(model: Any) -> None:
     config = model.config
+    stacks = [
+        [each.shape[0] for each in module.parameters(recurse=False) if each.ndim == 3] for module in model.modules()
+    ]
+    if (num_experts := sum(max(each, default=0) for each in stacks)) > MAX_EXPERTS:
+        raise ModelFormatError(f"its layers together have {num_experts} experts, over {MAX_EXPERTS}")
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         raise ModelFormatError("it has cross-attention")
     if getattr(config, "is_causal", True) is False:
@@ -263,7 +271,7 @@ def _calls(model: Any) -> tuple[AttentionCall, ...]:
     ids = torch.zeros((1, _NUM_TOKENS), dtype=torch.int64, device="meta")
     mask = torch.ones_like(ids)
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), OperationLimit():
             hidden_states = detach_backbone(model)(
                 input_ids=ids,
                 # In a mask [1, T], transformers looks for padding on the host if it has code for layers with a state.
