@@ -207,7 +207,7 @@ def test_servers_that_list_no_defaults_choose_the_temperature(card: dict[str, An
             self.wfile.write(b"HTTP/1.0 200 OK\r\n\r\n" + json.dumps({"data": [{"id": "other", **card}]}).encode())
 
     with HTTPServer(("127.0.0.1", 0), OtherServer) as other:
-        Thread(target=other.handle_request).start()
+        Thread(target=other.handle_request, daemon=True).start()
         done = shell("--url", f"http://127.0.0.1:{other.server_port}", text="/set\n")
     assert done.stdout == "All sampling parameters have the model's defaults.\n"
 

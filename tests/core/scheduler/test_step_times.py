@@ -198,7 +198,7 @@ def test_steps_are_scheduled_shortly_before_the_previous_ends(monkeypatch: pytes
     loop._last_done_s, loop._in_flight[0].done_s = now, 0.0
     assert 0 < loop.time_to_schedule() <= 1e-3
     now += 0.0064
-    assert 0 < loop.time_to_schedule() <= 0.0006
+    assert loop.time_to_schedule() == pytest.approx(0.0006)
     now += 0.0006
     assert loop.time_to_schedule() == 0, "the next step must be launched before this one ends"
     sequential = tiny.new_loop(page_size=4, num_pages=100, disable_overlap=True)

@@ -9,6 +9,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError, create_model
 
 from minisgl_server.api.errors import invalid_fields
 from minisgl_server.api.openai.schemas import CompletionRequest
+from minisgl_server.api.openai_responses.schemas import RetrieveQuery
 from minisgl_server.api.strict_model import ByType
 
 
@@ -56,3 +57,9 @@ def test_an_unknown_field_is_refused_with_a_similar_name_or_a_reason(fields: dic
     with pytest.raises(ValidationError) as caught:
         CompletionRequest.model_validate({"prompt": "a", **fields})
     assert invalid_fields(caught.value.errors()).message.endswith(f" is not supported.{remedy}")
+
+
+def test_an_unknown_query_parameter_is_refused() -> None:
+    with pytest.raises(ValidationError) as caught:
+        RetrieveQuery.model_validate({"foo": "1"})
+    assert invalid_fields(caught.value.errors()).message == "The field 'foo' is not supported."

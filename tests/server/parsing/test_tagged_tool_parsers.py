@@ -113,7 +113,8 @@ KIMI: dict[str, tuple[str, tuple[str, Calls]]] = {
     "no prefix": (BEGIN + kimi("get:0", "{}") + END, ("", [("get", "{}")])),
     "no index": (BEGIN + kimi("functions.get", "{}") + END, ("", [("get", "{}")])),
     "no section": (kimi("functions.get:0", "{}"), ("", [("get", "{}")])),
-    "cut in the arguments": (BEGIN + KIMI_ONE.partition("b>")[0], ("", [("get", '{"a": "<')])),
+    "cut in the arguments": (BEGIN + KIMI_ONE.partition(">\"")[0], ("", [("get", '{"a": "<b')])),
+    "cut in the end tag": (BEGIN + KIMI_ONE.removesuffix("nd|>"), ("", [("get", '{"a": "<b>"}')])),
     "no end of a call": (BEGIN + KIMI_ONE.removesuffix("<|tool_call_end|>") + END + "!", ("!", [("get", '{"a": "<b>"}')])),
     "no end before a call": (KIMI_ONE.removesuffix("<|tool_call_end|>") + KIMI_ONE, ("", [("get", '{"a": "<b>"}')] * 2)),
     "cut in the name": (f"a {BEGIN}<|tool_call_begin|>functions.g", (f"a {BEGIN}<|tool_call_begin|>functions.g", [])),
@@ -133,7 +134,8 @@ V31: dict[str, tuple[str, tuple[str, Calls]]] = {
     "no section": (V31_ONE, ("", [("get", '{"a": "<b>"}')])),
     "no end of a call": (V31_ONE.removesuffix("<｜tool▁call▁end｜>") + CLOSE + "!", ("!", [("get", '{"a": "<b>"}')])),
     "no end before a call": (V31_ONE.removesuffix("<｜tool▁call▁end｜>") + V31_ONE, ("", [("get", '{"a": "<b>"}')] * 2)),
-    "cut in the arguments": (OPEN + V31_ONE.partition("b>")[0], ("", [("get", '{"a": "<')])),
+    "cut in the arguments": (OPEN + V31_ONE.partition(">\"")[0], ("", [("get", '{"a": "<b')])),
+    "cut in the end tag": (OPEN + V31_ONE.removesuffix("nd｜>"), ("", [("get", '{"a": "<b>"}')])),
     "cut in the name": (f"a {OPEN}<｜tool▁call▁begin｜>ge", (f"a {OPEN}<｜tool▁call▁begin｜>ge", [])),
     "a repeated tag": (OPEN + OPEN + V31_ONE, (OPEN, [("get", '{"a": "<b>"}')])),
     "no name": (OPEN + deepseek("", "{}"), (OPEN + deepseek("", "{}"), [])),
@@ -145,7 +147,7 @@ V3: dict[str, tuple[str, tuple[str, Calls]]] = {
     "no line before the end": (V3_ONE.replace("\n```<", "```<"), ("", [("get", '{"a": "<b>"}')])),
     "no end of the code": (V3_ONE.replace("\n```<", "<") + "!", ("!", [("get", '{"a": "<b>"}')])),
     "code in the arguments": (deepseek_v3("get", '{"a": "\\n```"}'), ("", [("get", '{"a": "\\n```"}')])),
-    "cut in the code": (V3_ONE.partition("<｜tool▁call▁end｜>")[0], ("", [("get", '{"a": "<b>"}\n```')])),
+    "cut in the code": (V3_ONE.partition("<｜tool▁call▁end｜>")[0], ("", [("get", '{"a": "<b>"}')])),
     "not a function": (V3_ONE.replace("function", "tool"), (V3_ONE.replace("function", "tool"), [])),
 }  # fmt: skip
 

@@ -26,7 +26,7 @@ class TritonLinear(TritonProvider, LinearOps):
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
         tuner, fallback = self._tuner, super().prepare_linear(weight, bias)
-        if tuner is not None and bias is None and weight.is_contiguous():
+        if tuner is not None and bias is None and weight.dtype == self.dtype and weight.is_contiguous():
             fallback = partial(tuner.gemm, weight=weight)
         return self._with_small_m(fallback, weight, bias)
 

@@ -136,7 +136,7 @@ def invalid_fields(errors: Sequence[ErrorDetails]) -> ApiError:
         # `_field` would leave out an unknown name that looks like a type.
         parent, name = _field(first["loc"][:-1]), str(first["loc"][-1])
         param = shortened(f"{parent}.{name}" if parent else name, MAX_PARAM)
-        remedy = _reason(param).strip() or first["msg"]
+        remedy = _reason(param).strip() or first.get("ctx", {}).get("hint", "")
         return ApiError(400, f"The field {param!r} is not supported. {remedy}".rstrip(), param, "unsupported_field")
     where = shortened(param or "", MAX_PARAM)
     if first["type"] == "beyond_context":

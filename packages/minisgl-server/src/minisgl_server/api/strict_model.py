@@ -93,7 +93,7 @@ class StrictModel(BaseModel):
                 known[name] = value
             elif value is not None:
                 hint = did_you_mean(name[:_MAX_HINTED_NAME], bounds)
-                raise _error((name,), PydanticCustomError("extra_forbidden", hint))
+                raise _error((name,), PydanticCustomError("extra_forbidden", "not a field", {"hint": hint}))
         return known
 
 

@@ -225,7 +225,8 @@ class ChatFormat:
     def _parser_for_tools(self, name: str = "tools", value: str = "given") -> type[ToolParser]:
         if self._tool_parser is None:
             allowed = "left out: the format of the model's tool calls cannot be detected from its chat template"
-            formats = [name for name, parser in TOOL_PARSERS.items() if self._template_has_calls or parser.is_json]
+            shows = "tools" in self._template if name == "tools" else self._template_has_calls
+            formats = [each for each, parser in TOOL_PARSERS.items() if shows or parser.is_json]
             raise InvalidValueError(name, value, allowed, f"Launch with --tool-call-parser {' or '.join(formats)}.")
         return self._tool_parser
 

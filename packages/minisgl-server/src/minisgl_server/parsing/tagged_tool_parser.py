@@ -103,9 +103,9 @@ class TaggedToolParser(ToolParser):
     def _read_arguments(self, name: str, tag: str) -> Generator[None, str, str]:
         """Read the arguments after a header, whose last tag is given. Return the text to go on with."""
         scanner = JsonScanner() if name in self._strict else None
-        return (
-            yield from self._end_call((yield from self._read_to(self._ends, self._arguments.append, None, scanner)))
-        )
+        emit = self._arguments.append
+        tag_after = yield from self._read_to(self._ends, emit, None, scanner, emits_cut_tag=False)
+        return (yield from self._end_call(tag_after))
 
     @property
     def _ends(self) -> tuple[str, ...]:

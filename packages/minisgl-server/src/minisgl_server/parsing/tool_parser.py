@@ -218,10 +218,13 @@ class ToolParser:
         emit: Callable[[str], object],
         char: str | None = None,
         scanner: JsonScanner | None = None,
+        *,
+        emits_cut_tag: bool = True,
     ) -> Generator[None, str, str | None]:
         """Emit text up to one of the tags, from `char` on if that was read. Return the tag, or None at the end of the output.
 
-        With a scanner, the text is JSON, and tags in its strings do not count.
+        With a scanner, the text is JSON, and tags in its strings do not count. `emits_cut_tag` is for an output that is cut in a
+        tag.
         """
         finder = StopFinder(tags)
         while char := (yield) if char is None else char:
@@ -232,7 +235,9 @@ class ToolParser:
             if tag is not None:
                 return tag
             char = None
-        emit(finder.finish())
+        rest = finder.finish()
+        if emits_cut_tag:
+            emit(rest)
         return None
 
     def _add_call(self, name: str, call_id: str | None = None) -> None:

@@ -101,8 +101,8 @@ class RouterWorker:
         """Requests that wait for a replica, in order."""
         self._has_failed = False
         """True if no replica is ready, and none is expected to be soon."""
-        self._counting: dict[int, tuple[RequestCounts, Replica]] = {}
-        """Counts so far, and a replica that has not answered yet, by the correlation id of the question to the replica."""
+        self._counting: dict[int, tuple[RequestCounts, set[int], Replica]] = {}
+        """By the correlation id of a question to a replica: counts so far, ids of the questions without an answer, replica."""
         self._correlation_ids = itertools.count()
         self._asked: dict[tuple[int, int], tuple[Replica, SnapshotRequest]] = {}
         """By worker and `SnapshotRequest.replica`: the replica that was asked last, and the request."""
@@ -227,7 +227,7 @@ class RouterWorker:
         for to_worker, request_ids in zip(self._to_workers, lost, strict=True):
             to_worker(ReplicaLost(engine_id, request_ids))
         logger.warning("replica %d was lost with %d requests", replica.replica, sum(map(len, lost)))
-        for correlation_id in [number for number, (_, asked) in self._counting.items() if asked is replica]:
+        for correlation_id in [number for number, (*_, asked) in self._counting.items() if asked is replica]:
             self._add_counts(correlation_id, {})
         for asked, message in list(self._asked.values()):
             if asked is replica:
@@ -242,7 +242,8 @@ class RouterWorker:
             return
         message.counts["router"] = len(self._requests) + len(self._waiting)
         asked = {next(self._correlation_ids): each for each in self._ready()}
-        self._counting |= {correlation_id: (message, each) for correlation_id, each in asked.items()}
+        open_ids = set(asked)
+        self._counting |= {correlation_id: (message, open_ids, each) for correlation_id, each in asked.items()}
         for correlation_id, each in asked.items():
             assert each.send is not None
             each.send(RequestCounts(worker=own_index, correlation_id=correlation_id))
@@ -253,8 +254,9 @@ class RouterWorker:
         """Add the counts of a replica, which are empty if it ended. Return a count to its worker after the last replica."""
         if correlation_id not in self._counting:
             return  # the replica was lost
-        message, _ = self._counting.pop(correlation_id)
+        message, open_ids, _ = self._counting.pop(correlation_id)
         for name, value in counts.items():
             message.counts[name] = message.counts.get(name, 0) + value
-        if not any(other is message for other, _ in self._counting.values()):
+        open_ids.remove(correlation_id)
+        if not open_ids:
             self._to_workers[message.worker](message)

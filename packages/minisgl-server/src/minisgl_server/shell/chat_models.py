@@ -123,9 +123,8 @@ class RemoteModel:
                 await response.aread()
             raise_for_status(response)
             rest = b""
-            async for (
-                data
-            ) in response.aiter_bytes():  # `aiter_lines` also splits at U+2028, which JSON strings may contain
+            # `aiter_lines` also splits at U+2028, which JSON strings may contain.
+            async for data in response.aiter_bytes():
                 *lines, rest = (rest + data).split(b"\n")
                 for line in lines:
                     for text, is_reasoning in _contents(line, usage):
