@@ -601,6 +601,7 @@ LONG_OUTPUTS = {
         parser("kimi_k2"),
         "<|tool_call_begin|>f:0<|tool_call_argument_begin|>" + "<|tool_call_en" * 70_000,
     ),
+    "empty calls of Kimi": (parser("kimi_k2"), "<|tool_call_begin|>f:1<|tool_call_argument_begin|>" * 40_000),
     "headers of DeepSeek": (
         parser("deepseek_v3"),
         ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>" + "x" * 64 + "\n```js") * 10_000,

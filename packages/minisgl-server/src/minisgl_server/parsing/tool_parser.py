@@ -248,11 +248,12 @@ class ToolParser:
         self.num_calls += 1
 
     def _flush_arguments(self) -> None:
-        if arguments := "".join(self._arguments):
+        arguments = "".join(self._arguments)
+        self._arguments.clear()  # also of empty texts, or each push would take longer than the last
+        if arguments:
             if not self._calls:
                 self._calls.append(ToolCallDelta(index=self.num_calls - 1, arguments=""))
             self._calls[-1].arguments += arguments
-            self._arguments.clear()
 
     def _show(self, text: str) -> None:
         """Add content. Whitespace is held back, as it is dropped before a call."""
