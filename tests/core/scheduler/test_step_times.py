@@ -16,7 +16,7 @@ from minisgl_core.engine.step import ForwardOutput, PendingStep
 from minisgl_core.protocol.batch_plan import BatchPlan
 from minisgl_core.runtime.engine_loop import Outputs
 from minisgl_core.sampling_params import SamplingParams
-from minisgl_core.scheduler.step_times import MIN_CHUNK, StepTimes
+from minisgl_core.scheduler.step_times import FIRST_CHUNK, MIN_CHUNK, StepTimes
 
 
 def device_s(num_decodes: int, num_prompt_tokens: int) -> float:
@@ -55,17 +55,26 @@ def test_steps_without_decodes_or_without_a_limit_are_full() -> None:
 def test_a_slow_first_step_is_forgotten() -> None:
     times = StepTimes(0.05)
     assert times.predict(4, 100) == 0, "unknown"
-    assert times.prompt_tokens(4, 8192) == MIN_CHUNK
+    assert times.prompt_tokens(4, 8192) == FIRST_CHUNK
     times.observe(0, 20, 5.0)
     times.observe(4, 0, 5.0)
     for _ in range(2):
         times.observe(4, 0, device_s(4, 0))
-        times.observe(4, MIN_CHUNK, device_s(4, MIN_CHUNK))
+        times.observe(4, FIRST_CHUNK, device_s(4, FIRST_CHUNK))
     assert device_s(4, 100) < times.predict(4, 100) < 2 * device_s(4, 100), "small steps show an upper bound"
     for _ in range(5):
         size = times.prompt_tokens(4, 8192)
         times.observe(4, size, device_s(4, size))
     assert times.predict(4, 500) == pytest.approx(device_s(4, 500), rel=0.02)
+
+
+def test_slow_tokens_leave_small_chunks() -> None:
+    """In a long context on a CPU, attention takes 10 ms per prompt token."""
+    times = StepTimes(0.1)
+    for _ in range(5):
+        times.observe(1, 0, 0.009)
+        times.observe(1, FIRST_CHUNK, 0.65)
+    assert times.prompt_tokens(1, 8192) == MIN_CHUNK < FIRST_CHUNK
 
 
 def test_upper_bounds_do_not_raise_estimates() -> None:
