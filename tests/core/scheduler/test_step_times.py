@@ -69,7 +69,7 @@ def test_a_slow_first_step_is_forgotten() -> None:
 
 
 def test_slow_tokens_leave_small_chunks() -> None:
-    """In a long context on a CPU, attention takes 10 ms per prompt token."""
+    """Attention takes 10 ms per prompt token, as after a long context on a CPU."""
     times = StepTimes(0.1)
     for _ in range(5):
         times.observe(1, 0, 0.009)
