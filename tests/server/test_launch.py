@@ -114,9 +114,9 @@ def test_a_signal_during_a_download_ends_the_launch(launch: Launch, number: sign
         server = launch(
             "--model", "owner/name", HF_ENDPOINT=f"http://127.0.0.1:{hub.getsockname()[1]}", HF_HUB_OFFLINE="0"
         )
-        hub.accept()
-        server.process.send_signal(number)
-        assert server.wait_ended() == 0
+        with hub.accept()[0]:  # closed, it would end the download
+            server.process.send_signal(number)
+            assert server.wait_ended() == 0
 
 
 @pytest.mark.parametrize(
