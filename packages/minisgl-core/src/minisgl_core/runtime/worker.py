@@ -269,9 +269,9 @@ def _serve(
 def _arrivals(requests: Receiver[Incoming], loop: EngineLoop) -> Iterator[Incoming | None]:
     """Yield the messages to handle before the next step.
 
-    Without work, this first waits for a message, and loads the grammar backend after `_IDLE_S`. Then it yields all messages that
-    have arrived. With one message per step, short requests would end before the next one is submitted, and never share a
-    batch. Finally, it waits until `EngineLoop.time_to_schedule` is 0, and yields the messages that arrive meanwhile.
+    Without work, this first waits for a message, and loads the grammar backend after `_IDLE_S`. Then it waits until
+    `EngineLoop.time_to_schedule` is 0, and yields all messages that have arrived by then. With one message per step, short
+    requests would end before the next one is submitted, and never share a batch.
     """
     if not loop.has_work:
         message = requests.receive(_IDLE_S)
@@ -279,7 +279,6 @@ def _arrivals(requests: Receiver[Incoming], loop: EngineLoop) -> Iterator[Incomi
             loop.scheduler.grammars.warm_up()
             message = requests.receive()
         yield message
-    yield from requests.drain()
     while (wait_s := loop.time_to_schedule()) > 0:
         if wait_s < 1e-3:  # a socket waits for whole milliseconds
             time.sleep(wait_s)
