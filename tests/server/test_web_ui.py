@@ -211,10 +211,11 @@ def test_stop_and_escape_end_an_answer_at_once(page: Any, http: httpx.Client) ->
     expect(page.locator(".turn").last).to_contain_text("stopped")
     wait_until_done(page)
     length = len(first.text_content())
+    stopped_at = http.get("/engine/state").json()["step"]
+    while any(http.get("/health/requests").json().values()):  # the scheduler gets the last abort a moment later
+        assert http.get("/engine/state").json()["step"] < stopped_at + 100, "aborted before max_tokens"
     expect(page.locator("#requests-summary")).to_have_text("0 running, 0 waiting", timeout=TIMEOUT_MS)
     assert len(first.text_content()) == length
-    counts = http.get("/health/requests").json()
-    assert counts["running"] == counts["locked pages"] == 0
 
 
 def test_the_tree_is_navigable_by_keyboard(page: Any) -> None:
