@@ -95,3 +95,10 @@ def test_responses_take_all_reasoning_efforts_of_chats() -> None:
     for effort in efforts:
         ChatRequest.model_validate({"messages": [{"role": "user", "content": "a"}], "reasoning_effort": effort})
         ResponsesRequest.model_validate({"input": "a", "reasoning": {"effort": effort}})
+
+
+def test_a_response_passes_its_sampling_parameters_on() -> None:
+    fields = {"logit_bias": {"5": 1.0, "17": -1.0}, "stop": ["a"], "stop_token_ids": [3], "top_k": 2, "seed": 1}
+    request = ResponsesRequest.model_validate({"input": "Hi", **fields})
+    chat, *_ = to_chat_request_of_response(request, b"[]")
+    assert chat.model_dump(include=set(fields)) == {**fields, "logit_bias": {5: 1.0, 17: -1.0}}

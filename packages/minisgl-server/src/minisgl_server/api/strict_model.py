@@ -31,7 +31,8 @@ TokenKey = Annotated[int, Field(ge=0, lt=2**31, strict=False)]
 
 def _validate_keys(biases: Any, handler: ValidatorFunctionWrapHandler) -> Any:
     validated = handler(biases)
-    if isinstance(biases, dict) and (others := biases.keys() - map(str, validated)):
+    # A request of the Responses API is validated twice: the second time, its keys are numbers.
+    if isinstance(biases, dict) and (others := {*map(str, biases)}.difference(map(str, validated))):
         text = f"Input should have plain token ids as keys, such as 5, unlike {min(others)[:20]!r}"
         raise PydanticCustomError("other_spelling", text)
     return validated
