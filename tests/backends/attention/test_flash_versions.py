@@ -10,8 +10,13 @@ import pytest
 import torch
 
 from minisgl_backends.attention.batch_page_table import AttentionMetadata
-from minisgl_backends.attention.flash_versions import VERSIONS
+from minisgl_backends.attention.flash_backend import FlashAttention
+from minisgl_backends.attention.flash_versions import VERSIONS, FlashVersion
+from minisgl_core.contracts.attention import AttentionSpec
+from minisgl_core.contracts.kv_cache import KVPoolSpec
+from minisgl_core.kv.pool import KVPool
 
+SPEC = AttentionSpec(2, 2, 8, 256, torch.float32, torch.float32, torch.device("cpu"), 512, 1)
 METADATA = AttentionMetadata(*(torch.tensor(i) for i in range(1, 5)), 5, 6)
 NAMES = {
     "page_table": "page_table",
@@ -54,7 +59,11 @@ def test_each_version_is_called_by_its_own_signature(
     for parent in ("vllm", "flash_attn"):
         if version.module != parent:
             monkeypatch.setitem(sys.modules, parent, SimpleNamespace(__path__=[]))
-    version.load()(q, k, v, METADATA, 0.5, window, out)
+    monkeypatch.setattr(FlashVersion, "is_installed", lambda self: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (version.majors[0], 0))
+    monkeypatch.setattr(FlashAttention, "versions", (version,))
+    attention = FlashAttention(SPEC, KVPool(KVPoolSpec(1, 2, 256, 2, 8, SPEC.dtype, SPEC.device)), torch.zeros(1, 1))
+    attention.attend(q, k, v, METADATA, 0.5, window, out)
     assert torch.equal(out, q)
     assert set(seen) == {*ARGUMENTS[version.module].split(), "softmax_scale", "causal", "window_size"}
     assert (seen["softmax_scale"], seen["causal"], seen.get("fa_version", 3)) == (0.5, True, 3)

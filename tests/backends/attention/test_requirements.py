@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,16 @@ from minisgl_backends.attention.flashinfer_backend import FlashInferAttention
 from minisgl_backends.attention.hopper_backend import HopperAttention
 from minisgl_backends.attention.triton_backend import TritonAttention
 from minisgl_backends.attention.trtllm_backend import TrtllmAttention
+from minisgl_backends.requirements import package_missing
 from minisgl_core.config.provider_picker import ProviderPicker
 from minisgl_core.contracts.attention import AttentionBackend, AttentionSpec
 from minisgl_core.plugins.registry import Registry
 
 SPEC = AttentionSpec(8, 2, 64, 16, torch.bfloat16, torch.bfloat16, torch.device("cuda"), 4096, 64)
 BACKENDS: list[type[AttentionBackend]] = [FlashAttention, FlashInferAttention, TritonAttention, TrtllmAttention]
+FAKED = ("flashinfer", "flash_attn", "flash_attn_interface", "vllm")
+SOURCES = ("csrc", "include")
+"""Folders of the files that FlashInfer compiles."""
 FP8_POOLS: list[type[AttentionBackend]] = [FlashInferAttention, TritonAttention]
 
 
@@ -35,13 +40,40 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
 
 
-def install(monkeypatch: pytest.MonkeyPatch, folder: Path, *files: str) -> None:
-    """Add modules to the path that fail when they are imported."""
+@pytest.fixture(autouse=True)
+def forget_imports(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Import fake modules anew in each test, and restore real ones after it."""
+
+    def imported() -> list[str]:
+        return [name for name in sys.modules if name.partition(".")[0] in FAKED]
+
+    for name in imported():
+        monkeypatch.delitem(sys.modules, name)
+    yield
+    for name in imported():
+        del sys.modules[name]
+
+
+def install(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, *files: str, text: str = "raise RuntimeError('broken')"
+) -> None:
+    """Add modules to the path, which by default fail when they are imported."""
     for file in files:
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
-        (folder / file).write_text("raise AssertionError('imported')")
+        (folder / file).write_text(text)
     monkeypatch.syspath_prepend(folder)
     importlib.invalidate_caches()
+
+
+def install_flashinfer(monkeypatch: pytest.MonkeyPatch, folder: Path, *, has_sources: bool = True) -> None:
+    """Add a FlashInfer that can be imported to the path."""
+    install(monkeypatch, folder, "flashinfer/__init__.py", "flashinfer/jit/__init__.py", text="")
+    env = "from pathlib import Path\n" + "".join(
+        f"FLASHINFER_{name.upper()}_DIR = Path(__file__).parents[1] / 'data' / '{name}'\n" for name in SOURCES
+    )
+    install(monkeypatch, folder, "flashinfer/jit/env.py", text=env)
+    if has_sources:
+        install(monkeypatch, folder, *(f"flashinfer/data/{name}/a.cu" for name in SOURCES), text="")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -199,8 +231,8 @@ def test_the_version_is_selected_by_gpu_and_page_size(
     tmp_path: Path,
     hopper: None,
 ) -> None:
-    install(monkeypatch, tmp_path, "flash_attn_interface.py", "flash_attn/cute/paged_kv.py")
-    install(monkeypatch, tmp_path, "flash_attn/__init__.py", "flash_attn/flash_attn_interface.py")
+    install(monkeypatch, tmp_path, "flash_attn_interface.py", "flash_attn/cute/paged_kv.py", text="")
+    install(monkeypatch, tmp_path, "flash_attn/__init__.py", "flash_attn/flash_attn_interface.py", text="")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     selected, reasons = FlashAttention._select(replace(SPEC, page_size=page_size))
     assert reasons == []
@@ -212,7 +244,7 @@ def test_the_version_is_selected_by_gpu_and_page_size(
 def test_an_unsupported_page_size_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))  # version 3 is for 9.0
-    install(monkeypatch, tmp_path, "flash_attn/__init__.py", "flash_attn/flash_attn_interface.py")
+    install(monkeypatch, tmp_path, "flash_attn/__init__.py", "flash_attn/flash_attn_interface.py", text="")
     [reason] = [each for each in FlashAttention.unsupported(SPEC) if "version 3" not in each]  # which may be here
     assert "version 2 (flash_attn) supports page sizes that are multiples of 256" in reason
     assert FlashAttention.unsupported(replace(SPEC, page_size=512)) == []
@@ -237,8 +269,81 @@ def test_trtllm_needs_blackwell_and_one_of_its_page_sizes(
     tmp_path: Path,
     hopper: None,
 ) -> None:
-    install(monkeypatch, tmp_path, "flashinfer/__init__.py")
+    install_flashinfer(monkeypatch, tmp_path)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     reasons = TrtllmAttention.unsupported(replace(SPEC, page_size=page_size))
     assert len(reasons) == len(said), reasons
     assert all(word in reason for word, reason in zip(said, reasons, strict=True)), reasons
+
+
+def pick_attention(spec: AttentionSpec) -> tuple[str, str]:
+    """Return what ``auto`` selects, with the reasons, if all kernels are compiled."""
+    registry = Registry.from_environment({})
+    picker = ProviderPicker("cuda", registry.names, registry.unsupported, lambda kind: None, lambda *_: "")
+    return picker.pick("attention", "auto", spec)
+
+
+def test_the_folder_of_a_removed_package_is_no_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "removed_package" / "data").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert package_missing("removed_package", "removed-package") == [
+        "removed_package is not installed (pip install removed-package)"
+    ]
+
+
+def no_sources(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    install_flashinfer(monkeypatch, folder, has_sources=False)
+
+
+def no_jit(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    install(monkeypatch, folder, "flashinfer/__init__.py", text="")
+
+
+def raises(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    install(monkeypatch, folder, "flashinfer/__init__.py")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+@pytest.mark.parametrize(
+    ("break_it", "said"),
+    [
+        (raises, "importing flashinfer.jit.env fails (RuntimeError: broken); reinstall the package"),
+        (no_jit, "fails (ModuleNotFoundError: No module named 'flashinfer.jit')"),
+        (no_sources, "flashinfer/data/csrc is missing or empty; reinstall flashinfer-python"),
+    ],
+)
+@pytest.mark.usefixtures("hopper")
+def test_auto_passes_over_a_broken_flashinfer(
+    break_it: Callable[[pytest.MonkeyPatch, Path], None], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(hopper_backend, "hopper_missing", lambda device, dtype: ["no NVRTC"])
+    monkeypatch.setattr(FlashAttention, "versions", ())
+    break_it(monkeypatch, tmp_path)
+    name, why = pick_attention(SPEC)
+    assert name == "triton"
+    assert said in why
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+@pytest.mark.usefixtures("hopper")
+def test_auto_selects_flashinfer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(hopper_backend, "hopper_missing", lambda device, dtype: ["no NVRTC"])
+    monkeypatch.setattr(FlashAttention, "versions", ())
+    install_flashinfer(monkeypatch, tmp_path)
+    assert pick_attention(SPEC)[0] == "fi,triton"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+@pytest.mark.usefixtures("hopper")
+def test_auto_passes_over_a_flash_attention_that_cannot_be_imported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(hopper_backend, "hopper_missing", lambda device, dtype: ["no NVRTC"])
+    monkeypatch.setattr(FlashAttention, "versions", tuple(each for each in VERSIONS if "vllm" not in each.module))
+    install(monkeypatch, tmp_path, "flash_attn_interface.py")
+    name, why = pick_attention(SPEC)
+    assert "fa" not in name
+    assert "fa,triton: importing flash_attn_interface fails (RuntimeError: broken); reinstall the package" in why
+    files = "flash_attn/__init__.py", "flash_attn/cute/__init__.py", "flash_attn/cute/paged_kv.py"
+    install(monkeypatch, tmp_path, *files, text="")
+    assert pick_attention(SPEC)[0] == "fa,triton", "another version works"

@@ -4,18 +4,32 @@ Functions that return a list return the reasons against a provider, one sentence
 the result of `gpu_missing` is truthy if the GPU is missing.
 """
 
+import importlib
 import importlib.util
 import os
 
 import torch
 
+from minisgl_core.utils.exceptions import one_line_with_type
+
 
 def package_missing(module: str, requirement: str) -> list[str]:
-    """Return why a top-level module cannot be imported, without importing it; `requirement` is pip's name for it."""
-    if importlib.util.find_spec(module) is not None:
+    """Return why a top-level module is not installed, without importing it; `requirement` is pip's name for it."""
+    found = importlib.util.find_spec(module)
+    # A folder without a module, as a removed package may leave it, has no origin.
+    if found is not None and found.origin is not None:
         return []
     command = f"pip install '{requirement}'" if "[" in requirement else f"pip install {requirement}"
     return [f"{module} is not installed ({command})"]
+
+
+def import_fails(module: str) -> list[str]:
+    """Import an installed module, and return why that fails. It may take seconds, so callers check everything else first."""
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # of any class: FlashInfer raises RuntimeError if flashinfer-cubin has another version
+        return [f"importing {module} fails ({one_line_with_type(error)}); reinstall the package"]
+    return []
 
 
 def triton_missing() -> list[str]:

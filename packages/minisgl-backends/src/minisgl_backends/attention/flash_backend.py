@@ -26,11 +26,14 @@ class FlashAttention(BatchPageTableAttention):
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> list[str]:
-        """Name an unsupported GPU, dtype or head dimension, or a missing package. No version is imported."""
-        reasons = [*super().unsupported(spec), *gpu_missing(spec.device)]
-        if not reasons:
-            reasons += cls._select(spec)[1]
-        return [*reasons, *dtypes_unsupported(spec, _DTYPES), *head_dim_unsupported(spec, _HEAD_DIMS)]
+        """Name an unsupported GPU, dtype or head dimension, or else a package that is missing or whose import fails."""
+        reasons = [
+            *super().unsupported(spec),
+            *gpu_missing(spec.device),
+            *dtypes_unsupported(spec, _DTYPES),
+            *head_dim_unsupported(spec, _HEAD_DIMS),
+        ]
+        return reasons or cls._select(spec)[1]
 
     @classmethod
     def _select(cls, spec: AttentionSpec) -> tuple[FlashVersion | None, list[str]]:
@@ -56,7 +59,7 @@ class FlashAttention(BatchPageTableAttention):
         selected, reasons = self._select(spec)
         assert selected is not None, reasons
         self.needs_cu_seqlens_k = selected.needs_cu_seqlens_k
-        self._run = selected.load()
+        self._function, self._arguments = selected.load(), selected.arguments
 
     def attend(
         self,
@@ -68,4 +71,8 @@ class FlashAttention(BatchPageTableAttention):
         window: int | None,
         out: torch.Tensor,
     ) -> None:
-        self._run(q, k_pages, v_pages, metadata, scale, window, out)
+        arguments = self._arguments(metadata, window, out)
+        result = self._function(q, k_pages, v_pages, softmax_scale=scale, causal=True, **arguments)
+        result = result[0] if isinstance(result, tuple) else result  # version 4 also returns the log-sum-exp
+        if result.data_ptr() != out.data_ptr():  # vLLM's writes to `out`
+            out.copy_(result)

@@ -1,4 +1,4 @@
-"""The packages that provide FlashAttention, behind one signature. `FlashVersion.load` imports the selected one."""
+"""The packages that provide FlashAttention, and the arguments of their functions."""
 
 import importlib
 import importlib.util
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from minisgl_backends.attention.batch_page_table import AttentionMetadata
+from minisgl_backends.requirements import import_fails
 from minisgl_core.contracts.attention import AttentionSpec
 
 Arguments = Callable[[AttentionMetadata, int | None, torch.Tensor], dict[str, Any]]
@@ -102,35 +103,20 @@ class FlashVersion:
         folders = found.submodule_search_locations or [str(Path(found.origin or "").parent)]
         return any(next(Path(folder, *inner).glob(self.file), None) for folder in folders)
 
-    def load(self) -> Callable[..., None]:
-        """Import the module and return its kernel, with the signature of `BatchPageTableAttention.attend`."""
-        function, arguments = getattr(importlib.import_module(self.module), self.function), self.arguments
-
-        def run(
-            q: torch.Tensor,
-            k_pages: torch.Tensor,
-            v_pages: torch.Tensor,
-            metadata: AttentionMetadata,
-            scale: float,
-            window: int | None,
-            out: torch.Tensor,
-        ) -> None:
-            result = function(q, k_pages, v_pages, softmax_scale=scale, causal=True, **arguments(metadata, window, out))
-            result = result[0] if isinstance(result, tuple) else result  # version 4 also returns the log-sum-exp
-            if result.data_ptr() != out.data_ptr():  # vLLM's writes to `out`
-                out.copy_(result)
-
-        return run
+    def load(self) -> Callable[..., Any]:
+        """Import the module and return its function."""
+        function: Callable[..., Any] = getattr(importlib.import_module(self.module), self.function)
+        return function
 
     def unsupported(self, spec: AttentionSpec, major: int) -> list[str]:
-        """Return why this version cannot serve `spec` on a GPU of compute capability ``major``.x."""
+        """Return why this version, which is installed, cannot serve `spec` on a GPU of compute capability ``major``.x."""
         reasons = []
         if major not in self.majors:
             reasons.append(f"version {self} has no kernels for compute capability {major}.x")
         if spec.page_size % self.page_multiple:
             size = self.page_multiple
             reasons.append(f"version {self} supports page sizes that are multiples of {size} (--page-size {size})")
-        return reasons
+        return reasons or import_fails(self.module)
 
 
 _VARLEN, _KVCACHE = "flash_attn_varlen_func", "flash_attn_with_kvcache"

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from minisgl_backends.attention.flashinfer_build import compile_prefill, is_compiled
+from minisgl_backends.attention.flashinfer_build import compile_prefill, flashinfer_broken, is_compiled
 from minisgl_backends.attention.fused_store import FusedStoreAttention
 from minisgl_backends.attention.requirements import dtypes_unsupported, fp8_conversion_missing, head_dim_unsupported
 from minisgl_backends.requirements import gpu_missing, package_missing
@@ -50,8 +50,8 @@ class FlashInferAttention(FusedStoreAttention):
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> list[str]:
-        """Name a missing flashinfer or GPU, and an unsupported dtype or head dimension. flashinfer is not imported."""
-        return [
+        """Name a missing flashinfer or GPU, and an unsupported dtype or head dimension; see `flashinfer_broken`, too."""
+        reasons = [
             *super().unsupported(spec),
             *package_missing("flashinfer", "minisgl-backends[fi]"),
             *gpu_missing(spec.device),
@@ -59,6 +59,7 @@ class FlashInferAttention(FusedStoreAttention):
             *fp8_conversion_missing(spec),
             *head_dim_unsupported(spec, _HEAD_DIMS),
         ]
+        return reasons or flashinfer_broken()
 
     @classmethod
     def uncompiled(cls, spec: AttentionSpec) -> str:

@@ -1,4 +1,4 @@
-"""Record of FlashInfer's compiled modules.
+"""Checks of an installed FlashInfer, and a record of its compiled modules.
 
 FlashInfer compiles a module at its first use, which takes about a minute. Its own cache can only be queried after importing
 FlashInfer. So `compile_prefill` records which of its files a spec needs, and `is_compiled` looks for these files.
@@ -6,7 +6,6 @@ FlashInfer. So `compile_prefill` records which of its files a spec needs, and `i
 
 import fcntl
 import hashlib
-import importlib.util
 import json
 import os
 import threading
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 
 from minisgl_backends.build_cache import cache_dir, is_cached, write_atomically
+from minisgl_backends.requirements import import_fails, package_missing
 from minisgl_core.contracts.attention import AttentionBackend, AttentionBatch, AttentionLayer, AttentionSpec
 from minisgl_core.contracts.kv_cache import KVPoolSpec
 from minisgl_core.errors import MinisglError
@@ -27,9 +27,22 @@ from minisgl_core.utils.progress import progress_bar
 _POLL_S = 0.5
 
 
+def flashinfer_broken() -> list[str]:
+    """Return why an installed FlashInfer cannot be used: its import fails, or it lacks the sources of its kernels."""
+    if reasons := import_fails("flashinfer.jit.env"):
+        return reasons
+    from flashinfer.jit import env
+
+    return [
+        f"flashinfer is installed, but {folder} is missing or empty; reinstall flashinfer-python"
+        for folder in (env.FLASHINFER_CSRC_DIR, env.FLASHINFER_INCLUDE_DIR)
+        if not any(folder.glob("*"))
+    ]
+
+
 def is_compiled(spec: AttentionSpec) -> bool:
     """Return True if the prefill modules for `spec` are known to be compiled, or FlashInfer's jit-cache package is installed."""
-    if importlib.util.find_spec("flashinfer_jit_cache") is not None:
+    if not package_missing("flashinfer_jit_cache", "flashinfer-jit-cache"):
         return True
     path = _record_path(spec)
     return path is not None and is_cached(path) and all(Path(each).exists() for each in json.loads(path.read_text()))

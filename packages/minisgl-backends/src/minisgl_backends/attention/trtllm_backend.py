@@ -3,6 +3,7 @@
 import torch
 
 from minisgl_backends.attention.batch_page_table import AttentionMetadata, BatchPageTableAttention
+from minisgl_backends.attention.flashinfer_build import flashinfer_broken
 from minisgl_backends.attention.requirements import dtypes_unsupported, head_dim_unsupported
 from minisgl_backends.requirements import gpu_missing, package_missing
 from minisgl_core.contracts.attention import AttentionSpec
@@ -27,8 +28,8 @@ class TrtllmAttention(BatchPageTableAttention):
         if spec.page_size not in _PAGE_SIZES:
             sizes = ", ".join(map(str, _PAGE_SIZES))
             reasons.append(f"it supports pages of {sizes} tokens, not of {spec.page_size} (--page-size 64)")
-        reasons = [*super().unsupported(spec), *reasons]
-        return [*reasons, *dtypes_unsupported(spec, _DTYPES), *head_dim_unsupported(spec, _HEAD_DIMS)]
+        reasons += [*dtypes_unsupported(spec, _DTYPES), *head_dim_unsupported(spec, _HEAD_DIMS)]
+        return [*super().unsupported(spec), *reasons] or flashinfer_broken()
 
     def __init__(self, spec: AttentionSpec, pool: KVPages, page_table: torch.Tensor) -> None:
         super().__init__(spec, pool, page_table)
