@@ -74,6 +74,18 @@ def test_defaults_are_those_of_the_dataclasses(run: Run):
     assert set(run.sources) == set(run.values) - {"other"}
 
 
+def test_mistyped_variables_are_named(run: Run):
+    read = {"MINISGL_PAGE_SIZE": "4", "MINISGL_DISABLE_OVERLAP_SCHEDULING": "1", "MINISGL_PLUGINS_BLOCK": ""}
+    of_others = {"MINISGL_DEBUG": "1", "MINISGL_EXAMPLE_LOG": "x", "MINISGL_METRICS": "1", "MY_MINISGL_TPP": "2"}
+    assert run(**read, **of_others).stderr == ""
+    result = run(MINISGL_MEMORY_RATO="0.5", MINISGL_PLUGIN_BLOCK="x", **read)
+    assert result.exit_code == 0
+    assert result.stderr.splitlines() == [
+        f"minisgl: the environment variable MINISGL_{name} is ignored: no option has it. Did you mean 'MINISGL_{meant}'?"
+        for name, meant in (("MEMORY_RATO", "MEMORY_RATIO"), ("PLUGIN_BLOCK", "PLUGINS_BLOCK"))
+    ]
+
+
 def test_flags_override_environment_override_file(run: Run):
     file = "page_size = 2\nnum_pages = 20\ntp = 3\nport = 30\nother = 300\n"
     environ = {"MINISGL_PAGE_SIZE": "4", "MINISGL_NUM_PAGES": "40", "MINISGL_HOST": "::"}

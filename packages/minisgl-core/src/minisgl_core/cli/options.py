@@ -22,6 +22,7 @@ passes its `Registry` as the context's object.
 
 import dataclasses
 import functools
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -33,7 +34,9 @@ from click.core import ParameterSource
 from minisgl_core.cli.config_file import load_config_file
 from minisgl_core.config.options import AUTO, LIST, Option, check_value, type_names
 from minisgl_core.config.provider_picker import check_providers
+from minisgl_core.plugins.plugin_filter import ALLOW_VARIABLE, BLOCK_VARIABLE
 from minisgl_core.plugins.registry import Registry
+from minisgl_core.utils.suggestions import did_you_mean
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -60,6 +63,7 @@ def with_options(*sections: type, hidden: Sequence[str] = ()) -> Callable[[F], F
         @functools.wraps(function)
         def run(*args: Any, **params: Any) -> Any:
             ctx = click.get_current_context()
+            _warn_of_mistyped_variables(ctx.command.params)
             values = {name: params.pop(name) for name in names}
             sources = {param.name: param.source(ctx) for param in ctx.command.params if isinstance(param, ConfigOption)}
             if params.pop("print_config"):
@@ -76,6 +80,15 @@ def with_options(*sections: type, hidden: Sequence[str] = ()) -> Callable[[F], F
         return decorated  # type: ignore[no-any-return]
 
     return decorate
+
+
+def _warn_of_mistyped_variables(params: Sequence[click.Parameter]) -> None:
+    """Name variables of the environment that nothing reads and that resemble one of an option. Plugins may have others."""
+    variables = [[each.envvar] if isinstance(each.envvar, str) else each.envvar or () for each in params]
+    known = {ALLOW_VARIABLE, BLOCK_VARIABLE, *itertools.chain(*variables)}
+    for name in sorted(os.environ.keys() - known):
+        if name.startswith("MINISGL_") and (meant := did_you_mean(name, known, min_similarity=0.85)):
+            click.echo(f"minisgl: the environment variable {name} is ignored: no option has it. {meant}", err=True)
 
 
 def pick(values: Mapping[str, Any], *sections: type) -> dict[str, Any]:
