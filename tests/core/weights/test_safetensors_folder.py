@@ -126,6 +126,27 @@ def test_a_damaged_folder_is_reported(tmp_path: Path) -> None:
         SafetensorsWeights(folder)
 
 
+def test_files_that_are_too_large_are_not_read(tmp_path: Path, engine_tokenizer: Any) -> None:
+    folder = folder_with(tmp_path, a=torch.zeros(1))
+    engine_tokenizer.save_pretrained(folder)
+    source = SafetensorsWeights(folder)
+    config, reads = model_config(source.config), {"tokenizer.json": source.tokenizer}
+    reads |= dict.fromkeys(("config.json", "generation_config.json"), lambda: SafetensorsWeights(folder))
+    reads["tokenizer_config.json"] = lambda: source.eos_token_id
+    reads["special_tokens_map.json"] = source.tokenizer
+    reads["model.safetensors.index.json"] = lambda: list(source.tensors(config))
+    for name, read in reads.items():
+        text = (folder / name).read_bytes() if (folder / name).exists() else b"{}"
+        (folder / name).write_bytes(text)
+        allowed = 8 * 2**20 if name in ("config.json", "generation_config.json") else 64 * 2**20
+        os.truncate(folder / name, allowed + 1)
+        with pytest.raises(
+            ModelFormatError, match=f"{name} has {allowed + 1:,} bytes, and at most {allowed:,} are allowed"
+        ):
+            read()
+        (folder / name).write_bytes(text)
+
+
 @pytest.mark.parametrize("file", ["../other.safetensors", "/dev/zero", "a/../../b"])
 def test_indices_with_files_outside_the_folder_are_refused(tmp_path: Path, file: str) -> None:
     source = SafetensorsWeights(folder_with(tmp_path, a=torch.zeros(1)))

@@ -10,8 +10,14 @@ from minisgl_core.contracts.weights import WeightSource
 from minisgl_core.errors import ModelFormatError, TokenizerNotFoundError
 from minisgl_core.utils.exceptions import is_rust_panic, one_line
 
+MAX_CONFIG_BYTES = 8 * 2**20
+"""Maximum size of a ``config.json`` or ``generation_config.json``. Parsed JSON may take 20 times as much memory."""
+MAX_BYTES = 64 * 2**20
+"""Maximum size of a tokenizer file and of an index of tensors. Those of the largest models have 20 to 35 MB."""
 _TOKENIZER_FILES = ("tokenizer*", "*vocab*", "merges.txt", "tekken.json", "*.model", "*.tiktoken", "*.spm")
 """Patterns of the files that transformers reads tokenizers from."""
+_MORE_FILES = ("special_tokens_map.json", "added_tokens.json", "chat_template*", "additional_chat_templates/*")
+"""Patterns of the files that transformers reads besides those."""
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\n"
 
 
@@ -26,9 +32,9 @@ class FolderSource(WeightSource):
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._config = read_json(path / "config.json")
+        self._config = read_json(path / "config.json", MAX_CONFIG_BYTES)
         generation = path / "generation_config.json"
-        self._generation_config = read_json(generation) if generation.is_file() else {}
+        self._generation_config = read_json(generation, MAX_CONFIG_BYTES) if generation.is_file() else {}
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -49,6 +55,9 @@ class FolderSource(WeightSource):
         # If trust_remote_code is left out, transformers asks on a terminal whether to run the code of the checkpoint.
         options = {"local_files_only": True, "trust_remote_code": False, **self._plain_config()}
         try:
+            for pattern in (*_TOKENIZER_FILES, *_MORE_FILES):
+                for file in self._path.glob(pattern):
+                    check_size(file, MAX_BYTES)
             tokenizer = AutoTokenizer.from_pretrained(str(self._path), **options)
             if not isinstance(tokenizer, PreTrainedTokenizerBase):  # RAG models have a pair of tokenizers
                 raise TypeError(f"tokenizer_class={type(tokenizer).__name__!r} is not a tokenizer")
@@ -115,9 +124,16 @@ def _content(token: Any) -> str | None:
     return content if isinstance(content, str) else None
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def check_size(path: Path, max_bytes: int) -> None:
+    """Raise ModelFormatError if a file is too large to be read at once."""
+    if (size := path.stat().st_size) > max_bytes:
+        raise ModelFormatError(f"{path} has {size:,} bytes, and at most {max_bytes:,} are allowed")
+
+
+def read_json(path: Path, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
     """Read a JSON file with an object, or raise ModelFormatError."""
     try:
+        check_size(path, max_bytes)
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelFormatError(f"{path} cannot be read: {lfs_remedy(path) or error}") from error
