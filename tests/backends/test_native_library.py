@@ -32,6 +32,7 @@ if reasons := library.unsupported(CPU, torch.float32):
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Set an empty cache folder, and load libraries anew."""
     monkeypatch.setattr(library, "load", library.load.__wrapped__)
+    monkeypatch.setattr(library, "_failure", library._failure.__wrapped__)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "minisgl" / "native"
 
@@ -128,6 +129,17 @@ def test_a_failing_compiler_is_reported(text: str, tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("CC", program(tmp_path / "broken", text))
     assert str(tmp_path / "broken") in refused()
     assert ("no such thing" in text) == ("no such thing" in refused())
+
+
+def test_a_compiler_fails_once_per_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = tmp_path / "calls"
+    monkeypatch.setenv("CC", program(tmp_path / "broken", f'#!/bin/sh\necho "$*" >>{calls}\nexit 1\n'))
+    ask = ASK + "print(library.unsupported(torch.device('cpu'), torch.float32))"
+    printed = subprocess.run([sys.executable, "-c", ask], stdout=subprocess.PIPE, text=True, check=True).stdout
+    first, second = printed.splitlines()
+    assert first == second
+    assert "failed with exit status 1" in first
+    assert calls.read_text().count("ops.c") == 1
 
 
 def test_a_compiler_that_does_not_run_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,11 +113,18 @@ def unsupported(device: torch.device, dtype: torch.dtype) -> list[str]:
         return [f"it computes in bfloat16 or float32, not in {dtype_name(dtype)} (--dtype float32)"]
     if sys.platform != "linux":
         return [f"it supports Linux only, not {sys.platform}"]
+    failure = _failure(dtype)
+    return [failure] if failure else []
+
+
+@cache
+def _failure(dtype: torch.dtype) -> str:
+    """Return why the kernels cannot be loaded; empty if they can. Each quantized layer asks, and compilers take seconds to fail."""
     try:
         load(dtype)
     except NativeBuildError as error:
-        return [str(error)]
-    return []
+        return str(error)
+    return ""
 
 
 @cache
