@@ -119,7 +119,10 @@ def unsupported(device: torch.device, dtype: torch.dtype) -> list[str]:
 
 @cache
 def _failure(dtype: torch.dtype) -> str:
-    """Return why the kernels cannot be loaded; empty if they can. Each quantized layer asks, and compilers take seconds to fail."""
+    """Return why the kernels cannot be loaded; empty if they can.
+
+    A failure is cached, too: each layer of an int8 model asks, and a compiler may take seconds to fail.
+    """
     try:
         load(dtype)
     except NativeBuildError as error:
