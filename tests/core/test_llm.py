@@ -157,6 +157,15 @@ def test_outputs_of_one_prompt_are_adjacent(llm: LLM) -> None:
     assert [output.token_ids for output in again] == [output.token_ids for output in outputs[:3]]
 
 
+def test_a_prompt_is_tokenized_once_for_all_of_its_outputs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, texts = type(llm.tokenizer), []
+    tokenize = kind.__call__
+    monkeypatch.setattr(kind, "__call__", lambda self, text, **more: texts.append(text) or tokenize(self, text, **more))
+    sampling = SamplingParams(n=3, max_tokens=2, logit_bias={7: 100.0}, allowed_token_ids=[7, 8], ignore_eos=True)
+    assert [output.token_ids for output in llm.generate("w5 w6", sampling)] == [[7, 7]] * 3
+    assert texts == ["w5 w6"]
+
+
 @pytest.mark.parametrize("options", [{}, {"max_prefill_length": 3}, {"cache": "naive", "disable_overlap": False}])
 def test_logprobs_equal_transformers(options: dict[str, Any]) -> None:
     sampling = greedy(6, logprobs=5, prompt_logprobs=3)

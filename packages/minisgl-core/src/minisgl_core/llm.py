@@ -221,7 +221,8 @@ class LLM:
         work: list[Submit] = []
         for index, (prompt, each) in enumerate(zip(listed, params, strict=True)):
             try:
-                work += [self._checked(prompt, one) for one in each.split()]
+                submit = self._checked(prompt, each)
+                work += [msgspec.structs.replace(submit, sampling=one) for one in submit.sampling.split()]
             except MinisglError as error:
                 error.add_note(f"This is about prompt {index} of {len(listed)}, counted from 0.")
                 raise
