@@ -29,6 +29,8 @@ def run(fail):
         raise WorkerDiedError("the scheduler died: killed")
     if fail == "name":
         raise WorkerDiedError("the checkpoint has \\n\\x1b[31m\\ud800 \u00e9")
+    if fail == "long":
+        raise WorkerDiedError("x" * 10**6)
     print("ran")
 
 not_a_command = 3
@@ -63,6 +65,7 @@ def test_a_plugin_command_runs(site):
     [
         ("user", 2, "minisgl: --port=0 is not valid: must be at least 1.\n"),
         ("worker", 1, "minisgl: the scheduler died: killed\n"),
+        ("long", 1, f"minisgl: {'x' * 3997}...\n"),
         ("name", 1, "minisgl: the checkpoint has \\n\\x1b[31m\\ud800 é\n"),
     ],
 )

@@ -13,6 +13,7 @@ from click.shell_completion import CompletionItem
 from minisgl_core.errors import USER_ERRORS, MinisglError, ProviderLoadError
 from minisgl_core.plugins import remedies
 from minisgl_core.plugins.registry import Registry
+from minisgl_core.utils.exceptions import shortened
 from minisgl_core.utils.suggestions import did_you_mean
 
 KNOWN_COMMANDS = {
@@ -22,6 +23,8 @@ KNOWN_COMMANDS = {
     "plugins": "List and check the installed plugins, and create new ones.",
 }
 """Summaries of the project's commands, for a help text that imports none of them."""
+_MAX_MESSAGE = 4000
+"""Maximum number of characters of an error, which may quote a value of a checkpoint."""
 
 
 class MinisglGroup(click.Group):
@@ -74,7 +77,7 @@ class MinisglGroup(click.Group):
                 message = str(error)
                 if full:
                     message = f"{full.filename or 'the output'} cannot be written: the disk is full."
-                click.echo(f"minisgl: {_printable(message)}", err=True)
+                click.echo(f"minisgl: {_printable(shortened(message, _MAX_MESSAGE))}", err=True)
             sys.exit(2 if isinstance(error, USER_ERRORS) else 1)
 
 
