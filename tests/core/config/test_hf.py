@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from minisgl_core.config.hf import model_config
+from minisgl_core.config.keys import check_layer_counts
 from minisgl_core.errors import ModelFormatError
 
 LLAMA: dict[str, Any] = {
@@ -290,3 +291,11 @@ def test_invalid_config_values_are_named(changes: dict[str, Any], message: str) 
 def test_invalid_ids_in_the_generation_config_name_the_file() -> None:
     with pytest.raises(ModelFormatError, match=r"^generation_config: eos_token_id='</s>'"):
         model_config(LLAMA, {"eos_token_id": "</s>"})
+
+
+def test_numbers_of_layers_are_checked_in_nested_configs() -> None:
+    config: dict[str, Any] = {"n_layers": 1025}
+    for _ in range(2000):  # more than Python's recursion limit
+        config = {"num_layers": 1024, "text_config": config}
+    with pytest.raises(ModelFormatError, match="config: n_layers=1025 is not at most 1024"):
+        check_layer_counts(config)

@@ -264,12 +264,13 @@ def _moe(keys: Keys, num_layers: int, intermediate_size: int) -> MoeConfig | Non
     step, mlp_only = keys.positive_whole("decoder_sparse_step", 1), keys.get("mlp_only_layers", [])
     if not isinstance(mlp_only, (list, tuple)) or not all(is_number(each) for each in mlp_only):
         raise keys.error("mlp_only_layers", "is not a list of layers")
+    dense = frozenset(mlp_only)  # the list may be long
     return MoeConfig(
         num_experts=num_experts,
         top_k=top_k,
         intermediate_size=keys.positive_whole("moe_intermediate_size", intermediate_size),
         norm_topk_prob=keys.flag("norm_topk_prob"),
-        dense_layers=frozenset(i for i in range(num_layers) if i in mlp_only or (i + 1) % step),
+        dense_layers=frozenset(i for i in range(num_layers) if i in dense or (i + 1) % step),
         activation=str(keys.get("expert_activation", "silu")),
         has_bias=keys.flag("expert_bias"),
         swiglu_limit=keys.positive_or_none("expert_swiglu_limit"),

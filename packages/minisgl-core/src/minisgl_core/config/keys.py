@@ -115,8 +115,10 @@ def is_number(value: Any) -> bool:
 
 def check_layer_counts(raw: Mapping[str, Any]) -> None:
     """Refuse numbers of layers beyond `MAX_LAYERS`, also in the configs of a multimodal model."""
-    for key, value in raw.items():
-        if isinstance(value, Mapping):
-            check_layer_counts(value)
-        elif _LAYER_COUNT.fullmatch(key) and isinstance(value, (int, float)) and not value <= MAX_LAYERS:
-            raise Keys(raw).error(key, f"is not at most {MAX_LAYERS}")
+    configs = [raw]
+    for config in configs:  # without recursion, as a config may nest more deeply than Python's limit
+        for key, value in config.items():
+            if isinstance(value, Mapping):
+                configs.append(value)
+            elif _LAYER_COUNT.fullmatch(key) and isinstance(value, (int, float)) and not value <= MAX_LAYERS:
+                raise Keys(config).error(key, f"is not at most {MAX_LAYERS}")
