@@ -92,6 +92,7 @@ def test_values_follow_keywords_that_llguidance_misreads(schema: object, valid: 
     [
         ({"type": "string", "format": "iri"}, "Reason: Unknown format: iri"),  # JSON Schema defines it
         ({"enum": ["a", 2**53 + 1]}, "rounds integers beyond"),
+        ({"const": {"ids": [1, -(2**53) - 1]}}, "rounds integers beyond"),
         ({"oneOf": [{"minimum": 0}, {"maximum": 5}]}, "use anyOf"),
     ],
 )

@@ -5,7 +5,7 @@ The dialect is documented at https://github.com/guidance-ai/llguidance/blob/main
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from llguidance import regex_to_lark
@@ -223,9 +223,16 @@ def _adapt_keyword(name: str, value: Any) -> Any:
         return _NEGATED_CLASS.sub(lambda match: match[1] or r"[^\x01", value)
     if name in ("exclusiveMinimum", "exclusiveMaximum") and value == 0 and value is not False:
         return 1e-9 if name == "exclusiveMinimum" else -1e-9  # llguidance allows 0 between 0 and a number below 1
-    if name in ("const", "enum"):
-        for each in value if name == "enum" and isinstance(value, list) else [value]:
-            if isinstance(each, int) and abs(each) > 2**53:
-                raise ValueError(f"{name} has {each}, and llguidance rounds integers beyond 2**53; use strings")
+    if name in ("const", "enum") and (rounded := [each for each in _integers(value) if abs(each) > 2**53]):
+        raise ValueError(f"{name} has {rounded[0]}, and llguidance rounds integers beyond 2**53; use strings")
     is_literal = name in ("const", "enum", "default", "examples")
     return value if is_literal else _adapt(value, name in _SCHEMA_MAPS)
+
+
+def _integers(value: Any) -> Iterator[int]:
+    """Yield the integers in a JSON value, those in arrays and objects included."""
+    if isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _integers(each)
+    elif isinstance(value, int):
+        yield value
