@@ -138,11 +138,6 @@ class HandsOutItsArray(RadixPrefixCache):
         )
 
 
-class LosesPagesAtReset(RadixPrefixCache):
-    def reset(self) -> list[int]:
-        return list(super().reset())[:-1]
-
-
 class RefusesEmptyLocks(RadixPrefixCache):
     def lock(self, handle: Any) -> None:
         assert handle.namespace is None

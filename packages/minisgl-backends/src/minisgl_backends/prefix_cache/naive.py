@@ -1,7 +1,5 @@
 """Prefix cache that caches nothing: every prompt is computed from its first token."""
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from minisgl_core.contracts.prefix_cache import (
@@ -48,9 +46,6 @@ class NaivePrefixCache(PrefixCache):
     @property
     def num_locked(self) -> int:
         return 0
-
-    def reset(self) -> Sequence[int]:
-        return []
 
     def check(self) -> None:
         """Do nothing: there is no structure to verify."""

@@ -2,7 +2,7 @@
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import chain, takewhile
 
 import numpy as np
@@ -147,16 +147,6 @@ class RadixPrefixCache(PrefixCache):
             path = list(takewhile(lambda ancestor: ancestor not in selected, self._path_up(node)))
             selected.update(dict.fromkeys(path[::-1][: max_nodes - len(selected)]))
         return [node.describe() for node in selected]
-
-    def reset(self) -> Sequence[int]:
-        assert self._num_locked == 0, f"reset while {self._num_locked} pages are locked"
-        pages = [page for node in self._lru for page in node.pages.tolist()]
-        for node in self._lru:
-            node.parent = None
-        self._roots.clear()
-        self._lru.clear()
-        self._num_evictable = 0
-        return pages
 
     def check(self) -> None:
         """Verify the tree, the lock counts, the sizes and the order of eviction."""

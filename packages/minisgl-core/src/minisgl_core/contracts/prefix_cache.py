@@ -1,7 +1,6 @@
 """Contract of prefix caches, which map prefixes of prompts to KV pages."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -98,16 +97,16 @@ class PrefixCache(ABC):
     Prefixes in different namespaces are unrelated, even if their tokens are equal. Token ids go up to 2^31 - 1. Two prefixes
     are equal if all their tokens are equal, so a cache with hashes must compare the tokens too.
 
-    Pages enter and leave the cache only by `insert`, `evict` and `reset`, whose results report them. The hooks ``pages_cached``
-    and ``pages_evicted`` pass the results of the first two on.
+    Pages enter the cache only by `insert` and leave it only by `evict`, whose results report them. The hooks ``pages_cached``
+    and ``pages_evicted`` pass these results on.
 
     Only whole pages are cached. A page belongs to exactly one owner: the free list, a request or the cache. Insert moves pages
     from a request to the cache. Evict moves them from the cache to the caller, which frees them. A locked prefix is never
     evicted, and a page is never evicted before the pages that follow it in a prefix. All calls run on one thread, on the CPU,
     and never access the KV data.
 
-    A locked handle stays valid through all matches, insertions and evictions. Without a lock it is valid until the next `evict`
-    or `reset`. The handle of an empty prefix is always valid, and locking it has no effect.
+    A locked handle stays valid through all matches, insertions and evictions. Without a lock it is valid until the next
+    `evict`. The handle of an empty prefix is always valid, and locking it has no effect.
 
     Sizes are in pages. ``num_evictable + num_locked == num_pages`` always holds.
     """
@@ -185,10 +184,6 @@ class PrefixCache(ABC):
         their parents. The cost must not grow with the size of the cache. The default returns no nodes.
         """
         return []
-
-    @abstractmethod
-    def reset(self) -> Sequence[int]:
-        """Clear the cache and return the ids of all its pages. No page may be locked."""
 
     @abstractmethod
     def check(self) -> None:

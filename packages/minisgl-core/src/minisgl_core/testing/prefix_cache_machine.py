@@ -178,14 +178,6 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         # An eviction invalidates all handles that are not locked, except for those of the empty prefix.
         self.handles = [*self.locks, *((handle, prefix) for handle, prefix in self.handles if not prefix)]
 
-    @precondition(lambda self: len(self.cached) > 4 and not self.locked())
-    @rule()
-    def reset(self) -> None:
-        assert sorted(self.cache.reset()) == sorted(self.cached.values()), "reset returned other pages"
-        self.free += self.cached.values()
-        self.cached = {}
-        self.handles = [(handle, prefix) for handle, prefix in self.handles if not prefix]
-
     @invariant()
     def sizes_and_structure_are_right(self) -> None:
         """Sizes equal those of the dictionary, and `check` passes."""
@@ -227,4 +219,3 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.check_evicted(self.cache.evict(self.cache.num_evictable), len(self.cached))
         self.sizes_and_structure_are_right()
         assert not self.cached, "pages are left after evicting all"
-        assert not list(self.cache.reset()), "an empty cache returned pages"

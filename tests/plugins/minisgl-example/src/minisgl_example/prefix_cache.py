@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,13 +138,6 @@ class ExampleCache(PrefixCache):
     def num_locked(self) -> int:
         """Number of pages with a lock."""
         return self._num_locked
-
-    def reset(self) -> Sequence[int]:
-        """Remove all entries, and return their pages."""
-        assert self._num_locked == 0, "reset while a prefix is locked"
-        pages = [entry.page for entry in self._entries.values()]
-        self._entries.clear()
-        return pages
 
     def check(self) -> None:
         """Verify keys, links and counters."""
