@@ -27,6 +27,7 @@ from minisgl_core.scheduler.grammar_checker import GrammarChecker
 from minisgl_core.testing.grammar_kit import EOS, VOCAB_SIZE, byte_tokenizer
 from minisgl_server.parsing.argument_values import STRING, argument_types
 from minisgl_server.parsing.chat_format import ChatFormat
+from minisgl_server.parsing.tool_grammar import MAX_TOOLS
 from minisgl_server.parsing.xml_arguments_grammar import parameters_of
 
 SECTION = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
@@ -433,6 +434,20 @@ def test_schemas_that_the_format_cannot_enforce_are_refused(format: str, name: s
         assert raised.value.name == "tools[0].function.parameters"
     made = SimpleNamespace(chat_template="{{ messages }}", added_tokens_decoder={})
     assert ChatFormat(made, format, None).grammar(request({"f": schema}, strict="g"), "") is None
+
+
+@pytest.mark.parametrize("format", ["hermes", "llama3_json", "kimi_k2", "qwen3_coder"])
+def test_the_number_of_tools_to_enforce_is_limited(format: str) -> None:
+    """Tools whose calls the grammar does not constrain do not count, and their schemas are not checked."""
+    many = {f"f{number}": {"properties": {"a": TEXT}} for number in range(MAX_TOOLS + 1)}
+    for chat in (request(many), request(many, json={})):
+        with pytest.raises(InvalidValueError, match=f"{MAX_TOOLS + 1} tools.*at most {MAX_TOOLS} tools") as raised:
+            source_of(format, chat)
+        assert raised.value.name == "tools"
+    for chat in (request(many, named="f3"), request(many, strict="f3")):
+        assert [name for name, _ in source_of(format, chat).parts] == ["tools[3].function.parameters"]
+    del many["f1"]
+    assert len(source_of(format, request(many)).parts) == MAX_TOOLS
 
 
 class Compared(str):

@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, cast
 
 import llguidance
@@ -150,7 +151,7 @@ class LlguidanceGrammar(GrammarBackend):
         source = _source(kind, text, name, {}, {})
         if kind == "grammar":
             source = lark.without_tokens(source)
-        _matcher(llguidance.LLTokenizer("byte"), source, kind, text, name)
+        _matcher(_byte_tokenizer(), source, kind, text, name)
 
     def compile(self, kind: GrammarKind, text: str, name: str) -> LlguidanceState:
         before = time.thread_time()
@@ -202,6 +203,12 @@ def _translate(kind: GrammarKind, text: str, special: lark.SpecialTokens, non_eo
             return lark.tool_calls(_json(text), non_eos)
         case "structural_tag":
             return lark.structural_tag(StructuralTag.read(text), non_eos)
+
+
+@cache
+def _byte_tokenizer() -> llguidance.LLTokenizer:
+    """Return a tokenizer whose tokens are single bytes. It takes longer to make than a small grammar to compile."""
+    return llguidance.LLTokenizer("byte")
 
 
 def _matcher(

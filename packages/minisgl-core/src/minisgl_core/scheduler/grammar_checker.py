@@ -89,8 +89,10 @@ class GrammarChecker:
         if is_quick and verdict.exit_status == -signal.SIGPROF:
             raise QuickLimitError
         if verdict.exit_status:
-            allowed = _limit(verdict.exit_status)
-            raise InvalidValueError(source.name, source.text, allowed, "Ask for a simpler structure.")
+            given, remedy = source.text, "Ask for a simpler structure."
+            if source.kind == "tool_calls":  # the text is not the user's
+                given, remedy = "given", "Send fewer or simpler tools."
+            raise InvalidValueError(source.name, given, _limit(verdict.exit_status), remedy)
         if verdict.allowed:
             text = dict(source.parts).get(verdict.name, source.text)
             raise InvalidValueError(verdict.name, text, verdict.allowed, verdict.remedy)

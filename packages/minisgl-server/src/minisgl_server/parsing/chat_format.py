@@ -1,6 +1,5 @@
 """Chat format of a model: the template renders its prompts, and parsers split its outputs."""
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -212,15 +211,6 @@ class ChatFormat:
         """Return the token id of a tag, or None if it is not a single token."""
         token: int = self._tokenizer.convert_tokens_to_ids(tag)
         return token if self._tokenizer.decode([token]) == tag else None
-
-    @staticmethod
-    def argument_schemas(chat: Tokenize) -> list[tuple[str, str]]:
-        """Return the schemas of the arguments of a chat's tools, with their field names."""
-        tools = chat.tools.tools if chat.tools is not None else []
-        schemas = [(index, tool["function"].get("parameters")) for index, tool in enumerate(tools)]
-        return [
-            (f"tools[{index}].function.parameters", json.dumps(each)) for index, each in schemas if each is not None
-        ]
 
     def _parser_for_tools(self, name: str = "tools", value: str = "given") -> type[ToolParser]:
         if self._tool_parser is None:

@@ -1,7 +1,7 @@
 """Grammars of outputs with tool calls."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from minisgl_core.contracts.grammar import CallPart
@@ -13,6 +13,8 @@ from minisgl_server.parsing.tagged_tool_parser import TaggedToolParser
 from minisgl_server.parsing.tool_parser import ToolParser
 from minisgl_server.parsing.xml_arguments_grammar import MAX_PARAMETERS
 
+MAX_TOOLS = 256
+"""Maximum number of functions whose arguments a grammar constrains. Each schema takes about 1 ms of CPU time to check."""
 _JSON_KINDS = {"json_schema", "json_object"}
 _HARMONY = "tool calls in the format gpt_oss"
 
@@ -25,11 +27,12 @@ def required_grammar(parser: type[ToolParser], tools: ToolUse, structured: Gramm
             raise InvalidValueError(structured.name, structured.text, "a JSON schema if there are tools")
         otherwise = {"type": "object"} if structured.kind == "json_object" else _schema(structured)
     functions = [tool["function"] for tool in tools.offered if tools.named in (None, tool["function"]["name"])]
+    names = {function["name"] for function in functions}
     prefix, suffix, separator = parser.call_delimiters
     calls: list[list[CallPart]]
     if issubclass(parser, TaggedToolParser):
         begin, end = parser.section
-        after_trigger = _tagged_calls(parser, tools, {function["name"] for function in functions})
+        after_trigger = _tagged_calls(parser, tools, names)
         calls = [[prefix + trigger, *parts, suffix] for trigger, parts in after_trigger]
     else:
         begin = end = ""
@@ -43,7 +46,7 @@ def required_grammar(parser: type[ToolParser], tools: ToolUse, structured: Gramm
         "max_calls": None if tools.parallel else 1,
         "otherwise": otherwise,
     }
-    return GrammarSource("tool_calls", json.dumps(grammar), "tools" if structured is None else structured.name)
+    return _source(grammar, tools, names, "tools" if structured is None else structured.name)
 
 
 def strict_grammar(parser: type[ToolParser], tools: ToolUse) -> GrammarSource:
@@ -67,7 +70,24 @@ def strict_grammar(parser: type[ToolParser], tools: ToolUse) -> GrammarSource:
                     name = trigger.replace("NAME", function["name"])
                     begin = begin.replace("NAME", function["name"]).removeprefix(name)
                     triggers.setdefault(name, []).append([begin, {"schema": schema}, end])
-    return GrammarSource("tool_calls", json.dumps({"triggers": triggers}), "tools")
+    return _source({"triggers": triggers}, tools, strict_names, "tools")
+
+
+def _source(grammar: dict[str, Any], tools: ToolUse, names: Collection[str], field: str) -> GrammarSource:
+    """Return a grammar that constrains the arguments of the functions `names`; errors refer to it by `field`."""
+    if len(names) > MAX_TOOLS:
+        allowed = (
+            f"at most {MAX_TOOLS} tools if they are strict, or tool_choice or structured output constrains their calls"
+        )
+        raise InvalidValueError("tools", f"{len(names)} tools", allowed)
+    functions = enumerate(tool["function"] for tool in tools.tools)
+    schemas = [
+        (f"tools[{index}].function.parameters", each.get("parameters"))
+        for index, each in functions
+        if each["name"] in names
+    ]
+    parts = tuple((name, json.dumps(schema)) for name, schema in schemas if schema is not None)
+    return GrammarSource("tool_calls", json.dumps(grammar), field, parts=parts)
 
 
 def refuse_constraints(tools: ToolUse, structured: GrammarSource | None) -> None:

@@ -4,8 +4,6 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-import msgspec
-
 from minisgl_core.contracts.structured_outputs import GrammarSource
 from minisgl_core.errors import ContextLengthError, InvalidValueError, PluginError
 from minisgl_core.plugins.registry import Registry
@@ -130,8 +128,6 @@ class PromptEncoder:
                 self._registry.load("grammar", self._info.grammar)
             except PluginError as error:
                 raise InvalidValueError(source.name, source.text, "left out by this server", str(error)) from None
-            if source.kind == "tool_calls":
-                source = msgspec.structs.replace(source, parts=tuple(self._chat_format.argument_schemas(message)))
             source.check_size()
         return source
 
