@@ -357,9 +357,6 @@ class FailsAtTheThirdToken(GrammarState):
         self.num_accepted += 1
         return True
 
-    def rollback(self, num_tokens: int) -> None:
-        self.num_accepted -= num_tokens
-
     def copy(self) -> FailsAtTheThirdToken:
         return copy.copy(self)
 

@@ -64,12 +64,6 @@ class StumblesOverRefusedTokens(_Of):
             return self.matcher.consume_token(token_id)
 
 
-class RollsBackOneTooFew(_Of):
-    class state(LlguidanceState):
-        def rollback(self, num_tokens: int) -> None:
-            super().rollback(num_tokens - 1)
-
-
 class SharesItsMatcher(_Of):
     class state(LlguidanceState):
         def copy(self) -> LlguidanceState:

@@ -50,12 +50,12 @@ class LlguidanceState(GrammarState):
     The outputs of a grammar share a lexer, whose number of states only grows. When it has too many, they go on with new lexers.
     """
 
-    __slots__ = ("_grammar", "_next_recompilation", "_num_ends", "_shared", "_token_ids", "matcher")
+    __slots__ = ("_grammar", "_next_recompilation", "_shared", "_token_ids", "matcher")
 
     def __init__(self, grammar: "LlguidanceGrammar", matcher: llguidance.LLMatcher, shared: _SharedLexer) -> None:
         self._grammar, self.matcher, self._shared = grammar, matcher, shared
         self._token_ids: list[int] = []
-        self._num_ends = self._next_recompilation = 0
+        self._next_recompilation = 0
 
     def fill_mask(self, mask: Masks) -> None:
         width = self._grammar.matcher_width
@@ -69,9 +69,7 @@ class LlguidanceState(GrammarState):
 
     def accept(self, token_id: int) -> bool:
         if self.matcher.is_stopped() and not self.matcher.is_error():
-            is_end = token_id in self._grammar.eos_token_ids
-            self._num_ends += is_end
-            return is_end
+            return token_id in self._grammar.eos_token_ids
         is_accepted: bool = self.matcher.try_consume_tokens([token_id]) == 1
         if not is_accepted:
             self.matcher.compute_bitmask()  # it reports the error of a lexer that another output has used up
@@ -93,17 +91,10 @@ class LlguidanceState(GrammarState):
         self.matcher, self._shared.matcher = matcher, start
         return True
 
-    def rollback(self, num_tokens: int) -> None:
-        num_ends = min(num_tokens, self._num_ends)
-        self._num_ends -= num_ends
-        if num_tokens > num_ends:
-            self.matcher.rollback(num_tokens - num_ends)
-            del self._token_ids[num_ends - num_tokens :]
-
     def copy(self) -> "LlguidanceState":
         matcher = self.matcher if self._token_ids else self._shared.matcher
         state = LlguidanceState(self._grammar, matcher.deep_copy(), self._shared)
-        state._token_ids, state._num_ends = self._token_ids.copy(), self._num_ends
+        state._token_ids = self._token_ids.copy()
         return state
 
     @property

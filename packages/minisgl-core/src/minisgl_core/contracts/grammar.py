@@ -125,10 +125,6 @@ class GrammarState(ABC):
         """
 
     @abstractmethod
-    def rollback(self, num_tokens: int) -> None:
-        """Undo the last `num_tokens` accepted tokens."""
-
-    @abstractmethod
     def copy(self) -> Self:
         """Return an independent copy of this state. Other threads may use other copies at the same time."""
 

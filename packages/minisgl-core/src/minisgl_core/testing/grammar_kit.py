@@ -268,20 +268,6 @@ class GrammarTests:
         assert num_ended >= 5
 
     @pytest.mark.parametrize("name", list(CASES))
-    def test_rollback(self, name: str) -> None:
-        """States can be rolled back from each position to each earlier one, also from the end."""
-        tokens = [*_encode(CASES[name].valid[0]), EOS[1]]
-        state, masks = self.make(name), []
-        for token in tokens:
-            masks.append(_mask(state))
-            assert state.accept(token)
-        for back in range(1, len(tokens) + 1):
-            state.rollback(back)
-            assert np.array_equal(_mask(state), masks[len(tokens) - back])
-            for token in tokens[len(tokens) - back :]:
-                assert state.accept(token)
-
-    @pytest.mark.parametrize("name", list(CASES))
     def test_copies_are_independent(self, name: str) -> None:
         tokens = _encode(CASES[name].valid[0])
         state = self.make(name)
