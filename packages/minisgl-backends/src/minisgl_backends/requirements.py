@@ -7,9 +7,11 @@ the result of `gpu_missing` is truthy if the GPU is missing.
 import importlib
 import importlib.util
 import os
+from collections.abc import Sequence
 
 import torch
 
+from minisgl_core.utils.dtypes import dtype_name
 from minisgl_core.utils.exceptions import one_line_with_type
 
 
@@ -40,6 +42,19 @@ def triton_missing() -> list[str]:
 def is_interpreted() -> bool:
     """Return True if Triton's interpreter runs the kernels, on any device, which is slow and meant for tests."""
     return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def triton_unsupported(device: torch.device) -> list[str]:
+    """Return why Triton kernels cannot run: triton is missing, or a GPU, which Triton's interpreter does not need."""
+    return [*triton_missing(), *([] if device.type == "cpu" and is_interpreted() else gpu_missing(device))]
+
+
+def dtype_unsupported(dtype: torch.dtype, allowed: Sequence[torch.dtype]) -> list[str]:
+    """Return why the model's dtype is not one of `allowed`."""
+    if dtype in allowed:
+        return []
+    names = [dtype_name(each) for each in allowed]
+    return [f"it computes in {' or '.join(names)}, not {dtype_name(dtype)} (--dtype {names[0]})"]
 
 
 def gpu_missing(device: torch.device, min_capability: tuple[int, int] = (8, 0)) -> list[str]:

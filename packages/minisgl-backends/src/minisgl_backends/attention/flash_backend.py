@@ -6,8 +6,8 @@ import torch
 
 from minisgl_backends.attention.batch_page_table import AttentionMetadata, BatchPageTableAttention
 from minisgl_backends.attention.flash_versions import VERSIONS, FlashVersion
-from minisgl_backends.attention.requirements import dtypes_unsupported, head_dim_unsupported
-from minisgl_backends.requirements import gpu_missing
+from minisgl_backends.attention.requirements import head_dim_unsupported
+from minisgl_backends.requirements import dtype_unsupported, gpu_missing
 from minisgl_core.contracts.attention import AttentionSpec
 from minisgl_core.contracts.kv_cache import KVPages
 
@@ -30,7 +30,7 @@ class FlashAttention(BatchPageTableAttention):
         reasons = [
             *super().unsupported(spec),
             *gpu_missing(spec.device),
-            *dtypes_unsupported(spec, _DTYPES),
+            *dtype_unsupported(spec.dtype, _DTYPES),
             *head_dim_unsupported(spec, _HEAD_DIMS),
         ]
         return reasons or cls._select(spec)[1]

@@ -16,8 +16,8 @@ import torch
 
 from minisgl_backends.attention.flashinfer_build import compile_prefill, flashinfer_broken, is_compiled
 from minisgl_backends.attention.fused_store import FusedStoreAttention
-from minisgl_backends.attention.requirements import dtypes_unsupported, fp8_conversion_missing, head_dim_unsupported
-from minisgl_backends.requirements import gpu_missing, package_missing
+from minisgl_backends.attention.requirements import fp8_conversion_missing, head_dim_unsupported
+from minisgl_backends.requirements import dtype_unsupported, gpu_missing, package_missing
 from minisgl_core.contracts.attention import AttentionBatch, AttentionCapabilities, AttentionLayer, AttentionSpec
 from minisgl_core.contracts.kv_cache import KVPages
 
@@ -55,7 +55,7 @@ class FlashInferAttention(FusedStoreAttention):
             *super().unsupported(spec),
             *package_missing("flashinfer", "minisgl-backends[fi]"),
             *gpu_missing(spec.device),
-            *dtypes_unsupported(spec, _DTYPES),
+            *dtype_unsupported(spec.dtype, _DTYPES),
             *fp8_conversion_missing(spec),
             *head_dim_unsupported(spec, _HEAD_DIMS),
         ]

@@ -2,20 +2,9 @@
 
 from collections.abc import Sequence
 
-import torch
-
 from minisgl_backends.requirements import capability_missing
 from minisgl_core.contracts.attention import AttentionSpec
-from minisgl_core.utils.dtypes import dtype_name
 from minisgl_core.utils.fp8 import FP8
-
-
-def dtypes_unsupported(spec: AttentionSpec, allowed: Sequence[torch.dtype]) -> list[str]:
-    """Return why the model's dtype is not one of `allowed`."""
-    if spec.dtype in allowed:
-        return []
-    names = [dtype_name(each) for each in allowed]
-    return [f"it computes in {' or '.join(names)}, not {dtype_name(spec.dtype)} (--dtype {names[0]})"]
 
 
 def fp8_conversion_missing(spec: AttentionSpec) -> list[str]:

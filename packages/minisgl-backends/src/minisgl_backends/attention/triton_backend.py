@@ -9,9 +9,9 @@ import torch
 
 from minisgl_backends.attention.fused_store import FusedStoreAttention
 from minisgl_backends.attention.groups import query_tiles
-from minisgl_backends.attention.requirements import dtypes_unsupported, fp8_conversion_missing, head_dim_unsupported
+from minisgl_backends.attention.requirements import fp8_conversion_missing, head_dim_unsupported
 from minisgl_backends.kernels.decode_tile import decode_tile
-from minisgl_backends.requirements import gpu_missing, is_interpreted, triton_missing
+from minisgl_backends.requirements import dtype_unsupported, triton_unsupported
 from minisgl_core.contracts.attention import AttentionBatch, AttentionCapabilities, AttentionLayer, AttentionSpec
 from minisgl_core.contracts.kv_cache import KVPages
 
@@ -62,12 +62,10 @@ class TritonAttention(FusedStoreAttention):
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> list[str]:
         """Name a missing triton or GPU, and an unsupported dtype or head dimension. triton is not imported."""
-        needs_gpu = spec.device.type != "cpu" or not is_interpreted()
         return [
             *super().unsupported(spec),
-            *triton_missing(),
-            *(gpu_missing(spec.device) if needs_gpu else []),
-            *dtypes_unsupported(spec, _DTYPES),
+            *triton_unsupported(spec.device),
+            *dtype_unsupported(spec.dtype, _DTYPES),
             *fp8_conversion_missing(spec),
             *head_dim_unsupported(spec, cls.head_dims),
         ]

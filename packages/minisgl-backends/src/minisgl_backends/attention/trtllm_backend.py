@@ -4,8 +4,8 @@ import torch
 
 from minisgl_backends.attention.batch_page_table import AttentionMetadata, BatchPageTableAttention
 from minisgl_backends.attention.flashinfer_build import flashinfer_broken
-from minisgl_backends.attention.requirements import dtypes_unsupported, head_dim_unsupported
-from minisgl_backends.requirements import gpu_missing, package_missing
+from minisgl_backends.attention.requirements import head_dim_unsupported
+from minisgl_backends.requirements import dtype_unsupported, gpu_missing, package_missing
 from minisgl_core.contracts.attention import AttentionSpec
 from minisgl_core.contracts.kv_cache import KVPages
 
@@ -28,7 +28,7 @@ class TrtllmAttention(BatchPageTableAttention):
         if spec.page_size not in _PAGE_SIZES:
             sizes = ", ".join(map(str, _PAGE_SIZES))
             reasons.append(f"it supports pages of {sizes} tokens, not of {spec.page_size} (--page-size 64)")
-        reasons += [*dtypes_unsupported(spec, _DTYPES), *head_dim_unsupported(spec, _HEAD_DIMS)]
+        reasons += [*dtype_unsupported(spec.dtype, _DTYPES), *head_dim_unsupported(spec, _HEAD_DIMS)]
         return [*super().unsupported(spec), *reasons] or flashinfer_broken()
 
     def __init__(self, spec: AttentionSpec, pool: KVPages, page_table: torch.Tensor) -> None:

@@ -3,8 +3,7 @@
 import torch
 
 from minisgl_backends.cuda.compiler import load_nvrtc
-from minisgl_backends.requirements import gpu_missing
-from minisgl_core.utils.dtypes import dtype_name
+from minisgl_backends.requirements import dtype_unsupported, gpu_missing
 
 
 def hopper_missing(device: torch.device, dtype: torch.dtype) -> list[str]:
@@ -17,8 +16,7 @@ def hopper_missing(device: torch.device, dtype: torch.dtype) -> list[str]:
     major, minor = torch.cuda.get_device_capability(device)
     if major != 9:
         reasons.append(f"it needs a Hopper GPU (compute capability 9.0), and this GPU has {major}.{minor}")
-    if dtype != torch.bfloat16:
-        reasons.append(f"it computes in bfloat16, not in {dtype_name(dtype)} (--dtype bfloat16)")
+    reasons += dtype_unsupported(dtype, (torch.bfloat16,))
     try:
         load_nvrtc()
     except OSError as error:

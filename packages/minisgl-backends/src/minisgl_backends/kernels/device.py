@@ -4,8 +4,7 @@ from functools import cache
 
 import torch
 
-from minisgl_backends.requirements import capability_missing, triton_missing
-from minisgl_core.utils.dtypes import dtype_name
+from minisgl_backends.requirements import dtype_unsupported, triton_unsupported
 
 
 @cache
@@ -28,10 +27,4 @@ def has_dependent_launch(device: torch.device) -> bool:
 
 def packed_gemm_unsupported(device: torch.device, dtype: torch.dtype) -> list[str]:
     """Return why the kernels of `minisgl_backends.kernels.packed_gemm` cannot run on a GPU, one sentence each."""
-    if reasons := triton_missing():
-        return reasons
-    reasons = capability_missing(device, (8, 0))
-    # Without a GPU, other checks complain, and the dtype may be that of a CPU's model.
-    if torch.cuda.is_available() and dtype not in (torch.bfloat16, torch.float16):
-        reasons.append(f"its kernels compute in bfloat16 or float16, not {dtype_name(dtype)} (--dtype bfloat16)")
-    return reasons
+    return triton_unsupported(device) or dtype_unsupported(dtype, (torch.bfloat16, torch.float16))

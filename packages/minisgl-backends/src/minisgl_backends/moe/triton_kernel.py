@@ -3,9 +3,8 @@
 import torch
 
 from minisgl_backends.moe.tiles import choose_block_size, choose_tiles
-from minisgl_backends.requirements import capability_missing, is_interpreted, triton_missing
+from minisgl_backends.requirements import capability_missing, dtype_unsupported, triton_unsupported
 from minisgl_core.contracts.moe import MXFP4, UINT4, ExpertWeights, MoeCapabilities, MoeKernel, MoeSpec
-from minisgl_core.utils.dtypes import dtype_name
 from minisgl_core.utils.fp8 import FP8
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -28,11 +27,11 @@ class TritonMoe(MoeKernel):
     @classmethod
     def unsupported(cls, spec: MoeSpec) -> list[str]:
         """Check for triton, a GPU and the dtypes, without importing triton."""
-        reasons = [*super().unsupported(spec), *triton_missing(), *capability_missing(spec.device, (8, 0))]
-        if spec.device.type != "cuda" and not is_interpreted():
-            reasons.append(f"it needs a CUDA device, not {spec.device.type}, or TRITON_INTERPRET=1 to try it slowly")
-        if spec.dtype not in _DTYPES:
-            reasons.append(f"it computes in bfloat16, float16 or float32, not {dtype_name(spec.dtype)}")
+        reasons = [
+            *super().unsupported(spec),
+            *triton_unsupported(spec.device),
+            *dtype_unsupported(spec.dtype, _DTYPES),
+        ]
         if spec.weight_dtype == FP8:
             reasons += capability_missing(spec.device, (8, 9), "a float8 matmul")
         return reasons

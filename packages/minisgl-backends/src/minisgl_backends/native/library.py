@@ -18,16 +18,16 @@ from typing import Any
 import torch
 
 from minisgl_backends.build_cache import cache_dir, is_cached, store
+from minisgl_backends.requirements import dtype_unsupported
 from minisgl_core.errors import MinisglError
 from minisgl_core.platforms.cpu_graphs import call
-from minisgl_core.utils.dtypes import dtype_name
 from minisgl_core.utils.progress import progress_bar
 
 _LOG = logging.getLogger(__name__)
 _SOURCES = (
     "common.h", "tiles.h", "ops.c", "decode.c", "prefill.c", "bf16_gemm.c", "packed.h", "repack.c", "packed_gemm.c", "sequence.c",
 )  # fmt: skip
-_DEFINES = {torch.bfloat16: ["-DBF16"], torch.float32: []}
+_DEFINES = {torch.float32: [], torch.bfloat16: ["-DBF16"]}
 _FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared"]
 _TYPES: dict[str, type[ctypes.c_void_p | ctypes.c_int64 | ctypes.c_float]] = {
     "p": ctypes.c_void_p,
@@ -109,8 +109,8 @@ def unsupported(device: torch.device, dtype: torch.dtype) -> list[str]:
     """Return why the kernels cannot run. To find out, they are compiled if the cache does not have them."""
     if device.type != "cpu":
         return [f"the native kernels run on CPUs, not on {device.type}"]
-    if dtype not in _DEFINES:
-        return [f"it computes in bfloat16 or float32, not in {dtype_name(dtype)} (--dtype float32)"]
+    if reasons := dtype_unsupported(dtype, tuple(_DEFINES)):
+        return reasons
     if sys.platform != "linux":
         return [f"it supports Linux only, not {sys.platform}"]
     failure = _failure(dtype)

@@ -9,11 +9,11 @@ import psutil
 import torch
 import torch.nn.functional as F
 
+from minisgl_backends.requirements import dtype_unsupported
 from minisgl_core.contracts.ops import LinearOp, LinearOps, NormOps, Rope, RotaryOps, SamplingOps
 from minisgl_core.platforms.cpu_graphs import call
-from minisgl_core.utils.dtypes import dtype_name
 
-_DTYPES = (torch.bfloat16, torch.float32)
+_DTYPES = (torch.float32, torch.bfloat16)
 _PACK_ROWS = 16
 """Rows of x that the packed layout is chosen for. GEMMs with other numbers of rows use the same layout."""
 _MAX_PLAIN_BYTES = psutil.virtual_memory().total // 10
@@ -71,9 +71,8 @@ class OneDnnOps(LinearOps, NormOps, RotaryOps, SamplingOps):
             reasons.append(f"oneDNN is for CPUs, not for {device.type}")
         if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
             reasons.append("this build of torch has no oneDNN")
-        if dtype not in _DTYPES:
-            reasons.append(f"it computes in bfloat16 or float32, not in {dtype_name(dtype)} (--dtype float32)")
-        elif not _onednn_supports(dtype):
+        reasons += dtype_unsupported(dtype, _DTYPES)
+        if not _onednn_supports(dtype):
             reasons.append("oneDNN has no bfloat16 on this processor (--dtype float32)")
         return reasons
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from minisgl_backends.requirements import capability_missing, is_interpreted, triton_missing
+from minisgl_backends.requirements import triton_unsupported
 from minisgl_core.contracts.ops import OpsProvider
 
 
@@ -15,10 +15,7 @@ class TritonProvider(OpsProvider):
 
     @classmethod
     def unsupported(cls, device: torch.device, dtype: torch.dtype) -> list[str]:
-        reasons = [*triton_missing(), *capability_missing(device, (8, 0))]
-        if device.type != "cuda" and not is_interpreted():
-            reasons.append(f"Triton kernels run on NVIDIA GPUs, not on {device.type}")
-        return reasons
+        return triton_unsupported(device)
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(device, dtype)

@@ -11,7 +11,7 @@ from minisgl_backends.quantization.requirements import (
     stored_quantization,
     wrong_weights_message,
 )
-from minisgl_backends.requirements import capability_missing
+from minisgl_backends.requirements import capability_missing, dtype_unsupported
 from minisgl_core.contracts.checkpoint_quantization import block_shape
 from minisgl_core.contracts.layer_methods import (
     ExpertsMethod,
@@ -25,7 +25,6 @@ from minisgl_core.contracts.layer_methods import (
 from minisgl_core.contracts.moe import MoeKernel
 from minisgl_core.contracts.ops import LinearOp, LinearOps, Ops
 from minisgl_core.contracts.quantization import Quantization, QuantizationSpec
-from minisgl_core.utils.dtypes import dtype_name
 from minisgl_core.utils.fp8 import FP8
 
 logger = logging.getLogger(__name__)
@@ -52,8 +51,7 @@ class Fp8(Quantization):
             reasons.append(wrong_weights_message(stored, "float8", supported))
         if spec.device.type == "cuda" and torch.cuda.is_available():
             reasons += capability_missing(spec.device, (8, 9), "a float8 matmul")
-            if spec.dtype != torch.bfloat16:
-                reasons.append(f"its matmuls return bfloat16, not {dtype_name(spec.dtype)} (--dtype bfloat16)")
+            reasons += dtype_unsupported(spec.dtype, (torch.bfloat16,))
         return reasons
 
     def linear(self, spec: LinearSpec) -> LinearMethod:

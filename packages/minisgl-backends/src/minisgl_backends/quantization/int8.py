@@ -9,7 +9,7 @@ from minisgl_backends.quantization.fp8_checkpoint import CheckpointLinear
 from minisgl_backends.quantization.gguf_cpu import CpuLinearMethod
 from minisgl_backends.quantization.gguf_types import TYPES
 from minisgl_backends.quantization.requirements import stored_quantization, wrong_weights_message
-from minisgl_backends.requirements import capability_missing, triton_missing
+from minisgl_backends.requirements import triton_unsupported
 from minisgl_core.contracts.checkpoint_quantization import is_int8
 from minisgl_core.contracts.layer import Targets
 from minisgl_core.contracts.layer_methods import LinearMethod, LinearPart, LinearSpec, PlainLinear
@@ -47,7 +47,7 @@ class Int8(Quantization):
         if spec.num_experts:
             reasons.append("it does not support experts")
         if spec.device.type == "cuda":
-            reasons += [*triton_missing(), *capability_missing(spec.device, (8, 0))]
+            reasons += triton_unsupported(spec.device)
         return reasons
 
     def linear(self, spec: LinearSpec) -> LinearMethod:
