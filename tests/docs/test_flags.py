@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import cli_reference
+from minisgl_core.utils.suggestions import OTHER_NAMES
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted(set((ROOT / "docs").rglob("*.md")) - {ROOT / "docs/renames.md"})]
@@ -16,12 +17,12 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*(?![\w-])")
 OF_OTHERS = {
     "--enable-cache-report",
     "--enable-prompt-tokens-details",
-    "--max-model-len",
     "--no-deps",
     "--tmpfs",
     "--ulimit",
 }
-"""Flags of Docker, SGLang, vLLM and pip that the pages name outside of a command."""
+"""Flags of Docker, SGLang, vLLM and pip that the pages name outside of a command and of the table of such flags."""
+OF_ENGINES = {f"--{name.replace('_', '-')}" for names in OTHER_NAMES.values() for name in names.split()}
 COMMANDS = {
     words: {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)} | {"--help"}
     for words, command in cli_reference.commands()
@@ -36,7 +37,7 @@ def unknown_flags(text: str) -> Iterator[tuple[str, str]]:
         code = " ".join(span.split())
         words = max((each for each in COMMANDS if f"{code} ".startswith(f"{each} ")), key=len, default="")
         if words in ("", "minisgl"):  # a flag alone, or a command of a plugin
-            known = set().union(*COMMANDS.values()) | OF_SCRIPTS | OF_OTHERS
+            known = set().union(*COMMANDS.values()) | OF_SCRIPTS | OF_OTHERS | OF_ENGINES
             flags = FLAG.findall(code) if code.startswith("--") else []
         else:
             known, flags = COMMANDS[words], FLAG.findall(code)
@@ -46,6 +47,17 @@ def unknown_flags(text: str) -> Iterator[tuple[str, str]]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_flags_exist(page: Path) -> None:
     assert list(unknown_flags(page.read_text())) == []
+
+
+def test_the_table_of_flags_of_other_engines_is_complete() -> None:
+    table = (ROOT / "docs/cli.md").read_text().split("<!-- test: other flags -->")[1].split("\n\n")[0]
+    shown = {}
+    for row in table.splitlines()[3:]:
+        here, *others = (each.removeprefix("--").replace("-", "_") for each in FLAG.findall(row))
+        shown[here] = sorted(set(others))
+    flags = {name: f"--{name.replace('_', '-')}" for name in OTHER_NAMES}
+    known = {name for name, flag in flags.items() if flag in COMMANDS["minisgl launch"]}
+    assert shown == {name: sorted(OTHER_NAMES[name].split()) for name in known}
 
 
 @pytest.mark.parametrize(

@@ -92,8 +92,9 @@ def test_a_command_that_does_not_load_is_named(site, value, reason):
     assert "Traceback" not in result.error
 
 
-def test_an_unknown_command_is_refused_with_a_close_match(site):
-    result = site.run("lanch")
+@pytest.mark.parametrize("name", ["lanch", "serve"])
+def test_an_unknown_command_is_refused_with_a_similar_one(site, name):
+    result = site.run(name)
     assert result.status == 2
     assert "Did you mean 'launch'?" in result.error
 

@@ -26,6 +26,8 @@ def test_with_flat_leaves_the_rest_alone():
 def test_an_unknown_option_names_a_close_one():
     with pytest.raises(InvalidValueError, match=r"page_sise=1 .*Did you mean 'page_size'\?"):
         EngineConfig.from_flat(page_sise=1)
+    with pytest.raises(InvalidValueError, match=r"tensor_parallel_size=2 .*Did you mean 'tp'\?"):
+        EngineConfig.from_flat(tensor_parallel_size=2)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ import pytest
 from pydantic import BaseModel, TypeAdapter, ValidationError, create_model
 
 from minisgl_server.api.errors import invalid_fields
-from minisgl_server.api.openai.schemas import CompletionRequest
-from minisgl_server.api.openai_responses.schemas import RetrieveQuery
-from minisgl_server.api.strict_model import ByType
+from minisgl_server.api.generate import GenerateRequest
+from minisgl_server.api.openai.schemas import ChatRequest, CompletionRequest
+from minisgl_server.api.openai_responses.schemas import ResponsesRequest, RetrieveQuery
+from minisgl_server.api.strict_model import ByType, StrictModel
 
 
 def model_of(kind: Any, default: Any = ...) -> type[BaseModel]:
@@ -57,6 +58,35 @@ def test_an_unknown_field_is_refused_with_a_similar_name_or_a_reason(fields: dic
     with pytest.raises(ValidationError) as caught:
         CompletionRequest.model_validate({"prompt": "a", **fields})
     assert invalid_fields(caught.value.errors()).message.endswith(f" is not supported.{remedy}")
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "hint"),
+    [
+        (ResponsesRequest, "max_tokens", "max_output_tokens"),
+        (ResponsesRequest, "messages", "input"),
+        (ChatRequest, "input", "messages"),
+        (ChatRequest, "prompt", "messages"),
+        (ChatRequest, "no_stop_trim", "include_stop_str_in_output"),
+        (CompletionRequest, "messages", "prompt"),
+        (CompletionRequest, "max_completion_tokens", "max_tokens"),
+        (GenerateRequest, "temperature", "sampling_params"),
+    ],
+)
+def test_names_of_other_endpoints_are_refused_with_the_name_here(
+    model: type[StrictModel], name: str, hint: str
+) -> None:
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate({name: 1})
+    assert (
+        invalid_fields(caught.value.errors()).message == f"The field {name!r} is not supported. Did you mean {hint!r}?"
+    )
+
+
+def test_fields_of_sampling_params_have_reasons() -> None:
+    with pytest.raises(ValidationError) as caught:
+        GenerateRequest.model_validate({"text": "a", "sampling_params": {"stop_regex": "a"}})
+    assert "Only strings (stop)" in invalid_fields(caught.value.errors()).message
 
 
 def test_an_unknown_query_parameter_is_refused() -> None:

@@ -14,7 +14,7 @@ from minisgl_core.errors import USER_ERRORS, MinisglError, ProviderLoadError
 from minisgl_core.plugins import remedies
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.utils.exceptions import shortened
-from minisgl_core.utils.suggestions import did_you_mean
+from minisgl_core.utils.suggestions import did_you_mean, other_name
 
 KNOWN_COMMANDS = {
     "launch": "Serve a model over an OpenAI-compatible API.",
@@ -55,6 +55,17 @@ class MinisglGroup(click.Group):
         names = [name for name in self.list_commands(ctx) if name.startswith(incomplete)]
         commands = [CompletionItem(name, help=_summary(_registry(ctx), name)) for name in names]
         return [*commands, *click.Command.shell_complete(self, ctx, incomplete)]
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command. For an unknown option of vLLM or SGLang, the error names the one that has its meaning."""
+        try:
+            return super().invoke(ctx)
+        except click.NoSuchOption as error:
+            flags = {param.name or "": param.opts[0] for param in error.ctx.command.params} if error.ctx else {}
+            if name := other_name(error.option_name.lstrip("-").replace("-", "_"), flags):
+                text = f"No such option {error.option_name!r}. Did you mean {flags[name]!r}?"
+                raise click.UsageError(text, error.ctx) from None
+            raise
 
     def main(self, *args: Any, **extra: Any) -> Any:
         """Run a command. A `MinisglError` becomes one line on standard error, or its traceback if MINISGL_DEBUG is 1.

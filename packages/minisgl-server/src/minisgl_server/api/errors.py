@@ -190,7 +190,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
 def _reason(param: str | None) -> str:
     """Return a space and the reason why a field or part is not supported, or an empty text."""
-    names = re.split(r"[.[]", param or "")
+    names = re.split(r"[.[]", (param or "").removeprefix("sampling_params."))
     reason = UNSUPPORTED_PARTS.get(names[-1]) or UNSUPPORTED_REASONS.get(names[0])
     return f" {reason}" if reason else ""
 

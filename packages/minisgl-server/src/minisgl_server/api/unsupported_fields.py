@@ -2,18 +2,23 @@
 
 _TEXT_ONLY = "The served models read and write text only."
 _NO_BEAM_SEARCH = "Beam search is not supported; use n for several outputs."
+_NO_CODE = "Requests cannot carry code; use logit_bias, allowed_token_ids, bad_words or structured_outputs."
 
 UNSUPPORTED_REASONS = {
     "audio": _TEXT_ONLY,
     "best_of": "All outputs are returned; use n for several.",
     "chat_template": "Launch the server with --trust-request-chat-template to render chat templates of requests.",
+    "custom_logit_processor": _NO_CODE,
     "detokenize": "Outputs are always detokenized; return_token_ids also returns their token ids.",
     "early_stopping": _NO_BEAM_SEARCH,
     "function_call": "It is deprecated; send tool_choice.",
     "functions": "It is deprecated; send tools.",
+    "image_data": _TEXT_ONLY,
+    "input_embeds": "Prompts are texts or token ids.",
     "kv_transfer_params": "KV cache transfer between servers is not supported.",
     "length_penalty": _NO_BEAM_SEARCH,
-    "logits_processors": "Requests cannot carry code; use logit_bias, allowed_token_ids, bad_words or structured_outputs.",
+    "logits_processors": _NO_CODE,
+    "logprob_start_len": "Tokens of the output alone have log-probabilities; /v1/completions has prompt_logprobs.",
     "lora_path": "No LoRA adapters are served.",
     "mm_processor_kwargs": _TEXT_ONLY,
     "modalities": _TEXT_ONLY,
@@ -26,10 +31,12 @@ UNSUPPORTED_REASONS = {
     "rid": "Send it as the header X-Request-Id.",
     "service_tier": "There is one tier; priority orders the queue.",
     "session_params": "There are no sessions; the prefix cache finds the start of a conversation by itself.",
+    "stop_regex": "Only strings (stop) and tokens (stop_token_ids) end an output.",
     "store": "Only POST /v1/responses stores responses.",
     "stream_reasoning": "Reasoning content is always streamed; include_reasoning=false leaves it out.",
     "suffix": "Insertion is not supported; put the suffix into the prompt in the model's fill-in-the-middle format.",
     "thread": "No threads are stored; send the whole conversation (thread=False in Anthropic's tool_runner).",
+    "token_ids_logprob": "The most likely tokens have log-probabilities, not chosen ones.",
     "use_beam_search": _NO_BEAM_SEARCH,
     "verbosity": "Chat templates have no such variable; ask for the length in a message.",
     "web_search_options": "This server does not search the web; give the model a tool for that.",
