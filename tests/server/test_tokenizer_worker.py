@@ -21,6 +21,7 @@ from minisgl_core.protocol.messages import (
     Ended,
     EngineInfo,
     Logprob,
+    LogprobArrays,
     Rejected,
     ReplicaLost,
     RequestCounts,
@@ -562,7 +563,7 @@ def test_logprobs_name_their_tokens(rig: Rig) -> None:
     world, sun, eos = rig.tokenizer(" world sun")["input_ids"] + [2]
     rig.submit(echo=True, sampling=SamplingParams(max_tokens=8, logprobs=1, prompt_logprobs=1))
     places = [TokenLogprobs(Logprob(t, -1.0, 1), [Logprob(sun, -1.0, 1)]) for t in (world, eos)]
-    options = {"prompt_logprobs": [None], "logprobs": places, "finish_reason": "stop", "stop_token_id": eos}
+    options = {"prompt_logprobs": [LogprobArrays()], "logprobs": places, "finish_reason": "stop", "stop_token_id": eos}
     rig.output([world, eos], **options)
     [text] = rig.take()
     assert text.prompt_text == "Hello"
@@ -878,14 +879,18 @@ def test_log_probabilities_of_a_long_prompt_are_sent_in_parts(rig: Rig, monkeypa
     monkeypatch.setattr(request_output, "MAX_TEXT_TOKENS", 16)
     prompt = "One two three four. " * 8
     token_ids = rig.tokenizer(prompt)["input_ids"]
-    places = [None, *(TokenLogprobs(Logprob(t, -1.0, 1), [Logprob(7, -2.0, 2)]) for t in token_ids[1:])]
+    ids, ones = np.array(token_ids[1:], np.int32), np.ones(len(token_ids) - 1, np.int32)
+    parts = [
+        LogprobArrays(ids[part], -ones[part], ones[part], 7 * ones[part], -2 * ones[part])
+        for part in (slice(9), slice(9, None))
+    ]
     [word] = rig.tokenizer(" world")["input_ids"]
     found = []
     for most in (16, 1000):
         monkeypatch.setattr(request_output, "MAX_TEXT_TOKENS", most)
         rig.submit(text=prompt, echo=True, sampling=SamplingParams(max_tokens=8, logprobs=1, prompt_logprobs=1))
         last = TokenLogprobs(Logprob(word, -1.0, 1), [])
-        rig.output([word], prompt_logprobs=places, logprobs=[last], finish_reason="length", num_prompt_tokens=33)
+        rig.output([word], prompt_logprobs=parts, logprobs=[last], finish_reason="length", num_prompt_tokens=33)
         texts = rig.take()
         assert all(isinstance(each, Text) and len(each.prompt_logprobs or ()) <= most for each in texts)
         assert [each.prompt_token_ids for each in texts] == [token_ids, *[None] * (len(texts) - 1)]  # type: ignore[union-attr]

@@ -25,6 +25,7 @@ from minisgl_core.engine.piecewise_graphs import PiecewiseGraphs, piecewise_size
 from minisgl_core.errors import InvalidValueError, MinisglError
 from minisgl_core.kv.pool import KVPool
 from minisgl_core.platforms.cpu import CpuPlatform
+from minisgl_core.protocol.messages import prompt_entries
 from minisgl_core.runtime.engine_loop import EngineLoop
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_core.testing.attention_rig import dense_attention
@@ -196,7 +197,7 @@ def test_prompt_logprobs_with_piecewise_graphs(model_runner: ModelRunner, monkey
         with torch.inference_mode():
             logprobs = tiny.reference_model()(torch.tensor([prompt])).logits[0].log_softmax(-1)
         wanted = logprobs[:-1].gather(-1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()
-        entries = [entry for output in found[name].outputs for entry in output.prompt_logprobs or () if entry]
+        entries = [entry for each in found[name].outputs for entry in prompt_entries(each.prompt_logprobs or ())[1:]]
         assert [entry.token.logprob for entry in entries] == pytest.approx(wanted, abs=1e-4)
     assert sizes == {2, 4}
 

@@ -15,6 +15,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from minisgl_core.engine.model_runner import ModelRunner
 from minisgl_core.engine.step import ForwardOutput
 from minisgl_core.protocol.batch_plan import BatchPlan
+from minisgl_core.protocol.messages import prompt_entries
 from minisgl_core.sampling_params import SamplingParams
 
 SYSTEM_PROMPTS = [[5, 9, 3, 7, 11, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41], [5, 9, 3, 7, 12, 12], []]
@@ -57,7 +58,7 @@ def check_prompt_logprobs(prompt: tuple[int, ...], sampling: SamplingParams, fou
         is_wanted = sampling.prompt_logprobs is not None and place == 0 and len(output.token_ids) > 0
         assert (output.prompt_logprobs is not None) == is_wanted
         if output.prompt_logprobs is not None:
-            first, *others = output.prompt_logprobs
+            first, *others = prompt_entries(output.prompt_logprobs)
             assert first is None
             assert [each.token.token_id for each in others if each] == list(prompt[1:])
             assert [each.token.logprob for each in others if each] == pytest.approx(prompt_logprobs(prompt), abs=1e-3)

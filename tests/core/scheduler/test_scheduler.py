@@ -17,7 +17,7 @@ from minisgl_core.contracts.policy import Policy, RequestView
 from minisgl_core.errors import InvalidValueError, PluginError, QueueFullError
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.protocol.batch_plan import StepResult
-from minisgl_core.protocol.messages import Submit
+from minisgl_core.protocol.messages import Submit, prompt_entries
 from minisgl_core.runtime.worker import make_loop
 from minisgl_core.sampling_params import SamplingParams
 
@@ -99,7 +99,9 @@ def test_prompt_logprobs_ignore_the_prefix_cache(chunk: int) -> None:
     for i, each in enumerate(prompts):
         found = collected[f"r{i}"]
         assert tuple(found.tokens) == tiny.greedy(each, 2)
-        assert len(found.outputs[0].prompt_logprobs or []) == 21
+        parts = found.outputs[0].prompt_logprobs or []
+        assert [len(part.token_ids) for part in parts] == ([3] * 6 + [2] if chunk == 3 else [20]), "a part per chunk"
+        assert [entry and entry.token.token_id for entry in prompt_entries(parts)] == [None, *each[1:]]
     tiny.assert_nothing_in_use(loop)
 
 

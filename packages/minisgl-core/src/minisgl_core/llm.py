@@ -24,7 +24,7 @@ from minisgl_core.engine.build import build_model_runner
 from minisgl_core.errors import InvalidValueError, MinisglError, QueueFullError, TokenizerNotFoundError
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Registry
-from minisgl_core.protocol.messages import Submit, TokenLogprobs, TokenOut
+from minisgl_core.protocol.messages import Submit, TokenLogprobs, TokenOut, prompt_entries
 from minisgl_core.protocol.scheduler_stats import SchedulerStats
 from minisgl_core.runtime.ranks import OtherRanks
 from minisgl_core.runtime.supervisor import GRACE_S
@@ -96,7 +96,7 @@ class _Running:
             output.logprobs = output.logprobs or []
             output.logprobs += new.logprobs
         if new.prompt_logprobs is not None:
-            output.prompt_logprobs = new.prompt_logprobs
+            output.prompt_logprobs = prompt_entries(new.prompt_logprobs)
         if new.rejected is not None:
             output.error = new.rejected.message
         if self.is_incremental:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ from minisgl_core.engine.sampler import LogprobTensors
 from minisgl_core.engine.zero_copy_io import PendingTokens
 from minisgl_core.kv.page_table import PageTable
 from minisgl_core.protocol.batch_plan import FROM_DEVICE, BatchPlan, StepResult
-from minisgl_core.protocol.messages import Logprob, TokenLogprobs
+from minisgl_core.protocol.messages import Logprob, LogprobArrays, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,16 +153,20 @@ class PendingStep:
             logprobs = [entry if num >= 0 else None for entry, num in zip(entries, num_logprobs, strict=True)]
         return StepResult(tokens, logprobs, self._prompt_result())
 
-    def _prompt_result(self) -> list[list[TokenLogprobs]]:
+    def _prompt_result(self) -> list[LogprobArrays]:
         if self._prompt is None:
-            return [[] for _ in self._plan.prompt_logprobs]
-        plan = self._plan
+            return [LogprobArrays() for _ in self._plan.prompt_logprobs]
+        plan, found = self._plan, []
+        logprobs, ranks, top, top_ids = (each.numpy() for each in self._prompt)
+        ranks, top_ids = ranks.astype(np.int32), top_ids.astype(np.int32)
         is_target = plan.prompt_targets >= 0
-        ends = np.cumsum(plan.num_new[plan.prompt_logprobs])
-        num_targets = [int(part.sum()) for part in np.split(is_target, ends[:-1])]
-        wanted = np.repeat(plan.num_prompt_logprobs, num_targets).tolist()
-        entries = iter(_logprob_entries(self._prompt, plan.prompt_targets[is_target].tolist(), wanted))
-        return [list(islice(entries, count)) for count in num_targets]
+        targets, ends = plan.prompt_targets[is_target], np.cumsum(plan.num_new[plan.prompt_logprobs])
+        stops = np.cumsum(is_target)[ends - 1].tolist()
+        for start, stop, num_top in zip([0, *stops[:-1]], stops, plan.num_prompt_logprobs.tolist(), strict=True):
+            arrays = targets, logprobs, ranks, top_ids[:, :num_top], top[:, :num_top]
+            # Copies, since the tensors are in pinned memory.
+            found.append(LogprobArrays(*(each[start:stop].flatten() for each in arrays)))
+        return found
 
 
 def _to_host(tensors: LogprobTensors | None, platform: Platform) -> LogprobTensors | None:

@@ -8,7 +8,7 @@ order by construction. With pipeline parallelism, the last stage sends the `Step
 import msgspec
 import numpy as np
 
-from minisgl_core.protocol.messages import TokenLogprobs
+from minisgl_core.protocol.messages import LogprobArrays, TokenLogprobs
 
 FROM_DEVICE = -1
 """Placeholder of a token id that the host does not know yet. The model runner uses the row's last sampled token."""
@@ -138,9 +138,9 @@ class StepResult(msgspec.Struct, tag=True, frozen=True):
     Attributes:
         tokens: sampled token of each request in ``plan.sample.index``'s order, int64 [N].
         logprobs: one entry per sampled token, None if its request wants none; empty if no request wants any.
-        prompt_logprobs: per request in ``plan.prompt_logprobs``, one entry per target that is not -1.
+        prompt_logprobs: per request in ``plan.prompt_logprobs``, those of its targets that are not -1.
     """
 
     tokens: np.ndarray
     logprobs: list[TokenLogprobs | None]
-    prompt_logprobs: list[list[TokenLogprobs]]
+    prompt_logprobs: list[LogprobArrays]

@@ -20,7 +20,7 @@ One tokenizer worker serves a request in both directions, so that one process ha
 it has most of the protocol. `batch_plan` and `engine_snapshot` define the other messages.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -32,10 +32,10 @@ from minisgl_core.errors import InvalidValueError
 from minisgl_core.sampling_params import SamplingParams
 
 _NO_TOKENS = np.empty(0, np.int32)
-_NO_BIASES = np.empty(0, np.float32)
+_NO_FLOATS = np.empty(0, np.float32)
 
 
-class Logprob(msgspec.Struct, frozen=True, array_like=True):
+class Logprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log-probability of one token at one position, and its rank (1 is the most likely)."""
 
     token_id: int
@@ -43,11 +43,42 @@ class Logprob(msgspec.Struct, frozen=True, array_like=True):
     rank: int
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log-probabilities at one position: those of the actual token and of the most likely tokens, best first."""
 
     token: Logprob
     top: list[Logprob]
+
+
+class LogprobArrays(msgspec.Struct, array_like=True):
+    """Log-probabilities at n consecutive positions of a prompt: those of `TokenLogprobs`, in arrays.
+
+    A prompt may have millions of entries. In arrays, they take the scheduler no time per entry.
+
+    Attributes:
+        token_ids: the actual tokens, int32 [n].
+        logprobs: their log-probabilities, float32 [n].
+        ranks: their ranks, int32 [n].
+        top_ids: the K most likely tokens of each position, int32 [n * K].
+        top_logprobs: their log-probabilities, float32 [n * K].
+    """
+
+    token_ids: np.ndarray = _NO_TOKENS
+    logprobs: np.ndarray = _NO_FLOATS
+    ranks: np.ndarray = _NO_TOKENS
+    top_ids: np.ndarray = _NO_TOKENS
+    top_logprobs: np.ndarray = _NO_FLOATS
+
+    def entries(self) -> list[TokenLogprobs]:
+        """Return an entry per position."""
+        num_top = len(self.top_ids) // max(len(self.token_ids), 1)
+        columns = self.token_ids, self.logprobs, self.ranks, self.top_ids, self.top_logprobs
+        token_ids, logprobs, ranks, top_ids, top_logprobs = (column.tolist() for column in columns)
+        top = [Logprob(*each, i % num_top + 1) for i, each in enumerate(zip(top_ids, top_logprobs, strict=True))]
+        return [
+            TokenLogprobs(Logprob(*each), top[i * num_top : (i + 1) * num_top])
+            for i, each in enumerate(zip(token_ids, logprobs, ranks, strict=True))
+        ]
 
 
 class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
@@ -243,7 +274,7 @@ class Submit(msgspec.Struct, tag=True, kw_only=True):
     """Token sequences of `sampling`'s bad_words; see `minisgl_core.text.prompt.bad_word_tokens`."""
     bias_ids: np.ndarray = _NO_TOKENS
     """Token ids of the logit biases, int32, each at most once."""
-    bias_values: np.ndarray = _NO_BIASES
+    bias_values: np.ndarray = _NO_FLOATS
     """Logit bias of each of `bias_ids`, float32."""
     allowed_ids: np.ndarray | None = None
     """The only tokens that may be generated, int32, each at most once; None for all."""
@@ -295,10 +326,15 @@ class TokenOut(msgspec.Struct, kw_only=True, omit_defaults=True):
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """Set once, with the first tokens. The first entry is None, because nothing predicts the first token."""
+    prompt_logprobs: list[LogprobArrays] | None = None
+    """Parts of the prompt's log-probabilities; set once, with the first tokens. See `prompt_entries`."""
     rejected: Rejected | None = None
     """Set with the reason ``abort`` if a grammar does not compile or is too complex. See `Rejected.kind`."""
+
+
+def prompt_entries(parts: Iterable[LogprobArrays]) -> list[TokenLogprobs | None]:
+    """Return an entry per prompt token. The first one is None, because nothing predicts the first token."""
+    return [None, *(entry for part in parts for entry in part.entries())]
 
 
 class TokenBatch(msgspec.Struct, tag=True, omit_defaults=True):

@@ -7,7 +7,7 @@ import numpy as np
 from minisgl_core.contracts.prefix_cache import CacheNamespace
 from minisgl_core.kv.allocator import Int32Array
 from minisgl_core.plugins.hookspecs import RequestRecord
-from minisgl_core.protocol.messages import Submit, TokenLogprobs
+from minisgl_core.protocol.messages import LogprobArrays, Submit
 from minisgl_core.scheduler.constraints import Constraint
 from minisgl_core.scheduler.request_arrays import RequestArrays
 from minisgl_core.scheduler.token_rules import TokenRules
@@ -41,7 +41,7 @@ class Request:
         arrival_s, scheduled_s, first_token_s, num_preemptions: for the request's record; times by ``time.monotonic()``.
         constraint: state of the output's grammar, if there is one; it has accepted the output tokens known to the host.
         token_rules: further restrictions of the tokens that may be generated.
-        prompt_logprobs: entries of the prompt's log-probabilities so far; None if they are not requested or were returned.
+        prompt_logprobs: parts of the prompt's log-probabilities so far; None if they are not requested or were returned.
         sampler_state_sent: True once a plan has set the row's penalty counts and logit biases.
         finish_reason: set once; the request is released when `num_inflight` is 0.
     """
@@ -75,7 +75,7 @@ class Request:
         self.stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_ids)
         self.bias_ids, self.bias_values = submit.bias_ids, submit.bias_values
         self.token_rules = TokenRules.of(submit)
-        self.prompt_logprobs: list[TokenLogprobs | None] | None = None if sampling.prompt_logprobs is None else [None]
+        self.prompt_logprobs: list[LogprobArrays] | None = None if sampling.prompt_logprobs is None else []
         self.constraint = constraint
         self.num_cached = self.matched_at = -1
         self.num_matched = 0
@@ -91,7 +91,7 @@ class Request:
         self.handle: object = None
         self.sampler_state_sent = False
         if self.prompt_logprobs is not None and self.num_output == 0:
-            self.prompt_logprobs = [None]
+            self.prompt_logprobs = []
 
     @property
     def num_tokens(self) -> int:

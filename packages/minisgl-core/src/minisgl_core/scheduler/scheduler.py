@@ -211,9 +211,9 @@ class Scheduler:
     def process(self, plan: BatchPlan, result: StepResult) -> list[tuple[int, TokenBatch]]:
         """Update the requests from a step's result. Return the output for each tokenizer worker."""
         running = self._running
-        for request, entries in zip(self._at(plan, plan.prompt_logprobs), result.prompt_logprobs, strict=True):
+        for request, part in zip(self._at(plan, plan.prompt_logprobs), result.prompt_logprobs, strict=True):
             if request.prompt_logprobs is not None:
-                request.prompt_logprobs.extend(entries)
+                request.prompt_logprobs.append(part)
         sampled = plan.rows[plan.sample.index]
         running.count_processed(plan.rows, sampled)
         live = np.flatnonzero(running.is_live(sampled))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from minisgl_core.protocol.messages import Text, TokenLogprobs, TokenOut
+from minisgl_core.protocol.messages import Text, TokenLogprobs, TokenOut, prompt_entries
 from minisgl_core.text.detokenizer import OutputText, Piece
 from minisgl_core.text.tokens import TokenBytes
 from minisgl_server.parsing.chat_format import ChatOutputParser
@@ -122,7 +122,7 @@ class RequestOutput:
     def _push_logprobs(self, out: TokenOut) -> None:
         pending = self.pending
         if out.prompt_logprobs is not None:
-            self._push_prompt_logprobs(out, out.prompt_logprobs)
+            self._push_prompt_logprobs(out, prompt_entries(out.prompt_logprobs))
         if out.logprobs is not None:
             # OpenAI's chats have entries for the tokens of the text only; completions have one per output token, which
             # evaluation harnesses rely on.
