@@ -103,7 +103,7 @@ class TransformersModel(Model):
         self._shards = shard_experts(model, plan, build)
         check_applied(model, plan, {*self.linears, *tied_modules, *self._shards}, build.tp_size)
         allocate_parameters(model, build.device)
-        self._stored = dict(stored_tensors(model))
+        self._stored = stored_tensors(model)
         # A checkpoint may store a tied weight separately, with other values. Those that it does not store stay NaN.
         self._untied = {name: torch.full_like(model.get_parameter(name), torch.nan) for name in self._tied}
         self._attention_names = [call.module for call in traced.calls]

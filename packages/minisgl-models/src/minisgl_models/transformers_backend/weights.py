@@ -32,7 +32,7 @@ def fill_buffers(model: Any, device: torch.device) -> None:
                 unset = float("nan") if buffer.is_floating_point() else 0
                 module._buffers[name] = torch.full_like(buffer, unset, device=device)
     model.initialize_weights()
-    stored = {name for name, _ in stored_tensors(model)}
+    stored = stored_tensors(model)
     for name, buffer in model.named_buffers():
         if name not in stored and buffer.isnan().any():
             raise ModelFormatError(f"transformers does not compute the values of {name}")
@@ -49,16 +49,10 @@ def allocate_parameters(model: nn.Module, device: torch.device) -> None:
                 module._parameters[name] = allocated[parameter]
 
 
-def stored_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters, and the buffers that checkpoints have; tied ones once, under the name that checkpoints have."""
+def stored_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters, and the buffers that checkpoints have; tied ones once, under the name that checkpoints have."""
     sources: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
-    yield from ((sources.get(name, name), parameter) for name, parameter in model.named_parameters())
-    transient = {
-        f"{path}.{name}".removeprefix(".")  # the root's path is empty
-        for path, module in model.named_modules()
-        for name in module._non_persistent_buffers_set
-    }
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if name not in transient)
+    return {sources.get(name, name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
 
 
 class CheckpointNames:
