@@ -64,6 +64,21 @@ def test_trailing_slashes_are_ignored(http: httpx.Client) -> None:
         assert answer.json()["usage"]["completion_tokens"] == 2
     assert http.get("/v1/models/").json() == http.get("/v1/models").json()
     assert http.get("/health/").status_code == 200
-    for path in ("/nothing/", "/v1/"):
-        answer = http.get(path)
-        assert (answer.status_code, answer.json()["error"]["message"]) == (404, f"GET {path}: Not Found.")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "remedy"),
+    [
+        ("POST", "/chat/completions", "Did you mean /v1/chat/completions?"),
+        ("GET", "/models", "Did you mean /v1/models?"),
+        ("POST", "/v1/v1/chat/completions", "Did you mean /v1/chat/completions?"),
+        ("POST", "/v1/tokenize", "Did you mean /tokenize?"),
+        ("GET", "/v1/tokenize", "GET /openapi.json lists the endpoints."),
+        ("POST", "/v1/embeddings", "GET /openapi.json lists the endpoints."),
+        ("GET", "/nothing/", "GET /openapi.json lists the endpoints."),
+        ("GET", "/v1", "GET /openapi.json lists the endpoints."),
+    ],
+)
+def test_an_unknown_path_is_refused_with_the_right_one(http: httpx.Client, method: str, path: str, remedy: str) -> None:
+    answer = http.request(method, path)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (404, f"{method} {path}: Not Found. {remedy}")

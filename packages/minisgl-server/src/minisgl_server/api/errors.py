@@ -12,6 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
 from minisgl_core.errors import InvalidValueError
@@ -170,7 +171,8 @@ def add_error_handlers(app: FastAPI) -> None:
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         path = request.url.path
-        response = ApiError(error.status_code, f"{request.method} {path}: {error.detail}.").response(path)
+        remedy = f" {_other_path(app, request)}" if error.status_code == 404 else ""
+        response = ApiError(error.status_code, f"{request.method} {path}: {error.detail}.{remedy}").response(path)
         response.headers.update(error.headers or {})
         if error.status_code == 405 and (route := request.scope.get("route")) is not None:
             # Starlette lists the methods of one route only, and a path may have several.
@@ -186,6 +188,15 @@ def add_error_handlers(app: FastAPI) -> None:
         app.add_exception_handler(kind, on_error)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(ClientDisconnect, on_client_gone)
+
+
+def _other_path(app: FastAPI, request: Request) -> str:
+    """Return a remedy for a path without a route, which has often one ``/v1`` too few or too many."""
+    path = request.url.path
+    for other in (f"/v1{path}", path.removeprefix("/v1")):
+        if any(route.matches({**request.scope, "path": other})[0] is Match.FULL for route in app.routes):
+            return f"Did you mean {other}?"
+    return "GET /openapi.json lists the endpoints."
 
 
 def _reason(param: str | None) -> str:
