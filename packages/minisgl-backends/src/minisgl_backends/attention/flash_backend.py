@@ -1,5 +1,6 @@
 """FlashAttention: the fastest installed version that has kernels for the GPU."""
 
+import importlib
 from typing import ClassVar
 
 import torch
@@ -59,7 +60,8 @@ class FlashAttention(BatchPageTableAttention):
         selected, reasons = self._select(spec)
         assert selected is not None, reasons
         self.needs_cu_seqlens_k = selected.needs_cu_seqlens_k
-        self._function, self._arguments = selected.load(), selected.arguments
+        self._function = getattr(importlib.import_module(selected.module), selected.function)
+        self._arguments = selected.arguments
 
     def attend(
         self,

@@ -1,6 +1,5 @@
 """The packages that provide FlashAttention, and the arguments of their functions."""
 
-import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -102,11 +101,6 @@ class FlashVersion:
             return False
         folders = found.submodule_search_locations or [str(Path(found.origin or "").parent)]
         return any(next(Path(folder, *inner).glob(self.file), None) for folder in folders)
-
-    def load(self) -> Callable[..., Any]:
-        """Import the module and return its function."""
-        function: Callable[..., Any] = getattr(importlib.import_module(self.module), self.function)
-        return function
 
     def unsupported(self, spec: AttentionSpec, major: int) -> list[str]:
         """Return why this version, which is installed, cannot serve `spec` on a GPU of compute capability ``major``.x."""

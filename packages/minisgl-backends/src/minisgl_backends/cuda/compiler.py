@@ -1,18 +1,15 @@
 """Compilation of CUDA C++ to cubins by NVRTC, which comes with torch. Cubins are cached per user."""
 
-import atexit
 import ctypes
 import hashlib
 import os
 import re
+import threading
 from collections.abc import Mapping
-from concurrent.futures import Future
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_void_p
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
-from queue import Empty, SimpleQueue
-from threading import Thread
 from typing import Any
 
 import torch
@@ -70,46 +67,20 @@ def program(name: str, macros: Mapping[str, int], wgmma: str = "") -> str:
 @cache
 def compile_async(source: str) -> Future[bytes]:
     """Compile a program by `compile_for_hopper` in a background thread. Calls with the same source share one future."""
-    cubin: Future[bytes] = Future()
-    _compile_queue().put((source, cubin))
-    return cubin
+    return _compilers().submit(compile_for_hopper, source)
 
 
 @cache
-def _compile_queue() -> SimpleQueue[tuple[str, Future[bytes]] | None]:
-    """Start the compiler threads and return their queue.
+def _compilers() -> ThreadPoolExecutor:
+    """Return the compiler threads.
 
     When the process exits, they complete what they are compiling, since NVRTC must not run while its library is unloaded. What is
-    still queued is dropped; a ThreadPoolExecutor would compile it first.
+    still queued is dropped.
     """
-    queue: SimpleQueue[tuple[str, Future[bytes]] | None] = SimpleQueue()
-    threads = [
-        Thread(target=_compile_queued, args=(queue,), name="nvrtc", daemon=True)
-        for _ in range(min(16, os.cpu_count() or 1))
-    ]
-    for thread in threads:
-        thread.start()
-
-    def stop() -> None:
-        with suppress(Empty):
-            while True:
-                queue.get_nowait()
-        for _ in threads:
-            queue.put(None)
-        for thread in threads:
-            thread.join()
-
-    atexit.register(stop)
-    return queue
-
-
-def _compile_queued(queue: SimpleQueue[tuple[str, Future[bytes]] | None]) -> None:
-    while (queued := queue.get()) is not None:
-        source, cubin = queued
-        try:
-            cubin.set_result(compile_for_hopper(source))
-        except Exception as error:
-            cubin.set_exception(error)
+    pool = ThreadPoolExecutor(min(16, os.cpu_count() or 1), thread_name_prefix="nvrtc")
+    # Functions of `atexit` run too late: before, concurrent.futures has waited for all that is queued, in such a function.
+    threading._register_atexit(partial(pool.shutdown, cancel_futures=True))  # type: ignore[attr-defined]
+    return pool
 
 
 def compile_for_hopper(source: str) -> bytes:

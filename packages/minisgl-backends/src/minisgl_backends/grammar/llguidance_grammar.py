@@ -45,7 +45,7 @@ class _SharedLexer:
 
 
 class LlguidanceState(GrammarState):
-    """A matcher, its tokens, and the number of EOS tokens accepted after it had stopped, which llguidance does not count.
+    """A matcher, and the tokens that it has accepted.
 
     The outputs of a grammar share a lexer, whose number of states only grows. When it has too many, they go on with new lexers.
     """
