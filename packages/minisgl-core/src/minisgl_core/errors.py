@@ -43,16 +43,17 @@ class InvalidValueError(MinisglError, ValueError):
     """
 
     def __init__(self, name: str, value: object, allowed: str, remedy: str = "") -> None:
+        super().__init__(name, value, allowed, remedy)  # as arguments, with which the error is unpickled
         self.name, self.value, self.allowed, self.remedy = name, value, allowed, remedy
-        shown = shortened(_SHORT.repr(value), 80)
-        super().__init__(f"{name}={shown} is not valid: must be {allowed}.{' ' + remedy if remedy else ''}")
+
+    def __str__(self) -> str:
+        shown = shortened(_SHORT.repr(self.value), 80)
+        return f"{self.name}={shown} is not valid: must be {self.allowed}.{' ' + self.remedy if self.remedy else ''}"
 
     def renamed(self, names: Mapping[str, str]) -> Self:
         """Return this error with another name; `names` maps names to those that the user knows."""
-        return type(self)(names.get(self.name, self.name), self.value, self.allowed, self.remedy)
-
-    def __reduce__(self) -> tuple[type[InvalidValueError], tuple[object, ...]]:
-        return type(self), (self.name, self.value, self.allowed, self.remedy)
+        _, *others = self.args
+        return type(self)(names.get(self.name, self.name), *others)
 
 
 def context_length_message(max_seq_len: int, what: str) -> str:
@@ -83,20 +84,16 @@ class ContextLengthError(InvalidValueError):
         remedy: str = "",
         is_cut: bool = False,
     ) -> None:
-        allowed = f"at most {max_seq_len} tokens with the output"
-        super().__init__(name, num_prompt + num_output, allowed, remedy)
-        self._numbers, self._is_cut = (num_prompt, num_output, max_seq_len, kind), is_cut
+        super().__init__(name, num_prompt + num_output, f"at most {max_seq_len} tokens with the output", remedy)
+        self.args = name, num_prompt, num_output, max_seq_len, kind, remedy, is_cut
+
+    def __str__(self) -> str:
+        name, num_prompt, num_output, max_seq_len, kind, remedy, is_cut = self.args
         least = "at least " if is_cut else ""
         sizes = f"{least}{num_prompt} in the {kind}, {_SHORT.repr(num_output)} in the completion"
         what = f"you requested {least}{_SHORT.repr(num_prompt + num_output)} tokens ({sizes})"
         shorten = f"Please reduce the length of the {kind} or completion{'' if name == kind else f' ({name})'}."
-        self.args = (f"{context_length_message(max_seq_len, what)} {shorten}{' ' + remedy if remedy else ''}",)
-
-    def renamed(self, names: Mapping[str, str]) -> Self:
-        return type(self)(names.get(self.name, self.name), *self._numbers, self.remedy, self._is_cut)
-
-    def __reduce__(self) -> tuple[type[ContextLengthError], tuple[object, ...]]:
-        return type(self), (self.name, *self._numbers, self.remedy, self._is_cut)
+        return f"{context_length_message(max_seq_len, what)} {shorten}{' ' + remedy if remedy else ''}"
 
 
 class PluginError(MinisglError):
@@ -126,10 +123,10 @@ class ProviderUnsupportedError(PluginError):
 
     def __init__(self, kind: str, name: str, reasons: Iterable[str]) -> None:
         self.kind, self.name, self.reasons = kind, name, list(reasons)
-        super().__init__(f"the {kind} provider {name!r} cannot be used here: {'; '.join(self.reasons)}")
+        super().__init__(kind, name, self.reasons)
 
-    def __reduce__(self) -> tuple[type[ProviderUnsupportedError], tuple[object, ...]]:
-        return type(self), (self.kind, self.name, self.reasons)
+    def __str__(self) -> str:
+        return f"the {self.kind} provider {self.name!r} cannot be used here: {'; '.join(self.reasons)}"
 
 
 class ModelNotFoundError(MinisglError):
