@@ -14,6 +14,7 @@ from minisgl_backends.quantization.int8 import Int8
 from minisgl_core.config.hf import model_config
 from minisgl_core.config.resolve import quantization_spec
 from minisgl_core.contracts.communicator import Communicator, SingleRank
+from minisgl_core.contracts.layer import Layer
 from minisgl_core.contracts.layer_methods import LinearMethod, LinearSpec, PlainLinear
 from minisgl_core.contracts.model import BuildContext, Model
 from minisgl_core.contracts.ops import Ops
@@ -128,6 +129,12 @@ def test_chat_template_has_its_default_system_prompt(tokenizer: Any) -> None:
     assert own.startswith("<|im_start|>system\nBe brief.<|im_end|>\n")
 
 
+def has_matrix(layer: Layer) -> bool:
+    """Return True if a matrix is a parameter of the layer or of one of its sub-layers."""
+    own = any(isinstance(each, torch.nn.Parameter) and each.dim() > 1 for each in vars(layer).values())
+    return own or any(has_matrix(each) for _, each in layer.sublayers())
+
+
 def packed_logits(source: GgufWeights, ids: torch.Tensor, communicator: Communicator) -> torch.Tensor:
     """Return the logits of the model with the file's quantized weights."""
     device, dtype = torch.device("cpu"), torch.float32
@@ -137,7 +144,7 @@ def packed_logits(source: GgufWeights, ids: torch.Tensor, communicator: Communic
         pytest.skip("; ".join(reasons))
     packed = LlamaForCausalLM(config, BuildContext(communicator, ops, device, dtype, quantization=Gguf(spec, ops)))
     load_weights(packed, source, progress=False)
-    assert not any(each.dim() > 1 for _, each in packed.named_parameters()), "a matrix is not packed"
+    assert not has_matrix(packed), "a matrix is not packed"
     with torch.inference_mode():
         return packed.gather_logits(
             packed.compute_logits(packed.forward(ids, torch.arange(len(ids)), DenseAttention()))

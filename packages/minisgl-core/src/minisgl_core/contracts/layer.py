@@ -35,17 +35,6 @@ class Layer:
                 numbered = value.items() if isinstance(value, dict) else enumerate(value)
                 yield from ((f"{name}.{i}", each) for i, each in numbered if isinstance(each, Layer))
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters of this layer and its sub-layers with their names.
-
-        Weights that a `LinearMethod` or an `ExpertsMethod` holds are not among them.
-        """
-        for name, value in vars(self).items():
-            if isinstance(value, nn.Parameter) and not name.startswith("_"):
-                yield name, value
-        for name, layer in self.sublayers():
-            yield from ((f"{name}.{each}", parameter) for each, parameter in layer.named_parameters())
-
     def weight_targets(self, name: str, fused_projections: FusedProjections) -> Targets:
         """Yield the name and the destination of each checkpoint tensor, for this rank.
 
