@@ -40,6 +40,16 @@ def test_tools_calls_and_results(tokenizer: Any) -> None:
     assert render_chat(tokenizer, messages).startswith("user")
 
 
+def test_tools_that_the_template_does_not_show_are_refused(tokenizer: Any) -> None:
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    messages = [{"role": "user", "content": "Hi"}]
+    assert render_chat(tokenizer, messages, tools=[]) == "Hi"
+    with pytest.raises(
+        InvalidValueError, match=r"^tools='given' is not valid: must be left out: .* does not show tools\."
+    ):
+        render_chat(tokenizer, messages, tools=TOOLS)
+
+
 @pytest.mark.parametrize("arguments", ['{"x": "Par', "[]", r'{"x": "\ud83d"}'])
 def test_invalid_arguments_of_calls_are_passed_unchanged(tokenizer: Any, arguments: str) -> None:
     """A client sends back an incomplete call with the conversation, for example."""

@@ -112,7 +112,11 @@ def render_chat(
     plain = plain_messages(messages, "developer" in str(template))
     if "message.thinking" in str(template) and "reasoning_content" not in str(template):
         plain = [_with_thinking(message) for message in plain]
-    options = {**(chat_template_kwargs or {}), **({"tools": list(tools)} if tools else {})}
+    options = dict(chat_template_kwargs or {})
+    if tools:
+        if "tools" not in str(template):
+            raise InvalidValueError("tools", "given", "left out: the model's chat template does not show tools")
+        options["tools"] = list(tools)
     options["add_generation_prompt"] = add_generation_prompt
     if continue_final_message:
         options["continue_final_message"] = True
