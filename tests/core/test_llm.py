@@ -153,7 +153,7 @@ def test_outputs_of_one_prompt_are_adjacent(llm: LLM) -> None:
     assert [output.prompt_token_ids for output in outputs] == [PROMPTS[0]] * 3 + [PROMPTS[1]] * 2
     assert len({tuple(output.token_ids) for output in outputs[:3]}) == 3
     assert outputs[3].token_ids == outputs[4].token_ids == list(tiny.greedy(tuple(PROMPTS[1]), 8))
-    again = llm.generate(PROMPTS[0], sampling)
+    again = llm.generate(PROMPTS[0], sampling_params=sampling)
     assert [output.token_ids for output in again] == [output.token_ids for output in outputs[:3]]
 
 
@@ -418,13 +418,13 @@ def test_a_failing_grammar_ends_only_its_request(llm: LLM, monkeypatch: pytest.M
         (None, greedy(1), "prompts"),
         ([[5] * 250], greedy(10), "max_tokens"),
         ([[5] * 256], greedy(1), "prompt"),
-        ([[5], [6]], [greedy(1)], "sampling"),
-        ([[5]], [], "sampling"),
-        ([[5]], [3], "sampling"),
-        ([[5]], 3, "sampling"),
-        ([[5]], {"max_tokens": 3}, "sampling"),
-        ([[5], [6]], {"max_tokens": 3, "seed": 1}, "sampling"),
-        ([[5]], "w", "sampling"),
+        ([[5], [6]], [greedy(1)], "sampling_params"),
+        ([[5]], [], "sampling_params"),
+        ([[5]], [3], "sampling_params"),
+        ([[5]], 3, "sampling_params"),
+        ([[5]], {"max_tokens": 3}, "sampling_params"),
+        ([[5], [6]], {"max_tokens": 3, "seed": 1}, "sampling_params"),
+        ([[5]], "w", "sampling_params"),
         ([[5]], greedy(1, logit_bias={tiny.VOCAB_SIZE: 1.0}), "logit_bias"),
     ],
 )
@@ -553,7 +553,7 @@ def test_close_ends_generate_in_another_thread(monkeypatch: pytest.MonkeyPatch) 
 
 def test_stream_refuses_invalid_arguments_immediately(llm: LLM) -> None:
     refused: list[tuple[str, Any, str]] = [("", greedy(1), "prompt"), ("w5", greedy(2, n=2), "n")]
-    refused += [("w5", sampling, "sampling") for sampling in ([], [greedy(1)], 3, {"max_tokens": 3})]
+    refused += [("w5", sampling, "sampling_params") for sampling in ([], [greedy(1)], 3, {"max_tokens": 3})]
     for prompt, sampling, name in refused:
         with pytest.raises(InvalidValueError) as caught:
             llm.stream(prompt, sampling)

@@ -197,7 +197,7 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = True,
     ) -> list[GenerationOutput]:
@@ -205,7 +205,7 @@ class LLM:
 
         Args:
             prompts: one or several texts or lists of token ids. A model without a tokenizer needs token ids.
-            sampling: parameters for all prompts, or one per prompt; `default_sampling` by default.
+            sampling_params: parameters for all prompts, or one per prompt; `default_sampling` by default.
             progress: show a progress bar on stderr if that is a terminal and there are several outputs.
 
         Returns:
@@ -217,7 +217,9 @@ class LLM:
             WorkerDiedError: another rank has ended; this object is closed then.
         """
         listed = list_prompts(prompts)
-        params = _list_sampling(self.default_sampling if sampling is None else sampling, len(listed))
+        params = _list_sampling_params(
+            self.default_sampling if sampling_params is None else sampling_params, len(listed)
+        )
         work: list[Submit] = []
         for index, (prompt, each) in enumerate(zip(listed, params, strict=True)):
             try:
@@ -231,7 +233,7 @@ class LLM:
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -246,16 +248,16 @@ class LLM:
         several = bool(messages) and not isinstance(messages[0], Mapping)
         listed: list[Any] = list(messages) if several else [messages]
         prompts = [encode_chat(self.tokenizer, each, chat_template_kwargs, tools) for each in listed]
-        return self.generate(prompts, sampling, progress=progress)
+        return self.generate(prompts, sampling_params, progress=progress)
 
-    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[str]:
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Stream the continuation of one prompt as pieces of text. Closing the iterator aborts the request.
 
         This raises the errors of `generate` at once. The iterator raises MinisglError if the output cannot continue.
         """
-        params = self.default_sampling if sampling is None else sampling
+        params = self.default_sampling if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
-            raise InvalidValueError("sampling", params, "one SamplingParams")
+            raise InvalidValueError("sampling_params", params, "one SamplingParams")
         if params.n != 1:
             raise InvalidValueError("n", params.n, "1 for a stream", "Use generate, or open several streams.")
         _ = self.tokenizer  # raises if there is no tokenizer to make text
@@ -264,13 +266,13 @@ class LLM:
     def stream_chat(
         self,
         messages: Sequence[Message],
-        sampling: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> Iterator[str]:
         """Stream the answer to one conversation; see `stream` and `chat`."""
-        return self.stream(encode_chat(self.tokenizer, messages, chat_template_kwargs, tools), sampling)
+        return self.stream(encode_chat(self.tokenizer, messages, chat_template_kwargs, tools), sampling_params)
 
     def _checked(self, prompt: Prompt, params: SamplingParams) -> Submit:
         """Return the checked request, without an id yet."""
@@ -481,12 +483,14 @@ def _refuse_text(prompt: Prompt, params: SamplingParams) -> None:
         raise InvalidValueError("structured_outputs", params.structured_outputs, "left out", remedy)
 
 
-def _list_sampling(sampling: Any, num_prompts: int) -> list[SamplingParams]:
-    if isinstance(sampling, SamplingParams):
-        return [sampling] * num_prompts
-    if not isinstance(sampling, Sequence) or not all(isinstance(each, SamplingParams) for each in sampling):
-        raise InvalidValueError("sampling", sampling, "a SamplingParams, or a list of them")
-    if len(sampling) != num_prompts:
+def _list_sampling_params(sampling_params: Any, num_prompts: int) -> list[SamplingParams]:
+    if isinstance(sampling_params, SamplingParams):
+        return [sampling_params] * num_prompts
+    if not isinstance(sampling_params, Sequence) or not all(
+        isinstance(each, SamplingParams) for each in sampling_params
+    ):
+        raise InvalidValueError("sampling_params", sampling_params, "a SamplingParams, or a list of them")
+    if len(sampling_params) != num_prompts:
         allowed = f"one, or {num_prompts}: as many as there are prompts"
-        raise InvalidValueError("sampling", f"{len(sampling)} entries", allowed)
-    return list(sampling)
+        raise InvalidValueError("sampling_params", f"{len(sampling_params)} entries", allowed)
+    return list(sampling_params)
