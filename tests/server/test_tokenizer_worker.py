@@ -14,6 +14,7 @@ import pytest
 
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.contracts.structured_outputs import GrammarSource, StructuredOutputs
+from minisgl_core.protocol import messages
 from minisgl_core.protocol.messages import (
     Abort,
     ApiRestarted,
@@ -36,6 +37,7 @@ from minisgl_core.protocol.messages import (
     ToolUse,
     decoder,
     encode,
+    prompt_entries,
 )
 from minisgl_core.runtime.ipc import IpcAddresses, Receiver, Sender
 from minisgl_core.sampling_params import SamplingParams
@@ -565,12 +567,12 @@ def test_logprobs_name_their_tokens(rig: Rig) -> None:
     places = [TokenLogprobs(Logprob(t, -1.0, 1), [Logprob(sun, -1.0, 1)]) for t in (world, eos)]
     options = {"prompt_logprobs": [LogprobArrays()], "logprobs": places, "finish_reason": "stop", "stop_token_id": eos}
     rig.output([world, eos], **options)
-    [text] = rig.take()
-    assert text.prompt_text == "Hello"
-    assert text.prompt_token_ids == rig.tokenizer("Hello")["input_ids"]
+    [prompt, text] = rig.take()
+    assert prompt.prompt_text == "Hello"
+    assert prompt.prompt_token_ids == rig.tokenizer("Hello")["input_ids"]
+    assert prompt.token_bytes == {prompt.prompt_token_ids[0]: b"Hello"}
     assert (text.text, text.logprobs) == (" world", places), "one per token, including EOS"
     assert [text.token_bytes[token] for token in (world, sun, eos)] == [b" world", b" sun", b"<|im_end|>"]
-    assert text.token_bytes[text.prompt_token_ids[0]] == b"Hello"
     rig.submit(text=None, messages=QUESTION, sampling=SamplingParams(max_tokens=8, logprobs=1))
     rig.output([world, eos], **options | {"prompt_logprobs": None})
     [text] = rig.take()
@@ -859,10 +861,10 @@ def test_held_output_is_returned_in_parts(engine_tokenizer: Any, is_streamed: bo
         rig.output([token], logprobs=[TokenLogprobs(Logprob(token, -1.0, 1), [])])
     assert rig.take() == []
     rig.output([2], finish_reason="stop", stop_token_id=2)
-    assert [len(message.outputs) for message in rig.api if isinstance(message, TextBatch)] == [1, 1, 1]
+    assert [len(message.outputs) for message in rig.api if isinstance(message, TextBatch)] == [1] * 6
     texts = rig.take()
-    assert [len(text.token_ids) for text in texts] == [1024, 1024, 953]
-    assert [text.finish_reason for text in texts] == [None, None, "stop"]
+    assert [len(text.token_ids) for text in texts] == [*[512] * 5, 441]
+    assert [text.finish_reason for text in texts] == [*[None] * 5, "stop"]
     assert [token for text in texts for token in text.token_ids] == [*token_ids, 2]
     assert [each.token.token_id for text in texts for each in text.logprobs] == token_ids
     assert all(text.token_bytes.keys() == set(text.token_ids) - {2} for text in texts)
@@ -874,23 +876,130 @@ def test_held_output_is_returned_in_parts(engine_tokenizer: Any, is_streamed: bo
     assert len(segment.logprobs) == 3000
 
 
-def test_log_probabilities_of_a_long_prompt_are_sent_in_parts(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The API server processes each part at once, and serves no other client meanwhile."""
-    monkeypatch.setattr(request_output, "MAX_TEXT_TOKENS", 16)
-    prompt = "One two three four. " * 8
-    token_ids = rig.tokenizer(prompt)["input_ids"]
+def prompt_logprobs(token_ids: list[int]) -> list[LogprobArrays]:
+    """Return log-probabilities of a prompt, in two parts."""
     ids, ones = np.array(token_ids[1:], np.int32), np.ones(len(token_ids) - 1, np.int32)
-    parts = [
+    return [
         LogprobArrays(ids[part], -ones[part], ones[part], 7 * ones[part], -2 * ones[part])
         for part in (slice(9), slice(9, None))
     ]
+
+
+SIBLINGS: dict[str, Any] = {
+    "sibling_ids": ["b", "c", "d"],
+    "sampling": SamplingParams(prompt_logprobs=1, n=4, max_tokens=4),
+}
+
+
+def test_log_probabilities_of_a_prompt_are_computed_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine computes the whole prompt for them. The other outputs of the prompt find it in the prefix cache."""
+    monkeypatch.setattr(request_output, "MAX_TEXT_SIZE", 16)
+    token_ids = rig.tokenizer("One two three four. " * 8)["input_ids"]
+    logprobs = prompt_logprobs(token_ids)
+    places = prompt_entries(logprobs)
+    rig.submit(text=None, token_ids=token_ids, **SIBLINGS)
+    [first] = rig.scheduler
+    assert first.sampling.prompt_logprobs == 1
+    rig.worker.handle(Abort("c"))
+    rig.output(" world", prompt_logprobs=logprobs, num_prompt_tokens=len(places))
+    assert [(each.request_id, each.sampling.prompt_logprobs) for each in rig.scheduler[2:]] == [
+        ("b", None),
+        ("d", None),
+    ]
+    found = {"a": rig.take()}
+    for name in ("d", "b"):
+        rig.output(" world", name, finish_reason="length", num_prompt_tokens=len(places), num_cached_tokens=5)
+        found[name] = rig.take()
+    for name, texts in found.items():
+        *parts, text = texts
+        assert {each.request_id for each in texts} == {name}
+        assert [each for part in parts for each in part.prompt_logprobs] == places  # type: ignore[union-attr]
+        assert max(each.size for each in texts) <= 16  # type: ignore[union-attr]
+        assert [each.prompt_token_ids for each in texts] == [token_ids, *[None] * len(parts)]  # type: ignore[union-attr]
+        assert {each.num_cached_tokens for each in texts} == {0 if name == "a" else 5}  # type: ignore[union-attr]
+        assert text.text == " world"  # type: ignore[union-attr]
+    rig.output(" world", finish_reason="length")
+    assert rig.num_requests == len(rig.worker._siblings) == 0
+
+
+def test_a_chat_returns_its_prompt_once(rig: Rig) -> None:
+    rig.submit(text=None, messages=QUESTION, return_prompt_ids=True, **SIBLINGS)
+    token_ids = rig.scheduler[0].token_ids.tolist()
+    logprobs = prompt_logprobs(token_ids)
+    for name in ("a", "b"):
+        rig.output(" world", name, prompt_logprobs=logprobs if name == "a" else None)
+    (prompt, *texts), num_submitted = rig.take(), len(rig.scheduler)
+    assert (prompt.prompt_logprobs, prompt.prompt_token_ids) == (prompt_entries(logprobs), token_ids)  # type: ignore[union-attr]
+    assert [(text.request_id, text.prompt_logprobs, text.prompt_token_ids) for text in texts] == [  # type: ignore[union-attr]
+        ("a", None, None),
+        ("b", None, None),
+    ]
+    assert num_submitted == 4
+
+
+def test_outputs_that_wait_for_log_probabilities_survive_a_lost_engine(engine_tokenizer: Any) -> None:
+    rig = Rig(engine_tokenizer, num_replicas=2)
+    token_ids = rig.tokenizer("One two three four. " * 8)["input_ids"]
+    logprobs = prompt_logprobs(token_ids)
+    places = prompt_entries(logprobs)
+    rig.submit(text=None, token_ids=token_ids, **SIBLINGS, is_streamed=False)
+    for replica in range(2):  # the first loss is before the log-probabilities, and the second after them
+        rig.worker.handle(ReplicaLost(replica, ["a"]))
+        out = TokenOut(request_id="a", token_ids=[7], prompt_logprobs=logprobs)
+        rig.worker.handle(TokenBatch([out], engine_id=replica + 2))
+    assert [each.request_id for each in rig.scheduler] == ["a", "a", "b", "c", "d", "a"]
+    rig.worker.handle(ReplicaLost(2, ["b"]))
+    for name in "abcd":
+        out = TokenOut(request_id=name, token_ids=[7], finish_reason="length")
+        rig.worker.handle(TokenBatch([out], engine_id=5))
+    found: dict[str, list[Any]] = {}
+    for text in rig.take():
+        found.setdefault(text.request_id, []).extend(text.prompt_logprobs or ())  # type: ignore[union-attr]
+    assert found == dict.fromkeys("abcd", places)
+    assert rig.num_requests == len(rig.worker._siblings) == len(rig.worker._retries) == 0
+
+
+def test_too_many_log_probabilities_of_a_prompt_are_refused_before_it_runs(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of one output that fills the context are allowed, and a chat has them once."""
+    monkeypatch.setattr(messages, "_MIN_RESPONSE_LOGPROBS", 1000)
+    chat: dict[str, Any] = {"text": None, "messages": QUESTION}
+    for prompt, n, num_top, is_refused in (
+        ({"text": " world" * 63}, 1, 20, False),
+        ({"text": " world" * 33}, 2, 20, True),
+        ({"text": " world" * 32}, 2, 20, False),
+        ({"text": " world" * 33}, 2, 19, False),
+        (chat, 8, 20, False),
+    ):
+        rig.scheduler.clear()
+        rig.submit(
+            **prompt,
+            sibling_ids=list("bcdefgh"[: n - 1]),
+            sampling=SamplingParams(prompt_logprobs=num_top, n=n, max_tokens=1),
+        )
+        assert [(each.kind, each.param) for each in rig.take()] == [("invalid", "prompt_logprobs")] * is_refused  # type: ignore[union-attr]
+        assert len(rig.scheduler) == 1 - is_refused
+
+
+def test_log_probabilities_of_a_long_prompt_are_sent_in_parts(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The API server processes each part at once, and serves no other client meanwhile."""
+    monkeypatch.setattr(request_output, "MAX_TEXT_SIZE", 16)
+    prompt = "One two three four. " * 8
+    token_ids = rig.tokenizer(prompt)["input_ids"]
     [word] = rig.tokenizer(" world")["input_ids"]
     found = []
     for most in (16, 1000):
-        monkeypatch.setattr(request_output, "MAX_TEXT_TOKENS", most)
+        monkeypatch.setattr(request_output, "MAX_TEXT_SIZE", most)
         rig.submit(text=prompt, echo=True, sampling=SamplingParams(max_tokens=8, logprobs=1, prompt_logprobs=1))
         last = TokenLogprobs(Logprob(word, -1.0, 1), [])
-        rig.output([word], prompt_logprobs=parts, logprobs=[last], finish_reason="length", num_prompt_tokens=33)
+        rig.output(
+            [word],
+            prompt_logprobs=prompt_logprobs(token_ids),
+            logprobs=[last],
+            finish_reason="length",
+            num_prompt_tokens=33,
+        )
         texts = rig.take()
         assert all(isinstance(each, Text) and len(each.prompt_logprobs or ()) <= most for each in texts)
         assert [each.prompt_token_ids for each in texts] == [token_ids, *[None] * (len(texts) - 1)]  # type: ignore[union-attr]

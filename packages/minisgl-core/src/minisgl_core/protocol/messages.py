@@ -29,8 +29,9 @@ import numpy as np
 
 from minisgl_core.contracts.structured_outputs import GrammarSource
 from minisgl_core.errors import InvalidValueError
-from minisgl_core.sampling_params import SamplingParams
+from minisgl_core.sampling_params import MAX_LOGPROBS, SamplingParams
 
+_MIN_RESPONSE_LOGPROBS = 2**20
 _NO_TOKENS = np.empty(0, np.int32)
 _NO_FLOATS = np.empty(0, np.float32)
 
@@ -382,6 +383,15 @@ class Text(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Tokens of reasoning content so far."""
     tool_calls: list[ToolCallDelta] = msgspec.field(default_factory=list)
 
+    @property
+    def size(self) -> int:
+        """Number of tokens and log-probabilities, as if all positions had as many as the last."""
+        size = len(self.token_ids)
+        for positions in (self.logprobs, self.prompt_logprobs):
+            if positions and (last := positions[-1]) is not None:
+                size += len(positions) * (1 + len(last.top))
+        return size
+
 
 class TextBatch(msgspec.Struct, tag=True):
     """Tokenizer worker to API server: output of one step for the worker's requests."""
@@ -423,6 +433,11 @@ class EngineInfo(msgspec.Struct, tag=True, kw_only=True):
     """Id of the engine: ``replica + num_replicas * num_restarts``, so that a restarted replica is a new engine."""
     replica: int = 0
     """Index of the replica that the engine is."""
+
+    @property
+    def max_response_logprobs(self) -> int:
+        """Maximum number of log-probabilities that a response holds: at least those of one output that fills the context."""
+        return max(_MIN_RESPONSE_LOGPROBS, (MAX_LOGPROBS + 1) * self.max_seq_len)
 
 
 class Ready(msgspec.Struct, tag=True, kw_only=True):

@@ -94,12 +94,21 @@ class PromptEncoder:
         if room < 1:
             remedy = longer_context_remedy(self._info.num_pages, self._info.page_size, limit)
             raise self._too_long(message, token_ids, num_output, name, remedy)
+        self._check_prompt_logprobs(message, len(token_ids))
         self.check_token_ids("stop_token_ids", sampling.stop_token_ids)
         self.check_token_ids("logit_bias", sampling.logit_bias)
         self.check_token_ids("allowed_token_ids", sampling.allowed_token_ids or ())
         if num_output > room:
             raise self._too_long(message, token_ids, num_output, limit_name)
         return replace(sampling, max_tokens=min(sampling.max_tokens, room), structured_outputs=None)
+
+    def _check_prompt_logprobs(self, message: Tokenize, num_tokens: int) -> None:
+        """Refuse too many log-probabilities of the prompt. Each output of a completion repeats them."""
+        num_top, n = message.sampling.prompt_logprobs, message.sampling.n if message.messages is None else 1
+        if num_top is not None and n * num_tokens * (1 + num_top) > (limit := self._info.max_response_logprobs):
+            allowed = f"lower or left out with {n} outputs of a prompt of {num_tokens} tokens"
+            remedy = f"A response may have {limit} log-probabilities."
+            raise InvalidValueError("prompt_logprobs", num_top, allowed, remedy)
 
     def check_num_tokens(self, message: Tokenize, token_ids: list[int]) -> None:
         """Refuse to tokenize a text with more than `_max_tokens` tokens, as `encode` may have stopped before its end."""

@@ -10,8 +10,8 @@ from minisgl_core.text.detokenizer import OutputText, Piece
 from minisgl_core.text.tokens import TokenBytes
 from minisgl_server.parsing.chat_format import ChatOutputParser
 
-MAX_TEXT_TOKENS = 1024
-"""Maximum tokens per `Text` of buffered output: encoding a `Text` blocks the event loop of the API server."""
+MAX_TEXT_SIZE = 1024
+"""Size from which on buffered output goes to the next `Text`: encoding a `Text` blocks the event loop of the API server."""
 
 
 @dataclass(slots=True)
@@ -22,6 +22,8 @@ class RequestOutput:
         pending: the next `Text`; it also holds tokens whose characters are not complete yet.
         only_prompt: True if the generated tokens are not returned.
         is_buffered: True if nothing is returned before the output is complete.
+        prompt_parts: the prompt with its log-probabilities, to return before the first tokens. Several outputs of a prompt share
+            the list, and only the first of them gets the log-probabilities from the engine.
         parser: separates reasoning content and tool calls from text; None if all output is text.
         buffered: `Text` messages before `pending` that are not returned yet. Reasoning content, text and tool calls are in
             separate messages, each with the log-probabilities of its tokens. Those of a long prompt are in messages before these.
@@ -34,6 +36,7 @@ class RequestOutput:
     is_chat: bool = False
     only_prompt: bool = False
     is_buffered: bool = False
+    prompt_parts: list[Text] = field(default_factory=list)
     parser: ChatOutputParser | None = None
     buffered: list[Text] = field(default_factory=list)
     num_shown: int = 0
@@ -44,9 +47,11 @@ class RequestOutput:
             # The generated token is not returned, so the output does not end because of it.
             end = "length" if out.finish_reason == "stop" else out.finish_reason
             out = msgspec.structs.replace(out, token_ids=[], logprobs=None, stop_token_id=None, finish_reason=end)
+        if out.prompt_logprobs is not None or self.prompt_parts:
+            self._push_prompt(out)
         piece = self._push_tokens(out.token_ids, out.finish_reason, out.stop_token_id)
-        if out.prompt_logprobs is not None or out.logprobs is not None:
-            self._push_logprobs(out)
+        if out.logprobs is not None:
+            self._push_logprobs(out, out.logprobs)
         pending = self.pending
         pending.num_prompt_tokens, pending.num_cached_tokens = out.num_prompt_tokens, out.num_cached_tokens
         pending.finish_reason, pending.stop_reason = piece.finish_reason, piece.stop_reason
@@ -92,7 +97,7 @@ class RequestOutput:
     def _push_tokens(
         self, token_ids: list[int], finish_reason: str | None = None, stop_token_id: int | None = None
     ) -> Piece:
-        if len(self.pending.token_ids) >= MAX_TEXT_TOKENS:
+        if self.pending.size >= MAX_TEXT_SIZE:
             self.buffered.append(self.pending)
             self._begin_part()
         parser, pending = self.parser, self.pending
@@ -119,37 +124,36 @@ class RequestOutput:
         pending.token_ids += token_ids
         return piece
 
-    def _push_logprobs(self, out: TokenOut) -> None:
-        pending = self.pending
-        if out.prompt_logprobs is not None:
-            self._push_prompt_logprobs(out, prompt_entries(out.prompt_logprobs))
-        if out.logprobs is not None:
-            # OpenAI's chats have entries for the tokens of the text only; completions have one per output token, which
-            # evaluation harnesses rely on.
-            shown = out.logprobs[:-1] if self.is_chat and out.stop_token_id is not None else out.logprobs
-            pending.logprobs = (pending.logprobs or []) + shown
-            self._add_token_bytes(pending, shown)
+    def _push_logprobs(self, out: TokenOut, logprobs: list[TokenLogprobs]) -> None:
+        # OpenAI's chats have entries for the tokens of the text only; completions have one per output token, which
+        # evaluation harnesses rely on.
+        shown = logprobs[:-1] if self.is_chat and out.stop_token_id is not None else logprobs
+        self.pending.logprobs = (self.pending.logprobs or []) + shown
+        self._add_token_bytes(self.pending, shown)
 
-    def _push_prompt_logprobs(self, out: TokenOut, logprobs: list[TokenLogprobs | None]) -> None:
-        """Add the prompt's log-probabilities in parts, before the output. The first part has all of the prompt's tokens."""
-        # The first `Text` of the output gets the last part.
-        last = self.buffered[0] if self.buffered else self.pending
-        parts: list[Text] = []
-        num_before = max(len(logprobs) - 1, 0) // MAX_TEXT_TOKENS * MAX_TEXT_TOKENS
-        for start in range(0, num_before, MAX_TEXT_TOKENS):
-            part = Text(request_id=last.request_id, text="", token_ids=[])
-            part.num_prompt_tokens, part.num_cached_tokens = out.num_prompt_tokens, out.num_cached_tokens
-            part.prompt_logprobs = logprobs[start : start + MAX_TEXT_TOKENS]
+    def _push_prompt(self, out: TokenOut) -> None:
+        """Put the prompt with its log-probabilities before the output."""
+        pending, parts = self.pending, self.prompt_parts
+        if not parts:
+            parts += self._split_prompt(prompt_entries(out.prompt_logprobs or ()))
+        own = {"num_prompt_tokens": out.num_prompt_tokens, "num_cached_tokens": out.num_cached_tokens}
+        self.buffered += [msgspec.structs.replace(part, request_id=pending.request_id, **own) for part in parts]
+        pending.prompt_text = pending.prompt_token_ids = None
+        self.prompt_parts = []
+
+    def _split_prompt(self, logprobs: list[TokenLogprobs | None]) -> list[Text]:
+        """Return the log-probabilities of the prompt in parts. The first has the prompt's text and tokens."""
+        last, parts = logprobs[-1], list[Text]()
+        num_per_part = max(1, MAX_TEXT_SIZE // (1 if last is None else 1 + len(last.top)))
+        for start in range(0, len(logprobs), num_per_part):
+            part = Text(request_id="", text="", token_ids=[], prompt_logprobs=logprobs[start : start + num_per_part])
             parts.append(part)
-        last.prompt_logprobs = logprobs[num_before:]
-        if parts:
-            parts[0].prompt_text, parts[0].prompt_token_ids = last.prompt_text, last.prompt_token_ids
-            last.prompt_text = last.prompt_token_ids = None
-            self.buffered = [*parts, *self.buffered]
-        for part in (*parts, last):
+        parts[0].prompt_text, parts[0].prompt_token_ids = self.pending.prompt_text, self.pending.prompt_token_ids
+        for part in parts:
             for token in (part.prompt_token_ids or ())[:1]:  # the first token has no log-probability
                 part.token_bytes[token] = self.token_bytes[token]
             self._add_token_bytes(part, part.prompt_logprobs or ())
+        return parts
 
     def _add_token_bytes(self, text: Text, logprobs: Iterable[TokenLogprobs | None]) -> None:
         for position in logprobs:

@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 
-from minisgl_core.contracts.structured_outputs import GrammarSource
 from minisgl_core.errors import ContextLengthError, InvalidValueError
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.protocol.engine_snapshot import (
@@ -40,13 +39,12 @@ from minisgl_core.protocol.messages import (
     TokenizerReply,
     TokenOut,
 )
-from minisgl_core.sampling_params import SamplingParams
-from minisgl_core.text.detokenizer import OutputText
 from minisgl_core.text.prompt import bad_word_tokens, token_array
 from minisgl_core.text.tokens import TokenBytes
 from minisgl_server.parsing.chat_format import AUTO, ChatFormat
 from minisgl_server.tokenizer.prompt_encoder import EncodedPrompt, PromptEncoder
-from minisgl_server.tokenizer.request_output import MAX_TEXT_TOKENS, RequestOutput
+from minisgl_server.tokenizer.prompt_outputs import PromptOutputs
+from minisgl_server.tokenizer.request_output import MAX_TEXT_SIZE, RequestOutput
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +73,7 @@ class _Retry:
     """Request that is submitted again if its engine is lost; `num_attempts` counts how often it was submitted."""
 
     submit: Submit
-    new_output: Callable[[str], RequestOutput]
+    outputs: PromptOutputs
     num_attempts: int = 1
 
 
@@ -115,6 +113,8 @@ class TokenizerWorker:
         self._num_replicas, self._has_router = num_replicas, num_replicas > 1
         self._retries: dict[str, _Retry] = {}
         """Requests that have sent no text yet, which are submitted again if their engine is lost. Empty without a router."""
+        self._siblings: dict[str, list[Submit]] = {}
+        """Outputs that wait until the first output of their prompt has its log-probabilities, by the id of the first."""
         self._lost: dict[int, int] = {}
         """By replica: id of its newest lost engine. All older engines of the replica were lost too."""
 
@@ -192,7 +192,11 @@ class TokenizerWorker:
             )
 
     def _submit(self, message: Tokenize, encoded: Future[EncodedPrompt] | None) -> None:
-        """Submit one request per output of a prompt. A rejection names the first output and ends all of them."""
+        """Submit one request per output of a prompt. A rejection names the first output and ends all of them.
+
+        With log-probabilities of the prompt, only the first is submitted: the engine computes the whole prompt for them. The
+        others are submitted when it is in the prefix cache.
+        """
         encoder = self._encoder
         try:
             token_ids, prompt = encoded.result() if encoded else self.encode(message)
@@ -200,17 +204,18 @@ class TokenizerWorker:
             sampling = encoder.check_limits(message, token_ids)
             grammar = encoder.grammar(message, prompt)
             bad_words = bad_word_tokens(self._tokenizer, sampling) if sampling.bad_words else []
-            returns_prompt = message.echo or message.return_prompt_ids or sampling.prompt_logprobs is not None
-            prompt_text = encoder.prompt_text(message, token_ids) if message.echo else None
-
-            def new_output(request_id: str) -> RequestOutput:
-                request = self._new_output(message, request_id, prompt, sampling, grammar)
-                request.is_buffered = self._has_router and not message.is_streamed  # so that it can be submitted again
-                if returns_prompt:
-                    request.pending.prompt_text, request.pending.prompt_token_ids = prompt_text, token_ids
-                return request
-
-            requests = {request_id: new_output(request_id) for request_id in message.output_ids}
+            outputs = PromptOutputs(
+                message=message,
+                prompt=prompt,
+                token_ids=token_ids,
+                sampling=sampling,
+                grammar=grammar,
+                chat_format=self._chat_format,
+                token_bytes=self._token_bytes,
+                echo=encoder.prompt_text(message, token_ids) if message.echo else None,
+                is_buffered=self._has_router and not message.is_streamed,
+            )
+            requests = {request_id: outputs.make(request_id) for request_id in message.output_ids}
         except InvalidValueError as error:
             self._reject(message.request_id, error.renamed(message.field_names))
             return
@@ -231,25 +236,17 @@ class TokenizerWorker:
             grammar=grammar,
             bad_words=bad_words,
         )
-        for request_id, own_sampling in zip(requests, common.sampling.split(), strict=True):
-            submit = msgspec.structs.replace(common, request_id=request_id, sampling=own_sampling)
-            if self._has_router:
-                self._retries[request_id] = _Retry(submit, new_output)
+        samplings = zip(requests, common.sampling.split(), strict=True)
+        submits = [msgspec.structs.replace(common, request_id=name, sampling=own) for name, own in samplings]
+        if self._has_router:
+            self._retries |= {submit.request_id: _Retry(submit, outputs) for submit in submits}
+        if sampling.prompt_logprobs is not None:
+            for sibling in submits[1:]:
+                sibling.sampling = replace(sibling.sampling, prompt_logprobs=None)
+            self._siblings[message.request_id] = submits[1:]
+            submits = submits[:1]
+        for submit in submits:
             self._to_scheduler(submit)
-
-    def _new_output(
-        self, message: Tokenize, request_id: str, prompt: str, sampling: SamplingParams, grammar: GrammarSource | None
-    ) -> RequestOutput:
-        pending = Text(request_id=request_id, text="", token_ids=[])
-        if message.messages is None:
-            detokenizer = OutputText(self._token_bytes, sampling)
-            return RequestOutput(detokenizer, self._token_bytes, pending, only_prompt=message.only_prompt)
-        chat_format = self._chat_format.using(message.chat_template)
-        if chat_format.needs_special_tokens(message):
-            sampling = replace(sampling, skip_special_tokens=False)
-        parser = chat_format.parser(message, prompt, grammar)
-        detokenizer = OutputText(self._token_bytes, sampling)
-        return RequestOutput(detokenizer, self._token_bytes, pending, is_chat=True, parser=parser)
 
     def _push(self, request_id: str, new: TokenOut | int) -> list[Text]:
         """Return the outputs for the API server from new tokens, or from one token."""
@@ -263,16 +260,21 @@ class TokenizerWorker:
             return []
         if piece.needs_abort:
             self._to_scheduler(Abort(request_id, "stop"))
-        if piece.finish_reason is not None:
-            del self._requests[request_id]
+        if isinstance(new, TokenOut) and new.prompt_logprobs is not None:
+            for sibling in self._siblings.pop(request_id, ()):
+                if sibling.request_id in self._requests:  # it was not aborted
+                    self._to_scheduler(sibling)
         texts = request.take()
-        if texts:
+        if piece.finish_reason is not None:
+            self._forget(request_id)
+        elif texts:
             self._retries.pop(request_id, None)
         return texts
 
     def _forget(self, request_id: str) -> bool:
         """Drop the state of a request; return False if it had ended."""
         self._retries.pop(request_id, None)
+        self._siblings.pop(request_id, None)
         return self._requests.pop(request_id, None) is not None
 
     def _report_ended(self, request_ids: list[str]) -> None:
@@ -294,7 +296,7 @@ class TokenizerWorker:
             retry.num_attempts += 1
             why = f"as have {MAX_ATTEMPTS - 1} replicas before"
         if retry is not None and retry.num_attempts <= MAX_ATTEMPTS:
-            self._requests[request_id] = retry.new_output(request_id)
+            self._requests[request_id] = retry.outputs.make(request_id)
             self._to_scheduler(retry.submit)
             return
         if self._forget(request_id):
@@ -303,15 +305,15 @@ class TokenizerWorker:
         self._report_ended([request_id])
 
     def _send(self, texts: list[Text]) -> None:
-        """Send outputs to the API server, in messages of about `MAX_TEXT_TOKENS` tokens."""
+        """Send outputs to the API server, in messages of about the size `MAX_TEXT_SIZE`."""
         batch: list[Text] = []
-        num_tokens = 0
+        size = 0
         for text in texts:
             batch.append(text)
-            num_tokens += len(text.token_ids) + len(text.prompt_logprobs or ())
-            if num_tokens >= MAX_TEXT_TOKENS:
+            size += text.size
+            if size >= MAX_TEXT_SIZE:
                 self._send_batch(batch)
-                batch, num_tokens = [], 0
+                batch, size = [], 0
         if batch:
             self._send_batch(batch)
 

@@ -10,7 +10,7 @@ from fastapi import Request
 
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.protocol.messages import EngineInfo, Text, Tokenize
-from minisgl_core.sampling_params import MAX_BAD_WORDS_TIMES_N, MAX_LOGPROBS
+from minisgl_core.sampling_params import MAX_BAD_WORDS_TIMES_N
 from minisgl_server.api.engine_client import EngineClient, Generation
 from minisgl_server.api.errors import ApiError
 from minisgl_server.api.http.request_log import access_record
@@ -20,15 +20,12 @@ from minisgl_server.api.openai.schemas import GenerationRequest
 
 _MAX_COPIED_BYTES = 32 * 2**20
 """Maximum bytes of the fields that every output of a request has its own copy of, over all outputs."""
-_MAX_INLINE_TOKENS = 64
-"""`Choices.collect` yields to the event loop after each output with more tokens than this, so that other requests can run.
+_MAX_INLINE_SIZE = 64
+"""`Choices.collect` yields to the event loop after each output of a larger size than this, so that other requests can run.
 Tokenizer workers buffer output that is not streamed, and send it in many such parts at once. While parts have arrived,
 `Generation.next` does not suspend."""
 _MAX_SESSION_CHARS = 1024
 """Maximum length of the header X-Session-Id, of which every output has a copy, too."""
-_MAX_BUFFERED_LOGPROBS = 2**20
-"""Maximum number of log-probabilities of a response that is buffered until it is complete. One output of a long context may have
-more."""
 
 
 class Choices:
@@ -74,7 +71,7 @@ class Choices:
         ]
         self._field_names = prompts[0].field_names
         is_buffered = not prompts[0].is_streamed if is_buffered is None else is_buffered
-        self._max_logprobs = max(_MAX_BUFFERED_LOGPROBS, (MAX_LOGPROBS + 1) * info.max_seq_len) if is_buffered else None
+        self._max_logprobs = info.max_response_logprobs if is_buffered else None
         self._num_logprobs = 0
         if self._max_logprobs is not None and self._worst_case_logprobs(info.max_seq_len) > self._max_logprobs:
             # With streaming, the log-probabilities are counted here as they arrive. Without, the tokenizer worker would hold all
@@ -112,7 +109,7 @@ class Choices:
             while outputs:
                 for index, text in outputs:
                     on_output(index, text)
-                    if len(text.token_ids) + len(text.prompt_logprobs or ()) > _MAX_INLINE_TOKENS:
+                    if text.size > _MAX_INLINE_SIZE:
                         await asyncio.sleep(0)
                 outputs = self.count_tokens(await self.generation.next())
         finally:
@@ -158,7 +155,7 @@ class Choices:
             message = f"The response would have more than {limit} log-probabilities, too many to return at once."
             raise ApiError(400, f"{message} Ask for fewer, or for fewer outputs.", self._field_names.get(name, name))
 
-    def body(self, object_type: str, choices: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+    def body(self, object_type: str, choices: Sequence[dict[str, Any] | msgspec.Raw], **fields: Any) -> dict[str, Any]:
         """Return a response or a chunk of one; `fields` follow the choices."""
         common = {"id": self.id, "object": object_type, "created": self._created, "model": self._model}
         return {**common, "choices": choices, **fields}

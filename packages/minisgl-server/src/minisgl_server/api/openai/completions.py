@@ -1,7 +1,9 @@
 """Route ``POST /v1/completions``."""
 
+import asyncio
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request, Response
 
 from minisgl_core.errors import InvalidValueError
@@ -41,7 +43,10 @@ async def completions(request: Request) -> Response:
     if body.stream:
         return EventStreamResponse(choices, _CompletionEvents(choices, body.stream_options, outputs))
     await choices.collect(lambda index, text: outputs[index].add(text))
-    joined = [output.joined() for output in outputs]
+    joined = []
+    for output in outputs:
+        joined.append(msgspec.Raw(msgspec.json.encode(output.joined())))
+        await asyncio.sleep(0)  # log-probabilities may take tens of milliseconds to encode
     return json_response(choices.body("text_completion", joined, usage=choices.usage()))
 
 
