@@ -15,6 +15,7 @@ from minisgl_core.cli.main import main
         ("launch --mem-fraction-static=0.5", "Did you mean '--memory-ratio'?"),
         ("bench offline --enforce-eager", "Did you mean '--cuda-graph-max-bs'?"),
         ("launch --pagesize 1", "'--page-size'"),
+        ("launch Qwen/Qwen3-0.6B", "Name a model with --model."),
     ],
 )
 def test_flags_of_other_engines_are_refused_with_the_names_here(command: str, remedy: str) -> None:

@@ -57,14 +57,17 @@ class MinisglGroup(click.Group):
         return [*commands, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command. For an unknown option of vLLM or SGLang, the error names the one that has its meaning."""
+        """Run a command. The error of an option of vLLM or SGLang names the one here, and that of an argument ``--model``."""
         try:
             return super().invoke(ctx)
-        except click.NoSuchOption as error:
+        except click.UsageError as error:
             flags = {param.name or "": param.opts[0] for param in error.ctx.command.params} if error.ctx else {}
-            if name := other_name(error.option_name.lstrip("-").replace("-", "_"), flags):
-                text = f"No such option {error.option_name!r}. Did you mean {flags[name]!r}?"
+            option = getattr(error, "option_name", "")
+            if name := other_name(option.lstrip("-").replace("-", "_"), flags):
+                text = f"No such option {option!r}. Did you mean {flags[name]!r}?"
                 raise click.UsageError(text, error.ctx) from None
+            if "model" in flags and "unexpected extra argument" in error.message:
+                error.message += ". Name a model with --model."
             raise
 
     def main(self, *args: Any, **extra: Any) -> Any:
