@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from minisgl_core.contracts.kv_cache import KVPoolSpec
+from minisgl_core.errors import OutOfMemoryError
 from minisgl_core.kv.pool import KVPool
 from minisgl_core.utils.fp8 import FP8
 
@@ -23,6 +24,12 @@ def test_pages_allocate_memory_on_first_write() -> None:
     pool.store(1, rows, 2 * rows, torch.tensor([16, 17, 16383]))
     assert pool.k(1)[1, :2].eq(1).all()
     assert pool.v(1)[1023, 15].eq(2).all()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="torch allocates the memory there")
+def test_a_pool_beyond_the_address_space_is_refused() -> None:
+    with pytest.raises(OutOfMemoryError, match=r"^33,554,432\.00 GiB for KV cannot be allocated\. Lower --num-pages"):
+        KVPool(KVPoolSpec(4, 2**37, 16, 8, 128, torch.bfloat16, CPU))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, FP8])

@@ -7,6 +7,7 @@ import sys
 import torch
 
 from minisgl_core.contracts.kv_cache import KVPoolSpec
+from minisgl_core.errors import OutOfMemoryError
 from minisgl_core.utils.fp8 import FP8, to_fp8
 
 
@@ -74,5 +75,9 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     if device.type != "cpu" or sys.platform == "win32" or num_bytes == 0:
         return torch.zeros(shape, dtype=dtype, device=device)
     # The system provides the memory of an anonymous mapping, already zero, page by page when it is first written.
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:  # beyond a limit of the process (ulimit -v), or of a system without overcommit
+        remedy = "Lower --num-pages or --memory-ratio, or raise the limit of virtual memory."
+        raise OutOfMemoryError(f"{num_bytes / 2**30:,.2f} GiB for KV cannot be allocated. {remedy}") from error
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
