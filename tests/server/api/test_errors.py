@@ -27,8 +27,23 @@ def test_only_unsupported_values_have_a_reason() -> None:
     chat = {"messages": [{"role": "user", "content": "Hi"}]}
     assert message_of(ChatRequest, **chat, store=True).endswith(" Only POST /v1/responses stores responses.")
     assert message_of(ResponsesRequest, input="Hi", store=[]) == "store: Input should be a valid boolean."
-    assert message_of(ResponsesRequest, input="Hi", store="maybe").startswith("store: Input should be a valid boolean")
+    assert message_of(ResponsesRequest, input="Hi", store="maybe") == "store='maybe': Input should be a valid boolean."
     assert "Only POST" not in message_of(ResponsesRequest, input="Hi", store="maybe")
+
+
+def test_simple_values_are_quoted_and_shortened() -> None:
+    chat = {"messages": [{"role": "user", "content": "Hi"}]}
+    assert message_of(ChatRequest, **chat, max_tokens="12").startswith(
+        "max_tokens='12': Input should be a valid integer"
+    )
+    assert message_of(ChatRequest, messages=[{"role": "bot"}]).startswith(
+        "messages[0].role='bot': Input should be 'system'"
+    )
+    assert (
+        message_of(ChatRequest, **chat, temperature="x" * 10**6)
+        == f"temperature='{'x' * 56}...: Input should be a valid number."
+    )
+    assert message_of(ChatRequest, **chat, max_tokens=[5]) == "max_tokens: Input should be a valid integer."
 
 
 def test_messages_about_objects_name_no_class() -> None:
@@ -36,7 +51,7 @@ def test_messages_about_objects_name_no_class() -> None:
         ChatRequest.model_validate([])
     assert invalid_fields(caught.value.errors()).message == "Input should be a JSON object."
     chat = {"messages": [{"role": "user", "content": "Hi"}]}
-    assert message_of(ChatRequest, **chat, stream_options=3) == "stream_options: Input should be a JSON object."
+    assert message_of(ChatRequest, **chat, stream_options=3) == "stream_options=3: Input should be a JSON object."
     assert message_of(ChatRequest, **chat, chat_template_kwargs=[]).endswith(": Input should be a JSON object.")
 
 

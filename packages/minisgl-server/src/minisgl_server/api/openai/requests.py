@@ -70,7 +70,7 @@ def _validate(model: type[R], body: bytearray, limits: RequestLimits) -> R:
     try:
         return model.model_validate(data, context=limits)
     except ValidationError as error:
-        raise invalid_fields(error.errors(include_url=False, include_input=False)) from None
+        raise invalid_fields(error.errors(include_url=False)) from None
 
 
 def served_model(app: FastAPI) -> tuple[EngineInfo, str]:
