@@ -1,6 +1,5 @@
 """Upload of a step's inputs to the device, and its results, which are copied to the host."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +11,7 @@ from minisgl_core.engine.sampler import LogprobTensors
 from minisgl_core.engine.zero_copy_io import PendingTokens
 from minisgl_core.kv.page_table import PageTable
 from minisgl_core.protocol.batch_plan import FROM_DEVICE, BatchPlan, StepResult
-from minisgl_core.protocol.messages import Logprob, LogprobArrays, TokenLogprobs
+from minisgl_core.protocol.messages import LogprobArrays, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,40 +147,32 @@ class PendingStep:
         plan = self._plan
         logprobs: list[TokenLogprobs | None] = []
         if self._logprobs is not None:
-            num_logprobs = plan.sample.num_logprobs.tolist()
-            entries = _logprob_entries(self._logprobs, tokens.tolist(), num_logprobs)
-            logprobs = [entry if num >= 0 else None for entry, num in zip(entries, num_logprobs, strict=True)]
+            num_logprobs, logprobs = plan.sample.num_logprobs, [None] * len(tokens)
+            wanted = np.flatnonzero(num_logprobs >= 0)
+            entries = _arrays(self._logprobs, tokens, wanted, int(num_logprobs.max())).entries()
+            for index, entry in zip(wanted.tolist(), entries, strict=True):
+                logprobs[index] = TokenLogprobs(entry.token, entry.top[: num_logprobs[index]])
         return StepResult(tokens, logprobs, self._prompt_result())
 
     def _prompt_result(self) -> list[LogprobArrays]:
-        if self._prompt is None:
-            return [LogprobArrays() for _ in self._plan.prompt_logprobs]
-        plan, found = self._plan, []
-        logprobs, ranks, top, top_ids = (each.numpy() for each in self._prompt)
-        ranks, top_ids = ranks.astype(np.int32), top_ids.astype(np.int32)
-        is_target = plan.prompt_targets >= 0
-        targets, ends = plan.prompt_targets[is_target], np.cumsum(plan.num_new[plan.prompt_logprobs])
+        plan, prompt = self._plan, self._prompt
+        if prompt is None:
+            return [LogprobArrays() for _ in plan.prompt_logprobs]
+        is_target, ends = plan.prompt_targets >= 0, np.cumsum(plan.num_new[plan.prompt_logprobs])
         stops = np.cumsum(is_target)[ends - 1].tolist()
-        for start, stop, num_top in zip([0, *stops[:-1]], stops, plan.num_prompt_logprobs.tolist(), strict=True):
-            arrays = targets, logprobs, ranks, top_ids[:, :num_top], top[:, :num_top]
-            # Copies, since the tensors are in pinned memory.
-            found.append(LogprobArrays(*(each[start:stop].flatten() for each in arrays)))
-        return found
+        parts = zip([0, *stops[:-1]], stops, plan.num_prompt_logprobs.tolist(), strict=True)
+        targets = plan.prompt_targets[is_target]
+        return [_arrays(prompt, targets, slice(start, stop), num_top) for start, stop, num_top in parts]
 
 
 def _to_host(tensors: LogprobTensors | None, platform: Platform) -> LogprobTensors | None:
     return None if tensors is None else LogprobTensors(*map(platform.to_host, tensors))
 
 
-def _logprob_entries(tensors: LogprobTensors, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
-    """Return one entry per token, with the `num_top` most likely tokens of its position; none if that is negative."""
-    entries = []
-    values = zip(token_ids, num_top, *(each.tolist() for each in tensors), strict=True)
-    for token, count, logprob, rank, top, top_ids in values:
-        count = max(count, 0)
-        best = [
-            Logprob(i, value, top_rank)
-            for top_rank, (i, value) in enumerate(zip(top_ids[:count], top[:count], strict=True), 1)
-        ]
-        entries.append(TokenLogprobs(Logprob(token, logprob, rank), best))
-    return entries
+def _arrays(tensors: LogprobTensors, token_ids: np.ndarray, index: slice | np.ndarray, num_top: int) -> LogprobArrays:
+    """Return the log-probabilities of the tokens at an index, with the `num_top` most likely tokens of each position."""
+    logprobs, ranks, top, top_ids = (each.numpy()[index] for each in tensors)
+    arrays = token_ids[index], logprobs, ranks, top_ids[:, :num_top], top[:, :num_top]
+    kinds = np.int32, np.float32, np.int32, np.int32, np.float32
+    # All are copied, since the tensors may be in pinned memory.
+    return LogprobArrays(*(each.astype(kind).ravel() for each, kind in zip(arrays, kinds, strict=True)))
