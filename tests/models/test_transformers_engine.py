@@ -172,6 +172,7 @@ def test_an_lm_head_that_differs_from_the_embedding_is_used(gpt2: str, tmp_path:
         ("qwen3_next", {"num_experts": 4}, "state per request"),
         ("llama4_text", {"head_dim": 8}, "chunked attention"),
         ("deepseek_v32", {**MLA, "q_lora_rank": 16, "index_head_dim": 8, "n_routed_experts": 4}, "passes indices"),
+        ("deepseek_v4", {"layer_types": ["heavily_compressed_attention"] * 3, "head_dim": 8}, "compressed tokens"),
         ("glm_moe_dsa", {**MLA, "q_lora_rank": 16, "index_head_dim": 8, "n_routed_experts": 4}, "passes indices"),
         (
             "gemma4_text",
@@ -212,6 +213,7 @@ def test_unsupported_models_are_refused(model_type: str, changes: dict[str, Any]
         "t5": "T5ForConditionalGeneration",
         "llama4_text": "Llama4",
         "deepseek_v32": "DeepseekV32",
+        "deepseek_v4": "DeepseekV4",
         "glm_moe_dsa": "GlmMoeDsa",
         "gemma4_text": "Gemma4",
         "gptj": "GPTJ",

@@ -225,6 +225,9 @@ def _check_kind(model: Any) -> None:
         raise ModelFormatError(
             f"its last layers reuse K and V of earlier ones (num_kv_shared_layers={shared} in the config)"
         )
+    # The trace is shorter than what such a layer compresses, and cannot show it.
+    if compressed := sorted(each for each in getattr(config, "layer_types", None) or () if "compressed" in each):
+        raise ModelFormatError(f"its layers attend to compressed tokens ({compressed[0]} in layer_types)")
     if any(isinstance(each, nn.Conv1d) for each in model.modules()):
         raise ModelFormatError(_STATE)
     if getattr(config, "alibi", False):
