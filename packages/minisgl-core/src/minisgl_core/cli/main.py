@@ -67,7 +67,7 @@ class MinisglGroup(click.Group):
                 text = f"No such option {option!r}. Did you mean {flags[name]!r}?"
                 raise click.UsageError(text, error.ctx) from None
             if "model" in flags and "unexpected extra argument" in error.message:
-                error.message += ". Name a model with --model."
+                raise click.UsageError(f"{error.message}. Name a model with --model.", error.ctx) from None
             raise
 
     def main(self, *args: Any, **extra: Any) -> Any:
