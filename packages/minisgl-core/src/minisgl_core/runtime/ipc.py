@@ -52,7 +52,7 @@ MAX_PATH_BYTES = 100
 
 @dataclass(frozen=True, slots=True)
 class IpcAddresses:
-    """Addresses of one server's sockets. Plain data, passed to each process.
+    """Addresses of one server's sockets, and the path of a file in their directory. Plain data, passed to each process.
 
     Attributes:
         directory: directory of the sockets.
@@ -111,8 +111,8 @@ class IpcAddresses:
         return f"ipc://{self.directory}/api" + (f"-{self.api_worker_id}" if self.num_api_workers > 1 else "")
 
     @property
-    def request_counts(self) -> str:
-        """File with the number of requests that each API worker serves, int32."""
+    def request_counts_file(self) -> str:
+        """Path of a file that the API workers share: the number of requests that each serves, int32."""
         return f"{self.directory}/request-counts"
 
     @property

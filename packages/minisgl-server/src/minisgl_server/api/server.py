@@ -45,7 +45,7 @@ async def serve_api(
     notice. `api_key_digests` are SHA-256 digests of the API keys.
     """
     client = EngineClient(addresses)
-    with open(addresses.request_counts, "r+b") as file:
+    with open(addresses.request_counts_file, "r+b") as file:
         request_counts = memoryview(mmap.mmap(file.fileno(), 0)).cast("i")
     max_connections = max_open_files() * 7 // 8  # the rest is for the sockets of the engine and other files
     connections = ConnectionLimits(max_connections, options.max_connections_per_address)

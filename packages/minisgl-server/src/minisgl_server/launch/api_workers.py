@@ -50,7 +50,7 @@ class ApiWorkers(RestartableProcesses):
         self._senders: dict[int, Sender] = {}
         self._last_broadcast: EngineInfo | NoReplica | Stop | None = None
         # An int32 per worker: its running POST requests. --max-concurrent-requests limits their sum.
-        Path(addresses.request_counts).write_bytes(bytes(4 * self._num))
+        Path(addresses.request_counts_file).write_bytes(bytes(4 * self._num))
 
     def broadcast(self, message: EngineInfo | NoReplica | Stop) -> None:
         """Send a message to all workers, and later to those that are restarted."""
@@ -103,7 +103,7 @@ class ApiWorkers(RestartableProcesses):
             return False
         self._supervisor.discard(error.process)
         self._senders.pop(index).drop()
-        with open(self._addresses.request_counts, "r+b") as counts:
+        with open(self._addresses.request_counts_file, "r+b") as counts:
             os.pwrite(counts.fileno(), bytes(4), 4 * index)  # its requests have ended with it
         self._ids[index] += self._num
         for address in self._addresses.of_api_worker(index).own_tokenizer_in.values():
