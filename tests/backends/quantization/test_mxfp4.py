@@ -93,7 +93,7 @@ def test_outputs_of_ranks_sum_to_the_layer(inner: int, ranks: int, kernel: type[
     )
     both = torch.einsum("th,enh->ten", x.double(), gate_up) + given["e.gate_up_proj_bias"].double()
     spec = MoeSpec(3, 2, 64, inner, torch.float64, CPU, "swigluoai", has_bias=True, swiglu_limit=7.0)
-    hidden = activated(both[..., 0::2], both[..., 1::2], spec)
+    hidden = activated(both[..., 0::2], both[..., 1::2], spec.activation, spec.swiglu_limit)
     outputs = torch.einsum("ten,ehn->teh", hidden, down) + given["e.down_proj_bias"].double()
     expected = (outputs.gather(1, ids[..., None].expand(-1, -1, 64)) * weights.double()[..., None]).sum(1)
     found = torch.zeros(5, 64, dtype=torch.float64)

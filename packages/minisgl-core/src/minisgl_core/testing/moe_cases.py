@@ -100,15 +100,15 @@ def _fp8_rows(weight: torch.Tensor, random: torch.Generator) -> StoredWeight:
     return to_fp8(scaled, scales), scales.squeeze(-1), None
 
 
-def activated(gate: torch.Tensor, up: torch.Tensor, spec: MoeSpec) -> torch.Tensor:
-    """Clamp gate and up, and apply `MoeSpec.activation`."""
-    if (limit := spec.swiglu_limit) is not None:
+def activated(gate: torch.Tensor, up: torch.Tensor, activation: str, limit: float | None = None) -> torch.Tensor:
+    """Clamp gate and up, and apply the activation; see `MoeSpec` for both."""
+    if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    if spec.activation == "silu":
+    if activation == "silu":
         return F.silu(gate) * up
-    if spec.activation == "gelu_tanh":
+    if activation == "gelu_tanh":
         return F.gelu(gate, approximate="tanh") * up
-    assert spec.activation == "swigluoai", f"the kits' references do not know the activation {spec.activation!r}"
+    assert activation == "swigluoai", f"the kits' references do not know the activation {activation!r}"
     return gate * (1.702 * gate).sigmoid() * (up + 1)
 
 
@@ -145,7 +145,8 @@ def expected_output(case: MoeCase, spec: MoeSpec) -> torch.Tensor:
     if "gate_up_bias" in given:
         hidden += given["gate_up_bias"].double()[:, None]
     gate, up = hidden.chunk(2, dim=-1)
-    outputs = torch.einsum("etn,ehn->eth", activated(gate, up, spec), down_weight)
+    hidden = activated(gate, up, spec.activation, spec.swiglu_limit)
+    outputs = torch.einsum("etn,ehn->eth", hidden, down_weight)
     if "down_bias" in given:
         outputs += given["down_bias"].double()[:, None]
     weights = torch.zeros(len(x), len(gate_up_weight), dtype=torch.float64)

@@ -4,6 +4,7 @@ The shape legend is that of `minisgl_core.contracts.ops`.
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from minisgl_core.contracts.ops import LinearOp, LinearOps, NormOps, Rope, RotaryOps, RoutingOps
-from minisgl_core.testing.moe_cases import ROUTING_SPECS, expected_routing, routing_cases
+from minisgl_core.testing.moe_cases import ROUTING_SPECS, activated, expected_routing, routing_cases
 from minisgl_core.testing.ops_checks import OpsChecks, Shape, other_dtype
 from minisgl_core.utils.fp8 import FP8, FP8_MAX, LEAST_SCALE, to_fp8
 
@@ -26,16 +27,10 @@ def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return F.rms_norm(x.double(), weight.shape, weight.double(), EPS)
 
 
-def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """Return ``silu(gate) * up`` in float64."""
+def gated(gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+    """Return the activation of a gated MLP in float64, of ``[..., gate | up]``."""
     gate, up = gate_up.double().chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
-def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """Return ``gelu(gate) * up`` in float64, with the tanh approximation."""
-    gate, up = gate_up.double().chunk(2, dim=-1)
-    return F.gelu(gate, approximate="tanh") * up
+    return activated(gate, up, activation)
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -129,7 +124,7 @@ class LinearChecks(OpsChecks):
                 x = (fp8_x.double() * x_scales).view(x.shape)
             return F.linear(x.double(), weight.double(), None if bias is None else bias.double())
 
-        return zip(prepared, (plain, lambda x: silu_and_mul(plain(x))), strict=True)
+        return zip(prepared, (plain, lambda x: gated(plain(x))), strict=True)
 
     def test_gemms_keep_nan(self) -> None:
         """NaN inputs give NaN outputs, so that an error does not stay hidden."""
@@ -202,8 +197,9 @@ class NormChecks(OpsChecks):
         self.compare(norm, normed(total, weight), x.dtype, f"norms of sums {of}", roundings=2)
 
     def check_activations(self, ops: NormOps, gate_up: torch.Tensor) -> None:
-        self.check(ops.silu_and_mul, silu_and_mul, gate_up, f"SiLU of {list(gate_up.shape)}", roundings=2)
-        self.check(ops.gelu_tanh_and_mul, gelu_tanh_and_mul, gate_up, f"GELU of {list(gate_up.shape)}", roundings=2)
+        self.check(ops.silu_and_mul, gated, gate_up, f"SiLU of {list(gate_up.shape)}", roundings=2)
+        gelu = partial(gated, activation="gelu_tanh")
+        self.check(ops.gelu_tanh_and_mul, gelu, gate_up, f"GELU of {list(gate_up.shape)}", roundings=2)
 
 
 class RotaryChecks(OpsChecks):
