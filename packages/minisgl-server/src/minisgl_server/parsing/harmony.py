@@ -4,8 +4,9 @@ openai-harmony parses the tokens of one vocabulary, which it downloads, and fail
 grammar constrains. This parser reads text.
 """
 
-import re
 from typing import Literal
+
+import regex
 
 from minisgl_core.text.stop import StopFinder
 from minisgl_server.parsing.tool_parser import HarmonyToolParser
@@ -15,11 +16,10 @@ HARMONY = "gpt_oss"
 
 HARMONY_TAGS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
 
-_RECIPIENT = re.compile(r" ?(|t|to|to=\S{0,256}( \w{0,16})?)")
-"""Matches ``to=NAME`` at the start of an output, and every prefix of it, so that a stream can be held back. The prompt ends with
-``<|start|>assistant``."""
+_RECIPIENT = regex.compile(r" ?to=\S{0,256}( \w{0,16})?")
+"""Matches ``to=NAME`` at the start of an output. The prompt ends with ``<|start|>assistant``."""
 
-_FUNCTION = re.compile(r"\bto=functions\.(\S+)")
+_FUNCTION = regex.compile(r"\bto=functions\.(\S+)")
 """Recipient of a message that is a tool call."""
 
 Kind = Literal["reasoning", "content", "call"]
@@ -87,7 +87,7 @@ class HarmonySplitter:
             self._show(text, new)
         elif self._part == "start":
             self._start += text
-            if not _RECIPIENT.fullmatch(self._start):
+            if not _RECIPIENT.fullmatch(self._start, partial=True):
                 self._show(self._start, new)
                 self._start = ""
 

@@ -1,9 +1,10 @@
 """Parses tool calls whose function names are between tags, and whose arguments are JSON: of Mistral, Kimi and DeepSeek."""
 
-import re
 from collections.abc import Callable, Collection, Generator, Mapping
 from itertools import count
 from typing import Any, ClassVar
+
+import regex
 
 from minisgl_core.contracts.grammar import CallPart
 from minisgl_server.parsing.argument_values import OBJECT, to_json
@@ -15,22 +16,12 @@ SPACE = r"\s{0,16}"
 NAME = r"(?P<name>[\w.-]{1,64})"
 
 
-def partial(text: str, then: str = "") -> str:
-    """Return a pattern that matches every prefix of a text. After the whole text, it matches `then`."""
-    for char in reversed(text):
-        then = f"(?:{re.escape(char)}{then})?"
-    return then
-
-
 class TaggedToolParser(ToolParser):
     """Format of calls that start with a header: tags around the function's name."""
 
     is_json = False
-    header: ClassVar[re.Pattern[str]]
-    """Matches a header, from the tag before the call, and all prefixes of it, so that a stream can be held back.
-
-    Its length is bounded, because each further character is matched with all of those before.
-    """
+    header: ClassVar[regex.Pattern[str]]
+    """Matches a header, from the tag before the call. Its length is bounded, because it is matched again with each character."""
     header_ends: ClassVar[tuple[str, ...]]
     """Texts that end a header."""
     unsafe_begins: ClassVar[tuple[str, ...]] = ()
@@ -56,6 +47,12 @@ class TaggedToolParser(ToolParser):
         Raises:
             UnsupportedSchemaError: the grammar cannot enforce the schema, or is too large.
         """
+        size.add(schema)
+        return [*cls.before_arguments(name), {"schema": schema}, *cls.call_ends[:1]]
+
+    @classmethod
+    def before_arguments(cls, name: str) -> list[CallPart]:
+        """Return the parts between the trigger and JSON arguments, for a grammar."""
         raise NotImplementedError
 
     @classmethod
@@ -76,7 +73,7 @@ class TaggedToolParser(ToolParser):
 
     def _read_calls(self, tag: str, char: str, known: Collection[str] | None) -> Generator[None, str, str]:
         text = tag
-        while char and (match := self.header.fullmatch(text + char)):
+        while char and (match := self.header.fullmatch(text + char, partial=True)):
             text += char
             if text.endswith(self.header_ends):
                 end = next(each for each in self.header_ends if text.endswith(each))
@@ -93,7 +90,7 @@ class TaggedToolParser(ToolParser):
         self._add(text)
         return (yield) if char else ""
 
-    def _read_body(self, header: str, end: str, match: re.Match[str]) -> Generator[None, str, str]:
+    def _read_body(self, header: str, end: str, match: regex.Match[str]) -> Generator[None, str, str]:
         """Read the call after a header, whose last tag and match are given. Return the text to go on with."""
         self._add_call(match["name"], match.groupdict().get("id"))
         following = yield from self._read_arguments(match["name"], end)
@@ -122,9 +119,6 @@ class TaggedToolParser(ToolParser):
         return (yield) if tag == self.end else (yield from self._read_after())
 
 
-_ARGUMENTS = partial("[ARGS]", rf"{SPACE}\{{?") + r"\{?"
-
-
 class MistralV11Parser(TaggedToolParser):
     """Format ``[TOOL_CALLS]NAME[ARGS]{...}`` of Mistral's tokenizers since version 11, such as those of Small 3.2 and Devstral.
 
@@ -137,17 +131,14 @@ class MistralV11Parser(TaggedToolParser):
     header_ends = ("{",)
     trigger = begin
     call_delimiters = ("", "", "")
-    header = re.compile(
-        rf"{re.escape(begin)}{SPACE}(?:{NAME}(?:{partial('[CALL_ID]', rf'[a-zA-Z0-9]{{0,64}}{_ARGUMENTS}')}|{_ARGUMENTS}))?"
-    )
+    header = regex.compile(rf"\[TOOL_CALLS\]{SPACE}{NAME}(?:\[CALL_ID\][a-zA-Z0-9]{{0,64}})?(?:\[ARGS\]{SPACE})?\{{")
 
     @classmethod
-    def call(cls, name: str, schema: Mapping[str, Any], size: GrammarSize) -> list[CallPart]:
-        size.add(schema)
+    def before_arguments(cls, name: str) -> list[CallPart]:
         call_id: CallPart = {"patterns": ["[a-zA-Z0-9]{9}"], "excludes": [], "end": "[ARGS]"}
-        return [name, {"any_of": [["[ARGS]"], ["[CALL_ID]", call_id]]}, {"schema": schema}]
+        return [name, {"any_of": [["[ARGS]"], ["[CALL_ID]", call_id]]}]
 
-    def _read_body(self, header: str, end: str, match: re.Match[str]) -> Generator[None, str, str]:
+    def _read_body(self, header: str, end: str, match: regex.Match[str]) -> Generator[None, str, str]:
         """Read the call. If no tool has its name, it is held back until its arguments are known to be an object."""
         if match["name"] in self._functions:
             return (yield from super()._read_body(header, end, match))
@@ -197,19 +188,14 @@ class KimiK2Parser(TaggedToolParser):
     call_delimiters = ("", "", "")
     section = (begin, end)
     inner_tags = (*other_begins, *header_ends, *call_ends)
-    header = re.compile(
-        rf"(?:{re.escape(begin)}{SPACE})?"
-        + partial(
-            "<|tool_call_begin|>",
-            rf"{SPACE}(?:(?P<id>(?:functions\.)?{NAME}(?::\d{{0,8}})?){SPACE}{partial(header_ends[0])})?",
-        )
+    header = regex.compile(
+        rf"(?:<\|tool_calls_section_begin\|>{SPACE})?<\|tool_call_begin\|>{SPACE}"
+        rf"(?P<id>(?:functions\.)?{NAME}(?::\d{{0,8}})?){SPACE}<\|tool_call_argument_begin\|>"
     )
 
     @classmethod
-    def call(cls, name: str, schema: Mapping[str, Any], size: GrammarSize) -> list[CallPart]:
-        size.add(schema)
-        index: CallPart = {"patterns": [r"\d{1,8}"], "excludes": [], "end": cls.header_ends[0]}
-        return [f"functions.{name}:", index, {"schema": schema}, cls.call_ends[0]]
+    def before_arguments(cls, name: str) -> list[CallPart]:
+        return [f"functions.{name}:", {"patterns": [r"\d{1,8}"], "excludes": [], "end": cls.header_ends[0]}]
 
     def __init__(self, functions: Mapping[str, Any], parallel: bool, strict: Collection[str] = ()) -> None:
         super().__init__(functions, parallel, strict)
@@ -238,14 +224,11 @@ class DeepSeekV31Parser(TaggedToolParser):
     call_delimiters = ("", "", "")
     section = (begin, end)
     inner_tags = (_DEEPSEEK_CALL, _DEEPSEEK_SEPARATOR, "<｜tool▁call▁end｜>")
-    header = re.compile(
-        rf"(?:{begin}{SPACE})?" + partial(_DEEPSEEK_CALL, rf"{SPACE}(?:{NAME}{SPACE}{partial(_DEEPSEEK_SEPARATOR)})?")
-    )
+    header = regex.compile(rf"(?:{begin}{SPACE})?{_DEEPSEEK_CALL}{SPACE}{NAME}{SPACE}{_DEEPSEEK_SEPARATOR}")
 
     @classmethod
-    def call(cls, name: str, schema: Mapping[str, Any], size: GrammarSize) -> list[CallPart]:
-        size.add(schema)
-        return [f"{name}{_DEEPSEEK_SEPARATOR}", {"schema": schema}, cls.call_ends[0]]
+    def before_arguments(cls, name: str) -> list[CallPart]:
+        return [f"{name}{_DEEPSEEK_SEPARATOR}"]
 
 
 class DeepSeekV3Parser(DeepSeekV31Parser):
@@ -254,16 +237,11 @@ class DeepSeekV3Parser(DeepSeekV31Parser):
     call_ends = ("\n```<｜tool▁call▁end｜>", "```<｜tool▁call▁end｜>", "<｜tool▁call▁end｜>")
     header_ends = ("```json\n",)
     call_delimiters = ("", "", "\n")
-    header = re.compile(
-        rf"(?:{DeepSeekV31Parser.begin}{SPACE})?"
-        + partial(
-            _DEEPSEEK_CALL,
-            SPACE
-            + partial("function", partial(_DEEPSEEK_SEPARATOR, rf"{SPACE}(?:{NAME}{SPACE}{partial(header_ends[0])})?")),
-        )
+    header = regex.compile(
+        rf"(?:{DeepSeekV31Parser.begin}{SPACE})?{_DEEPSEEK_CALL}{SPACE}function{_DEEPSEEK_SEPARATOR}"
+        rf"{SPACE}{NAME}{SPACE}```json\n"
     )
 
     @classmethod
-    def call(cls, name: str, schema: Mapping[str, Any], size: GrammarSize) -> list[CallPart]:
-        size.add(schema)
-        return [f"function{_DEEPSEEK_SEPARATOR}{name}\n```json\n", {"schema": schema}, cls.call_ends[0]]
+    def before_arguments(cls, name: str) -> list[CallPart]:
+        return [f"function{_DEEPSEEK_SEPARATOR}{name}\n```json\n"]

@@ -1,15 +1,16 @@
 """Parses tool calls with tags around the name and the value of each argument: those of Qwen3-Coder and GLM."""
 
-import re
 from collections.abc import Callable, Generator, Mapping
 from functools import cache, cached_property
 from typing import Any, ClassVar
+
+import regex
 
 from minisgl_core.contracts.grammar import CallPart
 from minisgl_server.parsing.argument_values import STRING, argument_types, quoted, to_json
 from minisgl_server.parsing.grammar_size import GrammarSize, UnsupportedSchemaError
 from minisgl_server.parsing.json_scanner import JsonScanner
-from minisgl_server.parsing.tagged_tool_parser import NAME, SPACE, TaggedToolParser, partial
+from minisgl_server.parsing.tagged_tool_parser import NAME, SPACE, TaggedToolParser
 from minisgl_server.parsing.xml_arguments_grammar import ANY_TEXT, parameters_of, value_parts
 
 _TYPE_BY_BRACKET = {"[": "array", "{": "object"}
@@ -116,13 +117,7 @@ class Qwen3CoderParser(XmlToolParser):
     header_ends = ("<parameter=", "</function>")
     trigger = "<function=NAME>"
     call_delimiters = ("<tool_call>\n", "\n</tool_call>", "\n")
-    header = re.compile(
-        rf"(?:<tool_call>{SPACE})?"
-        + partial(
-            "<function=",
-            f"(?:{NAME}{partial('>', SPACE + '(?:' + '|'.join(map(partial, header_ends)) + ')')})?",
-        )
-    )
+    header = regex.compile(rf"(?:<tool_call>{SPACE})?<function={NAME}>{SPACE}(?:<parameter=|</function>)")
 
     @classmethod
     def call(cls, name: str, schema: Mapping[str, Any], size: GrammarSize) -> list[CallPart]:
@@ -143,7 +138,7 @@ class Glm45Parser(XmlToolParser):
     header_ends = ("<arg_key>", "</tool_call>")
     trigger = "<tool_call>"
     call_delimiters = ("", "", "\n")
-    header = re.compile(f"<tool_call>{SPACE}(?:{NAME}{SPACE}(?:{'|'.join(map(partial, header_ends))}))?")
+    header = regex.compile(f"<tool_call>{SPACE}{NAME}{SPACE}(?:<arg_key>|</tool_call>)")
 
     @classmethod
     def call(cls, name: str, schema: Mapping[str, Any], size: GrammarSize) -> list[CallPart]:
