@@ -66,7 +66,7 @@ async def test_whole_responses_on_one_connection(
     ("status", "body", "cause"),
     [
         (b"307 Temporary Redirect", b"", "The server answers with status 307."),
-        (b"401 Unauthorized", b'{"error": {"message": "Wrong key."}}', "Wrong key."),
+        (b"401 Unauthorized", b'{"error": {"message": "No."}}', "No. Set MINISGL_API_KEY to a key of the server."),
         (b"200 OK", b'{"data": []}', "list index out of range."),
     ],
 )

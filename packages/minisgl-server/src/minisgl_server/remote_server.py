@@ -46,4 +46,6 @@ def raise_for_status(response: httpx.Response) -> None:
             message = response.json()["error"]["message"]
         except (ValueError, LookupError, TypeError):
             message = f"The server answers with status {response.status_code}."
+        if response.status_code == 401:
+            message += " Set MINISGL_API_KEY to a key of the server."
         raise MinisglError(message)
