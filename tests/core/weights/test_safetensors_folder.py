@@ -135,13 +135,15 @@ def test_files_that_are_too_large_are_not_read(tmp_path: Path, engine_tokenizer:
     reads["tokenizer_config.json"] = lambda: source.eos_token_id
     reads["special_tokens_map.json"] = source.tokenizer
     reads["model.safetensors.index.json"] = lambda: list(source.tensors(config))
+    reads["tokenizer.model"] = source.tokenizer
+    (folder / "vocab.json").symlink_to("nothing")
     for name, read in reads.items():
         text = (folder / name).read_bytes() if (folder / name).exists() else b"{}"
         (folder / name).write_bytes(text)
         allowed = 8 * 2**20 if name in ("config.json", "generation_config.json") else 64 * 2**20
         os.truncate(folder / name, allowed + 1)
         with pytest.raises(
-            ModelFormatError, match=f"{name} has {allowed + 1:,} bytes, and at most {allowed:,} are allowed"
+            ModelFormatError, match=f"^{folder}/{name} has {allowed + 1:,} bytes, and at most {allowed:,} are allowed$"
         ):
             read()
         (folder / name).write_bytes(text)

@@ -52,7 +52,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class LogprobArrays(msgspec.Struct, array_like=True):
-    """Log-probabilities at n consecutive positions of a prompt: those of `TokenLogprobs`, in arrays.
+    """Log-probabilities at n positions: those of `TokenLogprobs`, in arrays.
 
     A prompt may have millions of entries. In arrays, they take the scheduler no time per entry.
 

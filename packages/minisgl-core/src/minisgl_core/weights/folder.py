@@ -50,14 +50,14 @@ class FolderSource(WeightSource):
         )
         if not any(file for pattern in _TOKENIZER_FILES for file in self._path.glob(pattern)):
             raise missing
+        for pattern in (*_TOKENIZER_FILES, *_MORE_FILES):
+            for file in self._path.glob(pattern):
+                check_size(file, MAX_BYTES)
         from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
         # If trust_remote_code is left out, transformers asks on a terminal whether to run the code of the checkpoint.
         options = {"local_files_only": True, "trust_remote_code": False, **self._plain_config()}
         try:
-            for pattern in (*_TOKENIZER_FILES, *_MORE_FILES):
-                for file in self._path.glob(pattern):
-                    check_size(file, MAX_BYTES)
             tokenizer = AutoTokenizer.from_pretrained(str(self._path), **options)
             if not isinstance(tokenizer, PreTrainedTokenizerBase):  # RAG models have a pair of tokenizers
                 raise TypeError(f"tokenizer_class={type(tokenizer).__name__!r} is not a tokenizer")
@@ -126,7 +126,7 @@ def _content(token: Any) -> str | None:
 
 def check_size(path: Path, max_bytes: int) -> None:
     """Raise ModelFormatError if a file is too large to be read at once."""
-    if (size := path.stat().st_size) > max_bytes:
+    if path.is_file() and (size := path.stat().st_size) > max_bytes:  # not a broken link
         raise ModelFormatError(f"{path} has {size:,} bytes, and at most {max_bytes:,} are allowed")
 
 
