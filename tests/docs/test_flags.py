@@ -22,7 +22,7 @@ OF_OTHERS = {
     "--ulimit",
 }
 """Flags of Docker, SGLang, vLLM and pip that the pages name outside of a command and of the table of such flags."""
-OF_ENGINES = {f"--{name.replace('_', '-')}" for names in OTHER_NAMES.values() for name in names.split()}
+OF_ENGINES = {f"--{name.replace('_', '-')}" for names in OTHER_NAMES.values() for name in names}
 COMMANDS = {
     words: {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)} | {"--help"}
     for words, command in cli_reference.commands()
@@ -57,7 +57,7 @@ def test_the_table_of_flags_of_other_engines_is_complete() -> None:
         shown[here] = sorted(set(others))
     flags = {name: f"--{name.replace('_', '-')}" for name in OTHER_NAMES}
     known = {name for name, flag in flags.items() if flag in COMMANDS["minisgl launch"]}
-    assert shown == {name: sorted(OTHER_NAMES[name].split()) for name in known}
+    assert shown == {name: sorted(OTHER_NAMES[name]) for name in known}
 
 
 @pytest.mark.parametrize(
