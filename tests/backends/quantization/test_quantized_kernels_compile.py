@@ -60,7 +60,7 @@ for place, (packing, dtype) in list(enumerate(packings))[:: int(sys.argv[2])]:
         gated = place % 2 == 0
         grouped = dict(TOP_K=8, COLS=64, GATED=gated, HAS_WEIGHTS=not gated, EVEN=gated, WIDEN=False)
         check(packed_grouped._packed_grouped_gemm, pointers, sizes | grouped, rf"(?s){unpacked}.*{tensor_cores}")
-rounding = {"LARGEST": 127.0, "LEAST": 1e-12, "BLOCK": 1024}
+rounding = {"LARGEST": 127.0, "LEAST": 1e-12, "BLOCK": 1024, "PDL": False}
 check(quantize._quantize_rows, {"x": "bf16", "quantized": "i8", "scales": "fp32"}, rounding, r"st\\.global")
 pointers = {"x": "bf16", "orders": "i32", "expert_ids": "i64", "out": "bf16"}
 check(gather_columns._gather, pointers, {"TOP_K": 8, "BLOCK": 1024}, r"st\\.global")
