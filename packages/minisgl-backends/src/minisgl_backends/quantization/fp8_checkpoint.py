@@ -1,4 +1,4 @@
-"""Weights of FP8 checkpoints, loaded from the checkpoint's quantized values and scales.
+"""Weights of FP8 checkpoints, loaded from the checkpoint's quantized values and scales. int8 checkpoints share the base classes.
 
 The kernels take one scale per row (output channel). Per-channel scales are used as they are. A per-tensor scale is copied to all
 rows of its tensor, so that the parts of a fused weight keep their own scales. Both represent the checkpoint's weights exactly.
