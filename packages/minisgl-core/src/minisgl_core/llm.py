@@ -217,9 +217,8 @@ class LLM:
             WorkerDiedError: another rank has ended; this object is closed then.
         """
         listed = list_prompts(prompts)
-        params = _list_sampling_params(
-            self.default_sampling if sampling_params is None else sampling_params, len(listed)
-        )
+        given = self.default_sampling if sampling_params is None else sampling_params
+        params = _list_sampling_params(given, len(listed))
         work: list[Submit] = []
         for index, (prompt, each) in enumerate(zip(listed, params, strict=True)):
             try:
@@ -483,14 +482,12 @@ def _refuse_text(prompt: Prompt, params: SamplingParams) -> None:
         raise InvalidValueError("structured_outputs", params.structured_outputs, "left out", remedy)
 
 
-def _list_sampling_params(sampling_params: Any, num_prompts: int) -> list[SamplingParams]:
-    if isinstance(sampling_params, SamplingParams):
-        return [sampling_params] * num_prompts
-    if not isinstance(sampling_params, Sequence) or not all(
-        isinstance(each, SamplingParams) for each in sampling_params
-    ):
-        raise InvalidValueError("sampling_params", sampling_params, "a SamplingParams, or a list of them")
-    if len(sampling_params) != num_prompts:
+def _list_sampling_params(params: Any, num_prompts: int) -> list[SamplingParams]:
+    if isinstance(params, SamplingParams):
+        return [params] * num_prompts
+    if not isinstance(params, Sequence) or not all(isinstance(each, SamplingParams) for each in params):
+        raise InvalidValueError("sampling_params", params, "a SamplingParams, or a list of them")
+    if len(params) != num_prompts:
         allowed = f"one, or {num_prompts}: as many as there are prompts"
-        raise InvalidValueError("sampling_params", f"{len(sampling_params)} entries", allowed)
-    return list(sampling_params)
+        raise InvalidValueError("sampling_params", f"{len(params)} entries", allowed)
+    return list(params)

@@ -28,8 +28,6 @@ MAX_MESSAGE = 1000
 """Maximum length of an error message in characters; messages quote values of the request."""
 MAX_PARAM = 200
 """Maximum length of a field's name in characters."""
-_MAX_VALUE = 60
-"""Maximum length of a value that a message quotes."""
 _REJECTIONS = {
     "invalid": (400, None),
     "too_long": (400, "context_length_exceeded"),
@@ -151,7 +149,7 @@ def invalid_fields(errors: Sequence[ErrorDetails]) -> ApiError:
     what = "Input should be a JSON object" if first["type"] in ("model_type", "dict_type") else first["msg"]
     value = first.get("input")
     if where and isinstance(value, str | int | float):
-        where += f"={shortened(repr(value[:_MAX_VALUE] if isinstance(value, str) else value), _MAX_VALUE)}"
+        where += f"={shortened(repr(value[:60] if isinstance(value, str) else value), 60)}"
     return ApiError(400, f"{where}{': ' if where else ''}{what}.{reason}", param)
 
 
