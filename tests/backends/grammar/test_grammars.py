@@ -120,6 +120,11 @@ def test_a_grammar_may_name_special_tokens(text: str) -> None:
     assert state.is_complete
 
 
+def test_a_choice_that_is_no_text_is_refused() -> None:
+    with pytest.raises(InvalidValueError, match=r"must be a list of texts that llguidance supports"):
+        LlguidanceGrammar.check("choice", json.dumps(["\ud800", "a"]), "choice")
+
+
 @pytest.mark.parametrize("attributes", ["", '[capture="]:"]', '[stop=/a]"/, capture="x"]'])
 def test_rules_are_counted_with_any_attributes(attributes: str) -> None:
     """Attributes may hold text that elsewhere ends the name of a rule. llguidance's time is quadratic in nested rules."""

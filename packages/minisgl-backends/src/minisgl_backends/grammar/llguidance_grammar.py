@@ -231,6 +231,7 @@ def _refusal(kind: str, text: str, name: str, reason: str) -> InvalidValueError:
     wanted = {
         "json_schema": "a JSON schema",
         "regex": "a regular expression",
+        "choice": "a list of texts",
         "grammar": "a grammar in Lark's notation or EBNF",
         "structural_tag": "a structural tag",
     }
