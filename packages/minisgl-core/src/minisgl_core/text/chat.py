@@ -113,19 +113,16 @@ def render_chat(
     if "message.thinking" in str(template) and "reasoning_content" not in str(template):
         plain = [_with_thinking(message) for message in plain]
     options = dict(chat_template_kwargs or {})
-    if tools:
-        if "tools" not in str(template):
-            raise InvalidValueError("tools", "given", "left out: the model's chat template does not show tools")
-        options["tools"] = list(tools)
+    for name, given in (("tools", tools), ("documents", documents)):
+        if given and name not in str(template):
+            raise InvalidValueError(name, "given", f"left out: the model's chat template does not show {name}")
+        if given:
+            options[name] = [dict(each) for each in given]
     options["add_generation_prompt"] = add_generation_prompt
     if continue_final_message:
         options["continue_final_message"] = True
     if chat_template is not None:
         options["chat_template"] = chat_template
-    if documents:
-        if "documents" not in str(template):
-            raise InvalidValueError("documents", "given", "left out: the model's chat template does not show documents")
-        options["documents"] = [dict(each) for each in documents]
     try:
         return (apply or _apply)(tokenizer, plain, options)
     except Exception as error:  # a template is a program and may raise anything
