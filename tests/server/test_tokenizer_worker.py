@@ -47,6 +47,7 @@ from minisgl_server.options import ServerOptions
 from minisgl_server.parsing.chat_format import ChatFormat, ParsedText
 from minisgl_server.tokenizer import request_output, tokenizer_queue
 from minisgl_server.tokenizer.process import run_tokenizer_worker
+from minisgl_server.tokenizer.prompt_encoder import PromptEncoder
 from minisgl_server.tokenizer.tokenizer_queue import TokenizerQueue
 from minisgl_server.tokenizer.worker import MAX_ATTEMPTS, TokenizerWorker
 
@@ -321,13 +322,13 @@ def test_waiting_prompts_are_not_starved(rig: Rig) -> None:
 def test_a_long_prompt_does_not_delay_other_messages(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.submit("runs")
     del rig.scheduler[:]
-    may_end, encode = threading.Event(), TokenizerWorker.encode
+    may_end, encode = threading.Event(), PromptEncoder.encode
 
-    def slow(worker: TokenizerWorker, message: Tokenize) -> Any:
+    def slow(encoder: PromptEncoder, message: Tokenize) -> Any:
         assert may_end.wait(20)
-        return encode(worker, message)
+        return encode(encoder, message)
 
-    monkeypatch.setattr(TokenizerWorker, "encode", slow)
+    monkeypatch.setattr(PromptEncoder, "encode", slow)
     queue, long = TokenizerQueue(rig.worker), "x " * 30_000
     sampling = SamplingParams(max_tokens=8)
     for name in ("long", "gone"):
@@ -357,7 +358,7 @@ def test_a_long_prompt_does_not_delay_other_messages(rig: Rig, monkeypatch: pyte
 
 def test_shorter_prompts_overtake_a_long_one_but_not_forever(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     order, may_end, now = list[str](), threading.Event(), 0.0
-    monkeypatch.setattr(TokenizerWorker, "encode", lambda self, m: order.append(m.request_id) or may_end.wait(20))
+    monkeypatch.setattr(PromptEncoder, "encode", lambda self, m: order.append(m.request_id) or may_end.wait(20))
     monkeypatch.setattr(TokenizerWorker, "handle", lambda *_: None)
     monkeypatch.setattr(time, "monotonic", lambda: now)
     queue = TokenizerQueue(rig.worker)
@@ -386,7 +387,7 @@ def test_shorter_prompts_overtake_a_long_one_but_not_forever(rig: Rig, monkeypat
 def test_tools_count_as_prompt_text(rig: Rig, monkeypatch: pytest.MonkeyPatch, parameters: dict[str, Any]) -> None:
     """Templates render tools as JSON, which takes as long to tokenize as other text."""
     threads = list[str]()
-    monkeypatch.setattr(TokenizerWorker, "encode", lambda *_: threads.append(threading.current_thread().name))
+    monkeypatch.setattr(PromptEncoder, "encode", lambda *_: threads.append(threading.current_thread().name))
     tools = ToolUse(tools=[{"type": "function", "function": {"name": "f", "parameters": parameters}}])
     queue = TokenizerQueue(rig.worker)
     queue.add(Tokenize(request_id="a", sampling=SamplingParams(), messages=QUESTION, tools=tools))
@@ -398,13 +399,13 @@ def test_tools_count_as_prompt_text(rig: Rig, monkeypatch: pytest.MonkeyPatch, p
 
 
 def test_chats_run_on_a_thread_after_a_slow_one(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads, encode = list[str](), TokenizerWorker.encode
+    threads, encode = list[str](), PromptEncoder.encode
 
-    def record(worker: TokenizerWorker, message: Tokenize) -> Any:
+    def record(encoder: PromptEncoder, message: Tokenize) -> Any:
         threads.append(threading.current_thread().name)
-        return encode(worker, message)
+        return encode(encoder, message)
 
-    monkeypatch.setattr(TokenizerWorker, "encode", record)
+    monkeypatch.setattr(PromptEncoder, "encode", record)
     queue, here = TokenizerQueue(rig.worker), threading.current_thread().name
     deadline = time.monotonic() + 20
     for number, (slow_s, expected) in enumerate(
@@ -423,12 +424,12 @@ def test_chats_run_on_a_thread_after_a_slow_one(rig: Rig, monkeypatch: pytest.Mo
 def test_a_stalled_cpu_does_not_make_a_template_slow(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     threads = list[str]()
 
-    def stall(worker: TokenizerWorker, message: Tokenize) -> Any:
+    def stall(encoder: PromptEncoder, message: Tokenize) -> Any:
         threads.append(threading.current_thread().name)
         time.sleep(0.3)
         return [5], "x"
 
-    monkeypatch.setattr(TokenizerWorker, "encode", stall)
+    monkeypatch.setattr(PromptEncoder, "encode", stall)
     monkeypatch.setattr(tokenizer_queue, "_SLOW_S", 0.2)
     queue = TokenizerQueue(rig.worker)
     for name in "ab":
@@ -444,7 +445,7 @@ def test_waiting_prompts_are_measured_once(rig: Rig, monkeypatch: pytest.MonkeyP
         Tokenize, "num_chars", property(lambda self: measured.append(self.request_id) or num_chars.fget(self))
     )
     may_end = threading.Event()
-    monkeypatch.setattr(TokenizerWorker, "encode", lambda self, message: may_end.wait(20))
+    monkeypatch.setattr(PromptEncoder, "encode", lambda self, message: may_end.wait(20))
     queue, names = TokenizerQueue(rig.worker), [f"long {number}" for number in range(5)]
     for name in names:
         queue.add(Tokenize(request_id=name, text="x " * 30_000, sampling=SamplingParams()))
@@ -458,7 +459,7 @@ def test_waiting_prompts_are_measured_once(rig: Rig, monkeypatch: pytest.MonkeyP
 
 def test_aborted_prompts_hold_no_memory_while_they_wait(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     may_end, size = threading.Event(), 4_000_000
-    monkeypatch.setattr(TokenizerWorker, "encode", lambda self, message: may_end.wait(20))
+    monkeypatch.setattr(PromptEncoder, "encode", lambda self, message: may_end.wait(20))
     queue, sampling = TokenizerQueue(rig.worker), SamplingParams(n=2)
     queue.add(Tokenize(request_id="runs", text="x " * 30_000, sampling=SamplingParams()))
     queue.run_next()

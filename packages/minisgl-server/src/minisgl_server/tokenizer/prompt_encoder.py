@@ -1,13 +1,14 @@
 """Input side of a tokenizer worker: turns a request into token ids, and checks it against the engine's limits."""
 
 from collections.abc import Collection
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
 from minisgl_core.contracts.structured_outputs import GrammarSource
 from minisgl_core.errors import ContextLengthError, InvalidValueError, PluginError
 from minisgl_core.plugins.registry import Registry
-from minisgl_core.protocol.messages import EngineInfo, Tokenize
+from minisgl_core.protocol.messages import Detokenize, EngineInfo, Tokenize, TokenizerReply
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_core.scheduler.limits import longer_context_remedy
 from minisgl_core.text.prompt import encode_prompt
@@ -110,10 +111,17 @@ class PromptEncoder:
             remedy = f"A response may have {limit} log-probabilities."
             raise InvalidValueError("prompt_logprobs", num_top, allowed, remedy)
 
-    def check_num_tokens(self, message: Tokenize, token_ids: list[int]) -> None:
-        """Refuse to tokenize a text with more than `_max_tokens` tokens, as `encode` may have stopped before its end."""
-        if len(token_ids) > self._max_tokens:
+    def reply(self, message: Tokenize | Detokenize, encoded: Future[EncodedPrompt] | None) -> TokenizerReply:
+        """Return the tokens of a text, or the text of tokens. `encoded` is the result of `encode`, if that was called before."""
+        if isinstance(message, Detokenize):
+            self.check_token_ids("tokens", message.token_ids)
+            text = self.decode(message.token_ids, skip_special_tokens=False)
+            return TokenizerReply(request_id=message.request_id, token_ids=message.token_ids, token_names=[], text=text)
+        token_ids, _ = encoded.result() if encoded else self.encode(message)
+        if len(token_ids) > self._max_tokens:  # `encode` may have stopped before the end of the text
             raise self._too_long(message, token_ids, 0, _prompt_field(message), "Ask for its parts one by one.")
+        names = [name or "" for name in self._tokenizer.convert_ids_to_tokens(token_ids)]
+        return TokenizerReply(request_id=message.request_id, token_ids=token_ids, token_names=names)
 
     def check_token_ids(self, name: str, token_ids: Collection[int]) -> None:
         """Check that token ids are below the vocabulary size."""

@@ -157,7 +157,7 @@ class TokenizerQueue:
 
         def encode() -> None:
             try:
-                encoded.set_result(self._worker.encode(message))
+                encoded.set_result(self._worker.encoder.encode(message))
             except BaseException as error:
                 encoded.set_exception(error)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from minisgl_core.contracts.structured_outputs import GrammarSource
 from minisgl_core.errors import ContextLengthError, InvalidValueError
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.protocol.engine_snapshot import (
@@ -36,14 +37,14 @@ from minisgl_core.protocol.messages import (
     TextBatch,
     TokenBatch,
     Tokenize,
-    TokenizerReply,
     TokenOut,
 )
+from minisgl_core.sampling_params import SamplingParams
+from minisgl_core.text.detokenizer import OutputText
 from minisgl_core.text.prompt import bad_word_tokens, token_array
 from minisgl_core.text.tokens import TokenBytes
 from minisgl_server.parsing.chat_format import AUTO, ChatFormat
 from minisgl_server.tokenizer.prompt_encoder import EncodedPrompt, PromptEncoder
-from minisgl_server.tokenizer.prompt_outputs import PromptOutputs
 from minisgl_server.tokenizer.request_output import MAX_TEXT_SIZE, RequestOutput
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ class _Retry:
     """Request that is submitted again if its engine is lost; `num_attempts` counts how often it was submitted."""
 
     submit: Submit
-    outputs: PromptOutputs
+    new_output: Callable[[str], RequestOutput]
     num_attempts: int = 1
 
 
@@ -104,7 +105,7 @@ class TokenizerWorker:
     ) -> None:
         self._tokenizer = tokenizer
         self._chat_format = chat_format or ChatFormat(tokenizer, AUTO, None)
-        self._encoder = PromptEncoder(tokenizer, info, self._chat_format, registry or Registry.from_environment())
+        self.encoder = PromptEncoder(tokenizer, info, self._chat_format, registry or Registry.from_environment())
         self._index = index
         self._to_scheduler = to_scheduler
         self._to_api, self._api_worker_id, self._connect_api = to_api, api_worker_id, connect_api
@@ -119,7 +120,7 @@ class TokenizerWorker:
         """By replica: id of its newest lost engine. All older engines of the replica were lost too."""
 
     def handle(self, message: Message, encoded: Future[EncodedPrompt] | None = None) -> None:
-        """Handle a message; `encoded` is the result of `encode`, if that was called before."""
+        """Handle a message; `encoded` is the result of `encoder.encode`, if that was called before."""
         match message:
             case Tokenize(only_tokens=True) | Detokenize():
                 self._send_tokens(message, encoded)
@@ -167,29 +168,16 @@ class TokenizerWorker:
             self._api_worker_id = api_worker_id
             self._connect_api(api_worker_id)
 
-    def encode(self, message: Tokenize) -> EncodedPrompt:
-        """Return the token ids and the text of a prompt. May be called on another thread."""
-        return self._encoder.encode(message)
-
     def _send_tokens(self, message: Tokenize | Detokenize, encoded: Future[EncodedPrompt] | None) -> None:
         """Answer with the tokens of a text, or the text of tokens; the scheduler is not involved."""
         try:
-            if isinstance(message, Detokenize):
-                self._encoder.check_token_ids("tokens", message.token_ids)
-                token_ids, names = message.token_ids, []
-                text = self._encoder.decode(token_ids, skip_special_tokens=False)
-            else:
-                token_ids, text = (encoded.result() if encoded else self.encode(message))[0], ""
-                self._encoder.check_num_tokens(message, token_ids)
-                names = [name or "" for name in self._tokenizer.convert_ids_to_tokens(token_ids)]
+            reply = self.encoder.reply(message, encoded)
         except InvalidValueError as error:
             self._reject(message.request_id, error)
         except Exception:
             self._fail(message.request_id, "The tokenizer failed.")
         else:
-            self._to_api(
-                TokenizerReply(request_id=message.request_id, token_ids=token_ids, token_names=names, text=text)
-            )
+            self._to_api(reply)
 
     def _submit(self, message: Tokenize, encoded: Future[EncodedPrompt] | None) -> None:
         """Submit one request per output of a prompt. A rejection names the first output and ends all of them.
@@ -197,25 +185,28 @@ class TokenizerWorker:
         With log-probabilities of the prompt, only the first is submitted: the engine computes the whole prompt for them. The
         others are submitted when it is in the prefix cache.
         """
-        encoder = self._encoder
+        encoder = self.encoder
         try:
-            token_ids, prompt = encoded.result() if encoded else self.encode(message)
+            token_ids, prompt = encoded.result() if encoded else encoder.encode(message)
             token_ids = encoder.truncate(message, token_ids)
             sampling = encoder.check_limits(message, token_ids)
             grammar = encoder.grammar(message, prompt)
             bad_words = bad_word_tokens(self._tokenizer, sampling) if sampling.bad_words else []
-            outputs = PromptOutputs(
-                message=message,
-                prompt=prompt,
-                token_ids=token_ids,
-                sampling=sampling,
-                grammar=grammar,
-                chat_format=self._chat_format,
-                token_bytes=self._token_bytes,
-                echo=encoder.prompt_text(message, token_ids) if message.echo else None,
-                is_buffered=self._has_router and not message.is_streamed,
-            )
-            requests = {request_id: outputs.make(request_id) for request_id in message.output_ids}
+            returns_prompt = message.echo or message.return_prompt_ids or sampling.prompt_logprobs is not None
+            prompt_text = encoder.prompt_text(message, token_ids) if message.echo else None
+            prompt_parts: list[Text] = []
+
+            def new_output(request_id: str) -> RequestOutput:
+                request = self._new_output(message, request_id, prompt, sampling, grammar)
+                request.is_buffered = self._has_router and not message.is_streamed  # so that it can be submitted again
+                if returns_prompt and not (
+                    request.is_chat and request_id != message.request_id
+                ):  # a chat returns it once
+                    request.pending.prompt_text, request.pending.prompt_token_ids = prompt_text, token_ids
+                    request.prompt_parts = prompt_parts
+                return request
+
+            requests = {request_id: new_output(request_id) for request_id in message.output_ids}
         except InvalidValueError as error:
             self._reject(message.request_id, error.renamed(message.field_names))
             return
@@ -239,7 +230,7 @@ class TokenizerWorker:
         samplings = zip(requests, common.sampling.split(), strict=True)
         submits = [msgspec.structs.replace(common, request_id=name, sampling=own) for name, own in samplings]
         if self._has_router:
-            self._retries |= {submit.request_id: _Retry(submit, outputs) for submit in submits}
+            self._retries |= {submit.request_id: _Retry(submit, new_output) for submit in submits}
         if sampling.prompt_logprobs is not None:
             for sibling in submits[1:]:
                 sibling.sampling = replace(sibling.sampling, prompt_logprobs=None)
@@ -247,6 +238,20 @@ class TokenizerWorker:
             submits = submits[:1]
         for submit in submits:
             self._to_scheduler(submit)
+
+    def _new_output(
+        self, message: Tokenize, request_id: str, prompt: str, sampling: SamplingParams, grammar: GrammarSource | None
+    ) -> RequestOutput:
+        pending, parser = Text(request_id=request_id, text="", token_ids=[]), None
+        if is_chat := message.messages is not None:
+            chat_format = self._chat_format.using(message.chat_template)
+            if chat_format.needs_special_tokens(message):
+                sampling = replace(sampling, skip_special_tokens=False)
+            parser = chat_format.parser(message, prompt, grammar)
+        detokenizer = OutputText(self._token_bytes, sampling)
+        return RequestOutput(
+            detokenizer, self._token_bytes, pending, is_chat=is_chat, only_prompt=message.only_prompt, parser=parser
+        )
 
     def _push(self, request_id: str, new: TokenOut | int) -> list[Text]:
         """Return the outputs for the API server from new tokens, or from one token."""
@@ -296,7 +301,7 @@ class TokenizerWorker:
             retry.num_attempts += 1
             why = f"as have {MAX_ATTEMPTS - 1} replicas before"
         if retry is not None and retry.num_attempts <= MAX_ATTEMPTS:
-            self._requests[request_id] = retry.outputs.make(request_id)
+            self._requests[request_id] = retry.new_output(request_id)
             self._to_scheduler(retry.submit)
             return
         if self._forget(request_id):
