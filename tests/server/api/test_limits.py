@@ -224,7 +224,7 @@ def test_held_log_probabilities_are_limited(fields: dict[str, Any], most: int) -
     request = CompletionRequest.model_validate({"prompt": "x", "logprobs": 20, "echo": True, "n": 64, **fields})
     prompt = make_tokenize(request, request_sampling(request, engine()), text="x")
     choices, num_tokens = Choices("x", "m", [prompt], engine()), 8000
-    logprobs = [TokenLogprobs(Logprob(3, 0.0, 1), [])] * num_tokens
+    logprobs = [TokenLogprobs(Logprob(3, 0.0, 1), [Logprob(4, 0.0, 1)] * 20)] * num_tokens
     text = Text(request_id="", text="", token_ids=[], prompt_logprobs=[None, *logprobs[1:]])
     with pytest.raises(ApiError, match="more than 1048576 log-prob") if most < 1000 else nullcontext() as caught:
         for index in range(most + 1):

@@ -68,8 +68,9 @@ class TaggedToolParser(ToolParser):
             names: all names.
             strict: names of the strict functions if the other calls are free; empty if the output must be calls.
         """
-        # A trigger without a name allows only calls with JSON arguments.
-        return strict if strict and not (cls.has_json_arguments and "NAME" not in cls.trigger) else names
+        # After a trigger without a name, the grammar also lists the other calls, whose arguments are any JSON object.
+        lists_all = cls.has_json_arguments and "NAME" not in cls.trigger
+        return names if lists_all or not strict else strict
 
     def _read_calls(self, tag: str, char: str, known: Collection[str] | None) -> Generator[None, str, str]:
         text = tag

@@ -46,7 +46,7 @@ class ToolParser:
     inner_tags: ClassVar[tuple[str, ...]] = ()
     """Other tags of this format."""
     is_json: ClassVar[bool] = True
-    """True if a call is a JSON object with its name and its arguments, so that a grammar can require it."""
+    """True if a call is a JSON object with its name and its arguments, which models write without knowing it from a template."""
     bare_start: ClassVar[bool] = False
     """True if an object at the start of the text is a call without a tag, if it names one of the tools."""
     separators: ClassVar[str] = ""
@@ -121,7 +121,8 @@ class ToolParser:
     def _read_calls(self, tag: str, char: str, known: Collection[str] | None) -> Generator[None, str, str]:
         """Read calls that share one tag. Return the text to go on with: what was read after them, or the next character.
 
-        `tag` is the text before the first call, and `char` the call's first character. `known` is for the first call only.
+        `tag` is the text before the first call, and `char` the call's first character. `known` has the names that the first call
+        may have; with None, it may have any.
         """
         while True:
             text = yield from self._read_call(tag, char, known)

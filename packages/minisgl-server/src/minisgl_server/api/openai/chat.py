@@ -163,8 +163,8 @@ class _ChatEvents(ChoiceEvents):
         return choice
 
     def output(self, index: int, text: Text) -> bytes:
-        """Return the chunk with new output. The one with the first choice has the prompt's token ids."""
-        if not self._returns_ids or text.prompt_token_ids is None or index > 0:
+        """Return the chunk with new output. That of the first output, which alone gets them, has the prompt's token ids."""
+        if not self._returns_ids or text.prompt_token_ids is None:
             return super().output(index, text)
         return self.chunk(self.choice(index, text), prompt_token_ids=text.prompt_token_ids)
 

@@ -144,14 +144,9 @@ class Choices:
         return num * len(self.output_ids)
 
     def _count_logprobs(self, outputs: list[tuple[int, Text]], limit: int) -> None:
-        sampling = self.sampling
-        if sampling.logprobs is None and sampling.prompt_logprobs is None:
-            return
-        per_output, per_prompt = 1 + (sampling.logprobs or 0), 1 + (sampling.prompt_logprobs or 0)
-        for _, text in outputs:
-            self._num_logprobs += per_output * len(text.logprobs or ()) + per_prompt * len(text.prompt_logprobs or ())
+        self._num_logprobs += sum([text.size - len(text.token_ids) for _, text in outputs])
         if self._num_logprobs > limit:
-            name = "prompt_logprobs" if sampling.logprobs is None else "logprobs"
+            name = "prompt_logprobs" if self.sampling.logprobs is None else "logprobs"
             message = f"The response would have more than {limit} log-probabilities, too many to return at once."
             raise ApiError(400, f"{message} Ask for fewer, or for fewer outputs.", self._field_names.get(name, name))
 
