@@ -237,6 +237,17 @@ def test_slow_regular_expressions_are_refused(expression: str, key: str) -> None
         CheckpointQuantization(configs[key])
 
 
+def test_many_regular_expressions_and_groups_are_refused() -> None:
+    names = [f"model.layers.{index}.mlp" for index in range(10_000)]
+    assert compressed(group(), ignore=names).weights_of(GATE) is None
+    with pytest.raises(
+        ModelFormatError, match=r"ignore has regular expressions of 238,890 characters, and at most 65,536"
+    ):
+        compressed(group(), ignore=[f"re:{each}" for each in names])
+    with pytest.raises(ModelFormatError, match="config_groups has 17 groups, and at most 16 are supported"):
+        compressed(*[group()] * 17)
+
+
 @pytest.mark.parametrize(
     "expression",
     [

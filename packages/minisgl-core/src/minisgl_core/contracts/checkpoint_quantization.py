@@ -20,6 +20,10 @@ _MAX_NAME_LENGTH = 64
 """Longest name of a module that `_paths` assumes: a repetition such as ``.*`` matches at most this many characters."""
 _MAX_PATHS = 1 << 20
 """Maximum number of paths that the regular expressions of a list may try together, by backtracking, to match one name."""
+_MAX_PATTERN_CHARS = 1 << 16
+"""Maximum characters of the regular expressions of a list. 24 that ignore case may take 8 ms to compile."""
+_MAX_GROUPS = 16
+"""Maximum number of groups of modules, each of which has a list."""
 _NONE: Mapping[str, str] = MappingProxyType({})
 
 
@@ -66,6 +70,10 @@ class CheckpointQuantization:
         groups = config.get("config_groups") or {}
         if not isinstance(groups, Mapping) or not all(isinstance(each, Mapping) for each in groups.values()):
             raise ModelFormatError("config: quantization_config.config_groups must map names to groups")
+        if len(groups) > _MAX_GROUPS:
+            raise ModelFormatError(
+                f"config: quantization_config.config_groups has {len(groups)} groups, and at most {_MAX_GROUPS} are supported"
+            )
         self._groups = []
         for group in groups.values():
             weights = group.get("weights") or {}
@@ -279,6 +287,11 @@ class _Modules:
         # As in transformers, an entry matches the beginning of a name up to a dot, or the end of a name.
         self._names = frozenset(each for each in wanted if not set(each) & _SPECIAL)
         patterns = {each: key for each in wanted if each not in self._names} | dict(extra)
+        if (num_chars := sum(map(len, patterns))) > _MAX_PATTERN_CHARS:
+            raise ModelFormatError(
+                f"config: quantization_config.{key} has regular expressions of {num_chars:,} characters, and at most "
+                f"{_MAX_PATTERN_CHARS:,} are supported; list names instead"
+            )
         compiled, paths = [], 0
         for each, source in patterns.items():
             text = each.removeprefix("re:") if each.startswith("re:") else rf"(?:{each})(?:\.|$)"
