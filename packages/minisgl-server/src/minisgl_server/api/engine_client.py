@@ -39,8 +39,8 @@ further one. If their sum is exceeded, the request is aborted."""
 MAX_UNSENT_PROMPT_BYTES = 2**27
 """Limit on the approximate memory of unsent prompts, which requests with ``echo`` or ``prompt_logprobs`` return. Room for
 the log-probabilities of one prompt that fills the context is added."""
-_BYTES_PER_TEXT, _BYTES_PER_TOKEN, _BYTES_PER_LOGPROB = 500, 40, 100
-"""Approximate memory of a `Text` without contents, of a token id, and of a log-probability."""
+_BYTES_PER_TEXT, _BYTES_PER_VALUE = 500, 100
+"""Approximate memory of a `Text` without contents, and of a log-probability; a token id takes less."""
 Incoming = (
     EngineInfo | TextBatch | TokenizerReply | Rejected | RequestCounts | EngineSnapshot | NoSnapshot | NoReplica | Stop
 )
@@ -56,7 +56,7 @@ class Generation:
         """True while output is being sent to the client. Output that arrives meanwhile counts as unsent."""
         self._num_unsent_bytes = self._num_unsent_prompt_bytes = 0
         max_seq_len = 0 if client.info is None else client.info.max_seq_len
-        self._max_unsent_prompt_bytes = MAX_UNSENT_PROMPT_BYTES + _BYTES_PER_LOGPROB * (MAX_LOGPROBS + 1) * max_seq_len
+        self._max_unsent_prompt_bytes = MAX_UNSENT_PROMPT_BYTES + _BYTES_PER_VALUE * (MAX_LOGPROBS + 1) * max_seq_len
         self._max_unsent_bytes = MAX_UNSENT_BYTES + MAX_UNSENT_BYTES_PER_OUTPUT * (len(request_ids) - 1)
         self._running = {request_id: index for index, request_id in enumerate(request_ids)}
         self._arrived: list[tuple[int, Text]] = []
@@ -112,8 +112,10 @@ class Generation:
         self._arrived.append((index, text))
         self._wake_up()
         if self.is_sending and self._running:  # after the last output, nothing more can arrive
-            self._num_unsent_bytes += _num_bytes(text)
-            self._num_unsent_prompt_bytes += _num_prompt_bytes(text)
+            if text.prompt_token_ids is None and text.prompt_logprobs is None:
+                self._num_unsent_bytes += _BYTES_PER_TEXT + _num_bytes(text)
+            else:
+                self._num_unsent_prompt_bytes += _num_bytes(text)
             if (
                 self._num_unsent_bytes > self._max_unsent_bytes
                 or self._num_unsent_prompt_bytes > self._max_unsent_prompt_bytes
@@ -145,17 +147,10 @@ def _encode(message: msgspec.Struct) -> bytes:
 
 
 def _num_bytes(text: Text) -> int:
-    """Return the approximate memory of an output."""
-    num_chars = len(text.text) + len(text.reasoning) + sum([len(call.arguments) for call in text.tool_calls])
-    num_bytes = _BYTES_PER_TEXT + num_chars + _BYTES_PER_TOKEN * len(text.token_ids)
-    return num_bytes + _BYTES_PER_LOGPROB * sum([1 + len(each.top) for each in text.logprobs or ()])
-
-
-def _num_prompt_bytes(text: Text) -> int:
-    """Return the approximate memory of the prompt that an output repeats."""
-    num_logprobs = sum([1 + len(each.top) for each in text.prompt_logprobs or () if each is not None])
-    num_bytes = len(text.prompt_text or "") + _BYTES_PER_TOKEN * len(text.prompt_token_ids or ())
-    return num_bytes + _BYTES_PER_LOGPROB * num_logprobs
+    """Return the approximate memory of the contents of an output, or of a prompt that it repeats."""
+    texts = (text.text, text.reasoning, text.prompt_text or "", *(call.arguments for call in text.tool_calls))
+    num_values = text.size + len(text.prompt_token_ids or ())
+    return sum(map(len, texts)) + _BYTES_PER_VALUE * num_values
 
 
 class EngineClient:

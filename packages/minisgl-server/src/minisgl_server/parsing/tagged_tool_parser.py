@@ -30,6 +30,8 @@ class TaggedToolParser(ToolParser):
     """Tags after the arguments. A header that ends with one begins a call only if the name is that of a tool."""
     trigger: ClassVar[str]
     """Text in a call from which on a grammar constrains it. NAME stands for the function's name."""
+    call_begin: ClassVar[str]
+    """Text between the trigger and JSON arguments, with NAME for the function's name."""
     section: ClassVar[tuple[str, str]] = ("", "")
     """Texts around all calls, for the grammar of an output that must be calls."""
     has_json_arguments: ClassVar[bool] = True
@@ -53,7 +55,7 @@ class TaggedToolParser(ToolParser):
     @classmethod
     def before_arguments(cls, name: str) -> list[CallPart]:
         """Return the parts between the trigger and JSON arguments, for a grammar."""
-        raise NotImplementedError
+        return [cls.call_begin.replace("NAME", name)]
 
     @classmethod
     def free_call(cls, name: str) -> list[CallPart]:
@@ -222,14 +224,11 @@ class DeepSeekV31Parser(TaggedToolParser):
     call_ends: ClassVar[tuple[str, ...]] = ("<｜tool▁call▁end｜>",)
     header_ends: ClassVar[tuple[str, ...]] = (_DEEPSEEK_SEPARATOR,)
     trigger = _DEEPSEEK_CALL
+    call_begin = f"NAME{_DEEPSEEK_SEPARATOR}"
     call_delimiters = ("", "", "")
     section = (begin, end)
     inner_tags = (_DEEPSEEK_CALL, _DEEPSEEK_SEPARATOR, "<｜tool▁call▁end｜>")
     header = regex.compile(rf"(?:{begin}{SPACE})?{_DEEPSEEK_CALL}{SPACE}{NAME}{SPACE}{_DEEPSEEK_SEPARATOR}")
-
-    @classmethod
-    def before_arguments(cls, name: str) -> list[CallPart]:
-        return [f"{name}{_DEEPSEEK_SEPARATOR}"]
 
 
 class DeepSeekV3Parser(DeepSeekV31Parser):
@@ -237,12 +236,9 @@ class DeepSeekV3Parser(DeepSeekV31Parser):
 
     call_ends = ("\n```<｜tool▁call▁end｜>", "```<｜tool▁call▁end｜>", "<｜tool▁call▁end｜>")
     header_ends = ("```json\n",)
+    call_begin = f"function{_DEEPSEEK_SEPARATOR}NAME\n```json\n"
     call_delimiters = ("", "", "\n")
     header = regex.compile(
         rf"(?:{DeepSeekV31Parser.begin}{SPACE})?{_DEEPSEEK_CALL}{SPACE}function{_DEEPSEEK_SEPARATOR}"
         rf"{SPACE}{NAME}{SPACE}```json\n"
     )
-
-    @classmethod
-    def before_arguments(cls, name: str) -> list[CallPart]:
-        return [f"function{_DEEPSEEK_SEPARATOR}{name}\n```json\n"]

@@ -76,17 +76,13 @@ def strict_grammar(parser: type[ToolParser], tools: ToolUse) -> GrammarSource:
 def _source(grammar: dict[str, Any], tools: ToolUse, names: Collection[str], field: str) -> GrammarSource:
     """Return a grammar that constrains the arguments of the functions `names`; errors refer to it by `field`."""
     if len(names) > MAX_TOOLS:
-        allowed = (
-            f"at most {MAX_TOOLS} tools if they are strict, or tool_choice or structured output constrains their calls"
-        )
+        allowed = f"at most {MAX_TOOLS} tools if strict, tool_choice or structured output constrains their calls"
         raise InvalidValueError("tools", f"{len(names)} tools", allowed)
-    functions = enumerate(tool["function"] for tool in tools.tools)
-    schemas = [
-        (f"tools[{index}].function.parameters", each.get("parameters"))
-        for index, each in functions
-        if each["name"] in names
-    ]
-    parts = tuple((name, json.dumps(schema)) for name, schema in schemas if schema is not None)
+    parts = tuple(
+        (f"tools[{index}].function.parameters", json.dumps(tool["function"]["parameters"]))
+        for index, tool in enumerate(tools.tools)
+        if tool["function"]["name"] in names and tool["function"].get("parameters") is not None
+    )
     return GrammarSource("tool_calls", json.dumps(grammar), field, parts=parts)
 
 
