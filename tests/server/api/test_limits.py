@@ -278,14 +278,14 @@ def test_bodies_are_refused_before_they_are_complete(text: bytes, message: str) 
     ("fields", "is_sent_in_parts"),
     [
         ({"n": 64, "logprobs": 20, "max_tokens": 8000}, True),
-        ({"n": 64, "prompt_logprobs": 20, "max_tokens": 1}, True),
+        ({"n": 64, "prompt_logprobs": 20, "max_tokens": 1}, False),
         ({"n": 64, "max_tokens": 8000}, False),
         ({"n": 64, "logprobs": 20, "max_tokens": 16}, False),
         ({"logprobs": 20, "prompt_logprobs": 0, "max_tokens": 8000}, False),
     ],
 )
 def test_tokenizer_workers_count_held_log_probabilities_once(fields: dict[str, Any], is_sent_in_parts: bool) -> None:
-    """A worker holds whole outputs for retries on other replicas. Only the API server counts them."""
+    """A worker holds whole outputs for retries on other replicas. It limits log-probabilities of prompts only."""
     request = CompletionRequest.model_validate({"prompt": "x", **fields})
     prompt = make_tokenize(request, request_sampling(request, engine()), text="x")
     assert [each.is_streamed for each in Choices("x", "m", [prompt], engine())._requests] == [is_sent_in_parts]

@@ -20,9 +20,7 @@ class GrammarSize:
     the outputs of other requests wait.
     """
 
-    def __init__(self) -> None:
-        """Start with no calls."""
-        self._num_bytes = 0
+    _num_bytes = 0
 
     def add(self, parts: Any) -> str:
         """Add parts, and return them as JSON.

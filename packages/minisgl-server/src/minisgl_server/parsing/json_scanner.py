@@ -4,10 +4,8 @@
 class JsonScanner:
     """Follows the strings of a JSON text, and the `depth` of its open brackets."""
 
-    def __init__(self) -> None:
-        """Start before the first character."""
-        self.depth = 0
-        self.in_string = self._is_escaped = False
+    depth = 0
+    in_string = _is_escaped = False
 
     def push(self, char: str) -> None:
         """Add one character."""

@@ -15,7 +15,6 @@ from minisgl_server.parsing.xml_arguments_grammar import MAX_PARAMETERS
 
 MAX_TOOLS = 256
 """Maximum number of functions whose arguments a grammar constrains. Each schema takes about 1 ms of CPU time to check."""
-_JSON_KINDS = {"json_schema", "json_object"}
 _HARMONY = "tool calls in the format gpt_oss"
 
 
@@ -23,7 +22,7 @@ def required_grammar(parser: type[ToolParser], tools: ToolUse, structured: Gramm
     """Return the grammar of an output that is tool calls or, if `structured` is given, either these or that JSON."""
     otherwise = None
     if structured is not None:
-        if structured.kind not in _JSON_KINDS:
+        if structured.kind not in ("json_schema", "json_object"):
             raise InvalidValueError(structured.name, structured.text, "a JSON schema if there are tools")
         otherwise = {"type": "object"} if structured.kind == "json_object" else _schema(structured)
     functions = [tool["function"] for tool in tools.offered if tools.named in (None, tool["function"]["name"])]

@@ -49,18 +49,11 @@ class RequestOutput:
             out = msgspec.structs.replace(out, token_ids=[], logprobs=None, stop_token_id=None, finish_reason=end)
         if out.prompt_logprobs is not None or self.prompt_parts:
             self._push_prompt(out)
-        piece = self._push_tokens(out.token_ids, out.finish_reason, out.stop_token_id)
+        piece = self.push_tokens(out.token_ids, out.finish_reason, out.stop_token_id)
         if out.logprobs is not None:
             self._push_logprobs(out, out.logprobs)
         pending = self.pending
         pending.num_prompt_tokens, pending.num_cached_tokens = out.num_prompt_tokens, out.num_cached_tokens
-        pending.finish_reason, pending.stop_reason = piece.finish_reason, piece.stop_reason
-        return piece
-
-    def push_token(self, token: int) -> Piece:
-        """Add a token of a `TokenBatch` to `pending`, like `push`."""
-        piece = self._push_tokens([token])
-        self.pending.finish_reason, self.pending.stop_reason = piece.finish_reason, piece.stop_reason
         return piece
 
     def take(self) -> list[Text]:
@@ -94,9 +87,10 @@ class RequestOutput:
             shown.logprobs, self.pending.logprobs = shown.logprobs[:num_shown], shown.logprobs[num_shown:]
             self._add_token_bytes(self.pending, self.pending.logprobs)
 
-    def _push_tokens(
+    def push_tokens(
         self, token_ids: list[int], finish_reason: str | None = None, stop_token_id: int | None = None
     ) -> Piece:
+        """Add tokens without log-probabilities, like `push`."""
         if self.pending.size >= MAX_TEXT_SIZE:
             self.buffered.append(self.pending)
             self._begin_part()
@@ -122,6 +116,7 @@ class RequestOutput:
             if parser.has_calls and piece.finish_reason == "stop":
                 piece = piece._replace(finish_reason="tool_calls")
         pending.token_ids += token_ids
+        pending.finish_reason, pending.stop_reason = piece.finish_reason, piece.stop_reason
         return piece
 
     def _push_logprobs(self, out: TokenOut, logprobs: list[TokenLogprobs]) -> None:
@@ -143,11 +138,10 @@ class RequestOutput:
 
     def _split_prompt(self, logprobs: list[TokenLogprobs | None]) -> list[Text]:
         """Return the log-probabilities of the prompt in parts. The first has the prompt's text and tokens."""
-        last, parts = logprobs[-1], list[Text]()
-        num_per_part = max(1, MAX_TEXT_SIZE // (1 if last is None else 1 + len(last.top)))
-        for start in range(0, len(logprobs), num_per_part):
-            part = Text(request_id="", text="", token_ids=[], prompt_logprobs=logprobs[start : start + num_per_part])
-            parts.append(part)
+        last = logprobs[-1]
+        size = max(1, MAX_TEXT_SIZE // (1 if last is None else 1 + len(last.top)))
+        split = (logprobs[start : start + size] for start in range(0, len(logprobs), size))
+        parts = [Text(request_id="", text="", token_ids=[], prompt_logprobs=each) for each in split]
         parts[0].prompt_text, parts[0].prompt_token_ids = self.pending.prompt_text, self.pending.prompt_token_ids
         for part in parts:
             for token in (part.prompt_token_ids or ())[:1]:  # the first token has no log-probability

@@ -259,7 +259,7 @@ class TokenizerWorker:
         if request is None:
             return []  # the request has ended here, and the scheduler's message crossed our Abort
         try:
-            piece = request.push_token(new) if isinstance(new, int) else request.push(new)
+            piece = request.push_tokens([new]) if isinstance(new, int) else request.push(new)
         except Exception:
             self._drop(request_id)
             return []

@@ -73,9 +73,14 @@ class Choices:
         is_buffered = not prompts[0].is_streamed if is_buffered is None else is_buffered
         self._max_logprobs = info.max_response_logprobs if is_buffered else None
         self._num_logprobs = 0
-        if self._max_logprobs is not None and self._worst_case_logprobs(info.max_seq_len) > self._max_logprobs:
+        most = (
+            count
+            * (0 if self.sampling.logprobs is None else 1 + self.sampling.logprobs)
+            * min(self.sampling.max_tokens, info.max_seq_len)
+        )
+        if self._max_logprobs is not None and most > self._max_logprobs:
             # With streaming, the log-probabilities are counted here as they arrive. Without, the tokenizer worker would hold all
-            # of them uncounted.
+            # of them uncounted. It limits those of the prompt itself.
             for each in self._requests:
                 each.is_streamed = True
         # Counts in the latest `Text` of each output or prompt, of which `_totals` gets the increase.
@@ -133,15 +138,6 @@ class Choices:
             if text.finish_reason == "abort":
                 raise ApiError(500, "The engine aborted the request.", code="aborted")
         return outputs
-
-    def _worst_case_logprobs(self, max_seq_len: int) -> int:
-        """Return the number of log-probabilities if all outputs are as long as the request allows."""
-        sampling, num = self.sampling, 0
-        if sampling.logprobs is not None:
-            num += (1 + sampling.logprobs) * min(sampling.max_tokens, max_seq_len)
-        if sampling.prompt_logprobs is not None:
-            num += (1 + sampling.prompt_logprobs) * max_seq_len
-        return num * len(self.output_ids)
 
     def _count_logprobs(self, outputs: list[tuple[int, Text]], limit: int) -> None:
         self._num_logprobs += sum([text.size - len(text.token_ids) for _, text in outputs])
