@@ -29,6 +29,8 @@ _RECOMPILE_LIMIT_S = 0.02
 """CPU time of compiling up to which a grammar is compiled again in the middle of an output."""
 _RECOMPILE_INTERVAL = 1000
 """Minimum number of tokens of an output between two such compilations; a quarter of the output if that is more."""
+_cached_tokenizer = cache(llguidance.LLTokenizer)
+"""Makes a tokenizer by its name, once, as that takes longer than to compile a small grammar."""
 
 
 @dataclass(slots=True)
@@ -142,7 +144,7 @@ class LlguidanceGrammar(GrammarBackend):
         source = _source(kind, text, name, {}, {})
         if kind == "grammar":
             source = lark.without_tokens(source)
-        _matcher(_byte_tokenizer(), source, kind, text, name)
+        _matcher(_cached_tokenizer("byte"), source, kind, text, name)
 
     def compile(self, kind: GrammarKind, text: str, name: str) -> LlguidanceState:
         before = time.thread_time()
@@ -194,12 +196,6 @@ def _translate(kind: GrammarKind, text: str, special: lark.SpecialTokens, non_eo
             return lark.tool_calls(_json(text), non_eos)
         case "structural_tag":
             return lark.structural_tag(StructuralTag.read(text), non_eos)
-
-
-@cache
-def _byte_tokenizer() -> llguidance.LLTokenizer:
-    """Return a tokenizer whose tokens are single bytes. It takes longer to make than a small grammar to compile."""
-    return llguidance.LLTokenizer("byte")
 
 
 def _matcher(

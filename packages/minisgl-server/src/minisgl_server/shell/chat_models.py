@@ -29,7 +29,6 @@ class LocalModel:
     """
 
     was_interrupted = False
-    default_sampling: Mapping[str, Any] | None
 
     def __init__(self, options: dict[str, Any]) -> None:
         from minisgl_core.llm import LLM
@@ -90,7 +89,6 @@ class RemoteModel:
     """
 
     was_interrupted = False
-    default_sampling: Mapping[str, Any] | None
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         self._url, self._headers = server_url(url), authorization(api_key)
