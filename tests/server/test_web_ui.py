@@ -17,7 +17,7 @@ playwright = pytest.importorskip("playwright.sync_api", reason="playwright is no
 expect = playwright.expect
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-TIMEOUT_MS = 60_000
+TIMEOUT_MS = 200_000
 LIGHTHOUSE = (
     "You are the keeper of a lighthouse. You know the sea, the wind and the rocks, and you tell every sailor who comes by a"
     " long story about each of them."
