@@ -184,15 +184,16 @@ def test_hopper_names_a_head_dim_only_once(monkeypatch: pytest.MonkeyPatch) -> N
         assert reason == f"it has kernels for head dimensions 64, 128, not {head_dim}"
 
 
-def test_unsupported_imports_no_backend_package() -> None:
+def test_refused_backends_import_no_package() -> None:
+    """None has kernels for heads of 84. Other specs are refused if an installed package cannot be imported."""
     code = """
 import sys, torch
 from minisgl_backends.attention import flash_backend, flashinfer_backend, triton_backend, trtllm_backend
 from minisgl_core.contracts.attention import AttentionSpec
-spec = AttentionSpec(8, 2, 64, 16, torch.bfloat16, torch.bfloat16, torch.device("cuda"), 4096, 64)
+spec = AttentionSpec(8, 2, 84, 16, torch.bfloat16, torch.bfloat16, torch.device("cuda"), 4096, 64)
 for backend in (flash_backend.FlashAttention, flashinfer_backend.FlashInferAttention, triton_backend.TritonAttention,
                 trtllm_backend.TrtllmAttention):
-    backend.unsupported(spec)
+    assert backend.unsupported(spec)
 assert not {"triton", "flashinfer", "flash_attn", "vllm"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
