@@ -29,8 +29,8 @@ _COUNTERS = {
     "num_preemptions": "Requests that were preempted and queued again.",
 }
 _HISTOGRAMS = {
-    "request_queue_time_seconds": ("Time from arrival to the first step.", SECONDS),
-    "request_prefill_time_seconds": ("Time from the first step to the first token.", SECONDS),
+    "request_queue_time_seconds": ("Time from arrival to admission.", SECONDS),
+    "request_prefill_time_seconds": ("Time from admission to the first token.", SECONDS),
     "request_decode_time_seconds": ("Time from the first token to the last.", SECONDS),
     "time_to_first_token_seconds": ("Time from arrival to the first token.", SECONDS),
     "inter_token_latency_seconds": ("Time between consecutive tokens of a request.", TOKEN_SECONDS),
