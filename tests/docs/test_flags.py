@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import cli_reference
-from minisgl_core.utils.suggestions import OTHER_NAMES
+from minisgl_core.utils.suggestions import OTHER_NAMES, WITHOUT_COUNTERPART
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted(set((ROOT / "docs").rglob("*.md")) - {ROOT / "docs/renames.md"})]
@@ -22,7 +22,7 @@ OF_OTHERS = {
     "--ulimit",
 }
 """Flags of Docker, SGLang, vLLM and pip that the pages name outside of a command and of the table of such flags."""
-OF_ENGINES = {f"--{name.replace('_', '-')}" for names in OTHER_NAMES.values() for name in names}
+OF_ENGINES = {f"--{name.replace('_', '-')}" for names in (*OTHER_NAMES.values(), WITHOUT_COUNTERPART) for name in names}
 COMMANDS = {
     words: {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)} | {"--help"}
     for words, command in cli_reference.commands()
@@ -58,6 +58,16 @@ def test_the_table_of_flags_of_other_engines_is_complete() -> None:
     flags = {name: f"--{name.replace('_', '-')}" for name in OTHER_NAMES}
     known = {name for name, flag in flags.items() if flag in COMMANDS["minisgl launch"]}
     assert shown == {name: sorted(OTHER_NAMES[name]) for name in known}
+
+
+def test_the_table_of_flags_without_counterpart_is_complete() -> None:
+    table = (ROOT / "docs/cli.md").read_text().split("<!-- test: flags without counterpart -->")[1].split("\n\n")[0]
+    shown = {}
+    for row in table.splitlines()[3:]:
+        _, flags, reason, _ = row.split("|")
+        shown |= {flag[2:].replace("-", "_"): reason.strip().replace("`", "") for flag in FLAG.findall(flags)}
+    assert shown == WITHOUT_COUNTERPART
+    assert not {f"--{name.replace('_', '-')}" for name in shown} & COMMANDS["minisgl launch"]
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,8 @@ def test_an_unknown_option_names_a_close_one():
         EngineConfig.from_flat(page_sise=1)
     with pytest.raises(InvalidValueError, match=r"tensor_parallel_size=2 .*Did you mean 'tp'\?"):
         EngineConfig.from_flat(tensor_parallel_size=2)
+    with pytest.raises(InvalidValueError, match=r"seed=2 .*Each request has a seed of its own"):
+        EngineConfig.from_flat(seed=2)
 
 
 @pytest.mark.parametrize(

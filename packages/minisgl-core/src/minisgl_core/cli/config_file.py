@@ -9,7 +9,7 @@ from typing import Any
 from minisgl_core.config.options import check_value
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.utils.exceptions import one_line
-from minisgl_core.utils.suggestions import did_you_mean
+from minisgl_core.utils.suggestions import option_hint
 
 
 def load_config_file(path: str, options: Mapping[str, dataclasses.Field[Any] | None]) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def load_config_file(path: str, options: Mapping[str, dataclasses.Field[Any] | N
     for key, value in _parse(path).items():
         name = str(key).replace("-", "_")
         if name not in options:
-            remedy = did_you_mean(name, options)
+            remedy = option_hint(name, options)
             raise InvalidValueError(f"key in {path}", key, "the name of an option of this command", remedy)
         if name in values:
             raise InvalidValueError(f"key in {path}", key, "given once, either with dashes or with underscores")

@@ -14,7 +14,7 @@ from minisgl_core.errors import USER_ERRORS, MinisglError, ProviderLoadError
 from minisgl_core.plugins import remedies
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.utils.exceptions import shortened
-from minisgl_core.utils.suggestions import did_you_mean, other_name
+from minisgl_core.utils.suggestions import WITHOUT_COUNTERPART, did_you_mean, other_name
 
 KNOWN_COMMANDS = {
     "launch": "Serve a model over an OpenAI-compatible API.",
@@ -63,9 +63,11 @@ class MinisglGroup(click.Group):
         except click.UsageError as error:
             flags = {param.name or "": param.opts[0] for param in error.ctx.command.params} if error.ctx else {}
             option = getattr(error, "option_name", "")
-            if name := other_name(option.lstrip("-").replace("-", "_"), flags):
-                text = f"No such option {option!r}. Did you mean {flags[name]!r}?"
-                raise click.UsageError(text, error.ctx) from None
+            word = option.lstrip("-").replace("-", "_")
+            meant = other_name(word, flags)
+            hint = f"Did you mean {flags[meant]!r}?" if meant else WITHOUT_COUNTERPART.get(word)
+            if hint and "model" in flags:
+                raise click.UsageError(f"No such option {option!r}. {hint}", error.ctx) from None
             if "model" in flags and "unexpected extra argument" in error.message:
                 raise click.UsageError(f"{error.message}. Name a model with --model.", error.ctx) from None
             raise

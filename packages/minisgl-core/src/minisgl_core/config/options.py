@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from minisgl_core.errors import InvalidValueError
-from minisgl_core.utils.suggestions import did_you_mean
+from minisgl_core.utils.suggestions import option_hint
 
 AUTO = "auto"
 """Value of an option that is resolved from the hardware and the model."""
@@ -209,7 +209,7 @@ class EngineConfig:
         for name, value in values.items():
             if name not in known:
                 allowed = f"one of the options {', '.join(sorted(known))}"
-                raise InvalidValueError(name, value, allowed, did_you_mean(name, known))
+                raise InvalidValueError(name, value, allowed, option_hint(name, known))
             section, item = known[name]
             changes.setdefault(section, {})[name] = check_value(name, value, item)
         parts = {section: replace(getattr(self, section), **part) for section, part in changes.items()}

@@ -7,11 +7,18 @@ from pathlib import Path
 
 OTHER_NAMES = tomllib.loads((Path(__file__).parent / "other_names.toml").read_text("utf-8"))
 """Lists of names of vLLM, SGLang or another endpoint, by the name here that has their meaning."""
+WITHOUT_COUNTERPART: dict[str, str] = OTHER_NAMES.pop("without_counterpart")
+"""Sentence for each flag of vLLM or SGLang that has no counterpart: why it is not needed, or that it is not supported."""
 
 
 def other_name(word: str, known: Iterable[str]) -> str | None:
     """Return the name in `known` that has the meaning of `word` in vLLM, SGLang or another endpoint."""
     return next((name for name in known if word.casefold() in OTHER_NAMES.get(name, ())), None)
+
+
+def option_hint(word: str, known: Iterable[str]) -> str:
+    """Return what to use instead of an unknown option, or why it does not exist; see `did_you_mean`."""
+    return WITHOUT_COUNTERPART.get(word.casefold()) or did_you_mean(word, known)
 
 
 def did_you_mean(word: str, known: Iterable[str], min_similarity: float = 0.6) -> str:
