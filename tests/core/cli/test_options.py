@@ -77,6 +77,7 @@ def test_defaults_are_those_of_the_dataclasses(run: Run):
 def test_mistyped_variables_are_named(run: Run):
     read = {"MINISGL_PAGE_SIZE": "4", "MINISGL_DISABLE_OVERLAP_SCHEDULING": "1", "MINISGL_PLUGINS_BLOCK": ""}
     of_others = {"MINISGL_DEBUG": "1", "MINISGL_EXAMPLE_LOG": "x", "MINISGL_METRICS": "1", "MY_MINISGL_TPP": "2"}
+    of_others["MINISGL_HOME"] = "x"  # beside the prefix, it shares two letters with MINISGL_MOE
     assert run(**read, **of_others).stderr == ""
     result = run(MINISGL_MEMORY_RATO="0.5", MINISGL_PLUGIN_BLOCK="x", **read)
     assert result.exit_code == 0

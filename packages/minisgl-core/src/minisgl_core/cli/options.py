@@ -21,6 +21,7 @@ passes its `Registry` as the context's object.
 """
 
 import dataclasses
+import difflib
 import functools
 import itertools
 import json
@@ -36,9 +37,10 @@ from minisgl_core.config.options import AUTO, LIST, Option, check_value, type_na
 from minisgl_core.config.provider_picker import check_providers
 from minisgl_core.plugins.plugin_filter import ALLOW_VARIABLE, BLOCK_VARIABLE
 from minisgl_core.plugins.registry import Registry
-from minisgl_core.utils.suggestions import did_you_mean
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+_PREFIX = "MINISGL_"
 
 _CONFIG_PATH = "minisgl.config_path"
 """Key of the path of the ``--config`` file in a click context's ``meta``."""
@@ -86,9 +88,12 @@ def _warn_of_mistyped_variables(params: Sequence[click.Parameter]) -> None:
     """Name variables of the environment that nothing reads and that resemble one of an option. Plugins may have others."""
     variables = [[each.envvar] if isinstance(each.envvar, str) else each.envvar or () for each in params]
     known = {ALLOW_VARIABLE, BLOCK_VARIABLE, *itertools.chain(*variables)}
-    for name in sorted(os.environ.keys() - known):
-        if name.startswith("MINISGL_") and (meant := did_you_mean(name, known, min_similarity=0.85)):
-            click.echo(f"minisgl: the environment variable {name} is ignored: no option has it. {meant}", err=True)
+    # All have the same prefix. With it, short names that have nothing in common would be similar.
+    names = [each.removeprefix(_PREFIX) for each in known]
+    for name in sorted(each for each in os.environ.keys() - known if each.startswith(_PREFIX)):
+        for meant in difflib.get_close_matches(name.removeprefix(_PREFIX), names, n=1, cutoff=0.8):
+            text = f"the environment variable {name} is ignored: no option has it. Did you mean '{_PREFIX}{meant}'?"
+            click.echo(f"minisgl: {text}", err=True)
 
 
 def pick(values: Mapping[str, Any], *sections: type) -> dict[str, Any]:

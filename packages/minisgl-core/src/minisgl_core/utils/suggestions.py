@@ -21,13 +21,10 @@ def option_hint(word: str, known: Iterable[str]) -> str:
     return WITHOUT_COUNTERPART.get(word.casefold()) or did_you_mean(word, known)
 
 
-def did_you_mean(word: str, known: Iterable[str], min_similarity: float = 0.6) -> str:
-    """Return ``Did you mean 'x'?`` with the name in `known` that is closest to `word`; empty if none is close.
-
-    `min_similarity` is the fraction of the characters that must match, as difflib counts them.
-    """
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return ``Did you mean 'x'?`` with the name in `known` that is closest to `word`; empty if none is close."""
     by_folded = {name.casefold(): name for name in known}
     other = other_name(word, by_folded.values())
-    matches = difflib.get_close_matches(word.casefold(), by_folded, n=1, cutoff=min_similarity)
+    matches = difflib.get_close_matches(word.casefold(), by_folded, n=1)
     name = other or (by_folded[matches[0]] if matches else None)
     return f"Did you mean {name!r}?" if name else ""
