@@ -50,6 +50,23 @@ def test_tools_that_the_template_does_not_show_are_refused(tokenizer: Any) -> No
         render_chat(tokenizer, messages, tools=TOOLS)
 
 
+def test_named_templates_do_not_show_what_only_others_show(tokenizer: Any) -> None:
+    """Those of Command R are called default, tool_use and rag. transformers never selects rag, which shows documents."""
+    messages = [{"role": "user", "content": "Hi"}]
+    tokenizer.chat_template = {
+        "default": "{{ messages[0].content }}",
+        "tool_use": "{{ tools[0].function.name }}",
+        "rag": "{{ documents[0].text }}{{ tools }}",
+    }
+    assert render_chat(tokenizer, messages) == "Hi"
+    assert render_chat(tokenizer, messages, tools=TOOLS) == "f"
+    with pytest.raises(InvalidValueError, match=r"^documents='given' .* does not show documents\."):
+        render_chat(tokenizer, messages, documents=[{"text": "a"}])
+    del tokenizer.chat_template["tool_use"]
+    with pytest.raises(InvalidValueError, match=r"^tools='given' .* does not show tools\."):
+        render_chat(tokenizer, messages, tools=TOOLS)
+
+
 @pytest.mark.parametrize("arguments", ['{"x": "Par', "[]", r'{"x": "\ud83d"}'])
 def test_invalid_arguments_of_calls_are_passed_unchanged(tokenizer: Any, arguments: str) -> None:
     """A client sends back an incomplete call with the conversation, for example."""

@@ -106,15 +106,18 @@ def render_chat(
         raise InvalidValueError("messages", "a conversation", "sent to a model that has a chat template", remedy)
     if not messages:
         raise InvalidValueError("messages", [], "at least one message")
+    if isinstance(template, Mapping):  # named templates, of which transformers selects this one
+        template = template.get("tool_use" if tools and "tool_use" in template else "default", "")
+    template = str(template)
     for name in chat_template_kwargs or {}:
-        if name in _RESERVED or name not in str(template):
+        if name in _RESERVED or name not in template:
             raise InvalidValueError("chat_template_kwargs", name, "a variable of the model's chat template")
-    plain = plain_messages(messages, "developer" in str(template))
-    if "message.thinking" in str(template) and "reasoning_content" not in str(template):
+    plain = plain_messages(messages, "developer" in template)
+    if "message.thinking" in template and "reasoning_content" not in template:
         plain = [_with_thinking(message) for message in plain]
     options = dict(chat_template_kwargs or {})
     for name, given in (("tools", tools), ("documents", documents)):
-        if given and name not in str(template):
+        if given and name not in template:
             raise InvalidValueError(name, "given", f"left out: the model's chat template does not show {name}")
         if given:
             options[name] = [dict(each) for each in given]
