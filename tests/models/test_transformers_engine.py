@@ -161,6 +161,11 @@ def test_an_lm_head_that_differs_from_the_embedding_is_used(gpt2: str, tmp_path:
         ("gptj", {}, "does not use transformers' AttentionInterface"),  # has a table of attention classes
         ("falcon", {"alibi": True}, "ALiBi"),
         ("mamba", {}, "state per request"),
+        (
+            "mamba",
+            {"hidden_size": 2**14, "intermediate_size": 2**15},
+            "state per request",
+        ),  # of convolutions, not experts
         ("jamba", {}, "state per request"),
         ("minimax", {"layer_types": ["linear_attention", "full_attention", "full_attention"]}, "state per request"),
         (

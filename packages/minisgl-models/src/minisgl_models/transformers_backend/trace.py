@@ -212,11 +212,6 @@ def _trace(raw: str) -> Traced:
 
 def _check_kind(model: Any) -> None:
     config = model.config
-    stacks = [
-        [each.shape[0] for each in module.parameters(recurse=False) if each.ndim == 3] for module in model.modules()
-    ]
-    if (num_experts := sum(max(each, default=0) for each in stacks)) > MAX_EXPERTS:
-        raise ModelFormatError(f"its layers together have {num_experts} experts, over {MAX_EXPERTS}")
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         raise ModelFormatError("it has cross-attention")
     if getattr(config, "is_causal", True) is False:
@@ -230,6 +225,12 @@ def _check_kind(model: Any) -> None:
         raise ModelFormatError(f"its layers attend to compressed tokens ({compressed[0]} in layer_types)")
     if any(isinstance(each, nn.Conv1d) for each in model.modules()):
         raise ModelFormatError(_STATE)
+    # Without convolutions, tensors of three dimensions are those of experts.
+    stacks = [
+        [each.shape[0] for each in module.parameters(recurse=False) if each.ndim == 3] for module in model.modules()
+    ]
+    if (num_experts := sum(max(each, default=0) for each in stacks)) > MAX_EXPERTS:
+        raise ModelFormatError(f"its layers together have {num_experts} experts, over {MAX_EXPERTS}")
     if getattr(config, "alibi", False):
         raise ModelFormatError("it has ALiBi biases (alibi in the config), which paged attention does not support")
 
