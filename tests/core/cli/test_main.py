@@ -146,6 +146,27 @@ def run():
     assert result.error == "minisgl: /dev/shm/batch cannot be written: the disk is full.\n"
 
 
+@pytest.mark.parametrize("kind", ["OSError", "zmq.ZMQError"])
+def test_too_many_open_files_name_the_limit(site, kind):
+    command = f"""
+import click, errno, zmq
+
+@click.command()
+def run():
+    raise {kind}(errno.EMFILE, "Too many open files")
+"""
+    site.install("stranger", {"commands": {"dance": "stranger_cli:run"}}, stranger_cli=command)
+    result = site.run("dance")
+    assert (result.status, result.error) == (1, "minisgl: too many files are open. Raise the limit with ulimit -n.\n")
+
+
+def test_an_interrupted_import_prints_one_line(site):
+    (site.path / "click.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
+    code = f"import sys; sys.path.insert(0, {str(site.path)!r}); from minisgl_core.cli import run; run()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "\nAborted!\n")
+
+
 def test_hooks_add_options_to_commands_but_not_groups(site):
     hooks = """
 import click

@@ -75,24 +75,26 @@ class MinisglGroup(click.Group):
     def main(self, *args: Any, **extra: Any) -> Any:
         """Run a command. A `MinisglError` becomes one line on standard error, or its traceback if MINISGL_DEBUG is 1.
 
-        So does a full disk. The exit status is 2 for errors that the user can correct, and 1 for others.
+        So do a full disk and too many open files. The exit status is 2 for errors that the user can correct, and 1 for others.
         """
         if sys.stderr is None or not sys.stderr.isatty():  # None if it is closed
             os.environ.setdefault("TQDM_DISABLE", "1")  # progress bars of libraries, some of which have no other switch
         try:
             return super().main(*args, **extra)
-        except (MinisglError, OSError) as error:
-            full = error if isinstance(error, OSError) and error.errno == errno.ENOSPC else None
-            if not extra.get("standalone_mode", True) or not (full or isinstance(error, MinisglError)):
+        except Exception as error:
+            number, path = (getattr(error, name, None) for name in ("errno", "filename"))
+            message = str(error) if isinstance(error, MinisglError) else ""
+            if number == errno.ENOSPC:
+                message = f"{path or 'the output'} cannot be written: the disk is full."
+            elif number == errno.EMFILE:  # of an OSError, or of zmq's exception, which is none
+                message = "too many files are open. Raise the limit with ulimit -n."
+            if not message or not extra.get("standalone_mode", True):
                 raise
-            if full and full.filename is None:  # the rest of the output, which Python flushes at exit, would fail again
+            if number == errno.ENOSPC and path is None:  # the rest of it, which Python flushes at exit, would fail too
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             if os.environ.get("MINISGL_DEBUG") == "1":
                 traceback.print_exc()
             else:
-                message = str(error)
-                if full:
-                    message = f"{full.filename or 'the output'} cannot be written: the disk is full."
                 click.echo(f"minisgl: {_printable(shortened(message, _MAX_MESSAGE))}", err=True)
             sys.exit(2 if isinstance(error, USER_ERRORS) else 1)
 
