@@ -190,6 +190,14 @@ def test_logprobs_equal_transformers(options: dict[str, Any]) -> None:
         check_logprobs(after_hit.logprobs, expected[len(prompt) - 1 :], output.token_ids, [5] * 6)
 
 
+def test_all_outputs_of_a_prompt_have_its_logprobs(llm: LLM) -> None:
+    outputs = llm.generate(
+        PROMPTS[:3], [greedy(2, n=2, prompt_logprobs=0), greedy(2, n=2), greedy(2, prompt_logprobs=0)]
+    )
+    tokens = [[each.token.token_id for each in (output.prompt_logprobs or [])[1:] if each] for output in outputs]
+    assert tokens == [PROMPTS[0][1:]] * 2 + [[]] * 2 + [PROMPTS[2][1:]]
+
+
 def check_logprobs(places: list[Any], expected: torch.Tensor, token_ids: list[int], num_top: list[int]) -> None:
     for place, row, token, count in zip(places, expected, token_ids, num_top, strict=False):
         assert place.token.token_id == token

@@ -152,6 +152,10 @@ def test_the_first_of_n_outputs_has_the_seed_of_a_single_one(seed: int) -> None:
     assert all(SamplingParams(seed=each).seed == each for each in seeds)
 
 
+def test_log_probabilities_of_the_prompt_are_requested_once_for_n_outputs() -> None:
+    assert [each.prompt_logprobs for each in SamplingParams(n=3, prompt_logprobs=2).split()] == [2, None, None]
+
+
 def test_sizes_of_sampling_parameters_are_bounded() -> None:
     with pytest.raises(InvalidValueError, match="stop='257 strings' is not valid: must be at most 256 strings"):
         SamplingParams(stop=["a"] * 257)

@@ -56,7 +56,7 @@ class GenerationOutput:
         stop_reason: the stop string, or the id from ``stop_token_ids``, that ended the output; None otherwise.
         cached_tokens: prompt tokens whose KV was found in the prefix cache.
         logprobs: one entry per output token, if requested.
-        prompt_logprobs: one entry per prompt token, if requested; the first entry is None.
+        prompt_logprobs: one entry per prompt token, if requested; the first entry is None. Outputs of one prompt share the list.
         error: the reason of an ``abort``, such as a grammar that is too complex; None otherwise.
     """
 
@@ -227,7 +227,12 @@ class LLM:
             except MinisglError as error:
                 error.add_note(f"This is about prompt {index} of {len(listed)}, counted from 0.")
                 raise
-        return self._run(work, progress and len(work) > 1)
+        outputs = self._run(work, progress and len(work) > 1)
+        ends = np.cumsum([each.n for each in params])
+        for end, each in zip(ends, params, strict=True):
+            for output in outputs[end - each.n : end]:
+                output.prompt_logprobs = outputs[end - each.n].prompt_logprobs
+        return outputs
 
     def chat(
         self,

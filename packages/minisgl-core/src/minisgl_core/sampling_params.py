@@ -178,12 +178,17 @@ class SamplingParams:
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
     def split(self) -> "list[SamplingParams]":
-        """Return one `SamplingParams` per output, n in total. A given seed is split into one seed per output."""
+        """Return one `SamplingParams` per output, n in total. A given seed is split into one seed per output.
+
+        Only the first has `prompt_logprobs`: those of the others are the same.
+        """
         if self.n == 1:
             return [self]
         outputs = [copy(self) for _ in range(self.n)]  # copied without the checks, which take long for many biases
         for i, each in enumerate(outputs):
             object.__setattr__(each, "n", 1)
+            if i > 0:
+                object.__setattr__(each, "prompt_logprobs", None)
             if self.seed is not None:
                 object.__setattr__(each, "seed", (self.seed + i + 2**63) % 2**64 - 2**63)
         return outputs

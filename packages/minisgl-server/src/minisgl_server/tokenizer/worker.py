@@ -232,8 +232,6 @@ class TokenizerWorker:
         if self._has_router:
             self._retries |= {submit.request_id: _Retry(submit, new_output) for submit in submits}
         if sampling.prompt_logprobs is not None:
-            for sibling in submits[1:]:
-                sibling.sampling = replace(sibling.sampling, prompt_logprobs=None)
             self._siblings[message.request_id] = submits[1:]
             submits = submits[:1]
         for submit in submits:
