@@ -85,7 +85,7 @@ def test_tiny_repetition_penalties_are_refused(value: float) -> None:
 def test_the_number_of_stop_tokens_is_limited() -> None:
     assert len(SamplingParams(stop_token_ids=tuple(range(MAX_STOP_TOKEN_IDS))).stop_token_ids) == MAX_STOP_TOKEN_IDS
     with pytest.raises(
-        InvalidValueError, match="stop_token_ids='1025 tokens' is not valid: must be at most 1024 tokens"
+        InvalidValueError, match=r"stop_token_ids \(1025 tokens\) is not valid: must be at most 1024 tokens"
     ):
         SamplingParams(stop_token_ids=tuple(range(MAX_STOP_TOKEN_IDS + 1)))
 
@@ -157,14 +157,16 @@ def test_log_probabilities_of_the_prompt_are_requested_once_for_n_outputs() -> N
 
 
 def test_sizes_of_sampling_parameters_are_bounded() -> None:
-    with pytest.raises(InvalidValueError, match="stop='257 strings' is not valid: must be at most 256 strings"):
+    with pytest.raises(InvalidValueError, match=r"stop \(257 strings\) is not valid: must be at most 256 strings"):
         SamplingParams(stop=["a"] * 257)
-    with pytest.raises(InvalidValueError, match="bad_words='1025 strings' is not valid: must be at most 1024 strings"):
+    with pytest.raises(
+        InvalidValueError, match=r"bad_words \(1025 strings\) is not valid: must be at most 1024 strings"
+    ):
         SamplingParams(bad_words=("a",) * 1025)
     with pytest.raises(InvalidValueError, match="must be at most 16384 characters in all"):
         SamplingParams(bad_words=("a" * 9000, "b" * 9000))
     with pytest.raises(
-        InvalidValueError, match="bad_words='33 texts' is not valid: must be at most 32 texts with n=128"
+        InvalidValueError, match=r"bad_words \(33 texts\) is not valid: must be at most 32 texts with n=128"
     ):
         SamplingParams(n=128, bad_words=("a",) * 33)
     with pytest.raises(InvalidValueError, match=r"allowed_token_ids.* must be at most 8192 tokens with n=128"):

@@ -136,7 +136,7 @@ def test_in_a_pipe_each_line_is_a_message(server: Any) -> None:
 
 def test_a_closed_standard_input_is_refused() -> None:
     done = subprocess.run(["sh", "-c", f"{MINISGL} shell <&-"], capture_output=True, text=True, check=False)
-    message = "minisgl: standard input='closed' is not valid: must be a terminal, a pipe or a file.\n"
+    message = "minisgl: standard input (closed) is not valid: must be a terminal, a pipe or a file.\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
 
 

@@ -45,7 +45,7 @@ def test_tools_that_the_template_does_not_show_are_refused(tokenizer: Any) -> No
     messages = [{"role": "user", "content": "Hi"}]
     assert render_chat(tokenizer, messages, tools=[]) == "Hi"
     with pytest.raises(
-        InvalidValueError, match=r"^tools='given' is not valid: must be left out: .* does not show tools\."
+        InvalidValueError, match=r"^tools=\[{'function': .* is not valid: must be left out: .* does not show tools\."
     ):
         render_chat(tokenizer, messages, tools=TOOLS)
 

@@ -9,6 +9,7 @@ from minisgl_core.errors import (
     InvalidValueError,
     MinisglError,
     ProviderUnsupportedError,
+    Summary,
     WorkerDiedError,
 )
 
@@ -17,6 +18,7 @@ from minisgl_core.errors import (
     "error",
     [
         InvalidValueError("--tp", 3, "1 or 2", "Use 2."),
+        InvalidValueError("stop", Summary("257 strings"), "at most 256 strings"),
         ContextLengthError("prompt", 9, 1, 8, "messages", "Use fewer.", is_cut=True),
         ProviderUnsupportedError("attention", "fa", ["it has no GPU", "it is old"]),
         WorkerDiedError("it died", "engine rank 1"),

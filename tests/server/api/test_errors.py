@@ -11,8 +11,10 @@ from pydantic import ValidationError
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from minisgl_core.errors import InvalidValueError
 from minisgl_server.api.errors import ApiError, add_error_handlers, invalid_fields
 from minisgl_server.api.http.request_log import AccessRecord, RequestLogMiddleware
+from minisgl_server.api.openai.response_format import single_structured_output
 from minisgl_server.api.openai.schemas import ChatRequest
 from minisgl_server.api.openai_responses.schemas import ResponsesRequest
 
@@ -44,6 +46,13 @@ def test_simple_values_are_quoted_and_shortened() -> None:
         == f"temperature='{'x' * 56}...: Input should be a valid number."
     )
     assert message_of(ChatRequest, **chat, max_tokens=[5]) == "max_tokens: Input should be a valid integer."
+
+
+def test_a_second_structured_output_is_refused_with_its_value() -> None:
+    with pytest.raises(
+        InvalidValueError, match=r"^regex='a\+' is not valid: must be left out if guided_json is given\.$"
+    ):
+        single_structured_output({"guided_json": {"json": {}}, "regex": {"regex": "a+"}})
 
 
 def test_messages_about_objects_name_no_class() -> None:

@@ -28,6 +28,10 @@ _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = _SHORT.maxset = _SHORT.maxfr
 """Shortens values for messages."""
 
 
+class Summary(str):
+    """Summary of a value, such as ``257 strings``, that a message shows instead of the value."""
+
+
 class MinisglError(Exception):
     """Base class of all errors that minisgl raises on purpose."""
 
@@ -37,7 +41,7 @@ class InvalidValueError(MinisglError, ValueError):
 
     Args:
         name: the flag (``--page-size``), request field (``temperature``) or keyword (``tp``) as the user wrote it.
-        value: the value that was given.
+        value: the value that was given, or a `Summary` of it.
         allowed: the values that are accepted, as a phrase that follows "must be".
         remedy: what to do about it, as a sentence; optional.
     """
@@ -47,8 +51,9 @@ class InvalidValueError(MinisglError, ValueError):
         self.name, self.value, self.allowed, self.remedy = name, value, allowed, remedy
 
     def __str__(self) -> str:
-        shown = shortened(_SHORT.repr(self.value), 80)
-        return f"{self.name}={shown} is not valid: must be {self.allowed}.{' ' + self.remedy if self.remedy else ''}"
+        value = self.value
+        shown = f" ({value})" if isinstance(value, Summary) else f"={shortened(_SHORT.repr(value), 80)}"
+        return f"{self.name}{shown} is not valid: must be {self.allowed}.{' ' + self.remedy if self.remedy else ''}"
 
     def renamed(self, names: Mapping[str, str]) -> Self:
         """Return this error with another name; `names` maps names to those that the user knows."""

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from minisgl_core.config.options import AUTO, EngineConfig
 from minisgl_core.contracts.weights import WeightSource
 from minisgl_core.engine.build import build_model_runner
-from minisgl_core.errors import InvalidValueError, MinisglError, QueueFullError, TokenizerNotFoundError
+from minisgl_core.errors import InvalidValueError, MinisglError, QueueFullError, Summary, TokenizerNotFoundError
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.protocol.messages import Submit, TokenLogprobs, TokenOut, prompt_entries
@@ -494,5 +494,5 @@ def _list_sampling_params(params: Any, num_prompts: int) -> list[SamplingParams]
         raise InvalidValueError("sampling_params", params, "a SamplingParams, or a list of them")
     if len(params) != num_prompts:
         allowed = f"one, or {num_prompts}: as many as there are prompts"
-        raise InvalidValueError("sampling_params", f"{len(params)} entries", allowed)
+        raise InvalidValueError("sampling_params", Summary(f"{len(params)} entries"), allowed)
     return list(params)

@@ -8,7 +8,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from minisgl_core.contracts.structured_outputs import StructuredOutputs
-from minisgl_core.errors import InvalidValueError
+from minisgl_core.errors import InvalidValueError, Summary
 
 MAX_LOGPROBS = 20
 """Largest ``logprobs`` and ``prompt_logprobs`` (OpenAI's limit on ``top_logprobs``)."""
@@ -113,7 +113,9 @@ class SamplingParams:
             object.__setattr__(self, name, _texts(name, getattr(self, name)))
         object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         if (num_stops := len(self.stop_token_ids)) > MAX_STOP_TOKEN_IDS:
-            raise InvalidValueError("stop_token_ids", f"{num_stops} tokens", f"at most {MAX_STOP_TOKEN_IDS} tokens")
+            raise InvalidValueError(
+                "stop_token_ids", Summary(f"{num_stops} tokens"), f"at most {MAX_STOP_TOKEN_IDS} tokens"
+            )
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         self._check_integers()
         self._check_numbers()
@@ -121,7 +123,7 @@ class SamplingParams:
         self._check_num_tokens("logit_bias", len(self.logit_bias))
         if self.n * len(self.bad_words) > MAX_BAD_WORDS_TIMES_N:
             allowed = f"at most {MAX_BAD_WORDS_TIMES_N // self.n} texts with n={self.n}"
-            raise InvalidValueError("bad_words", f"{len(self.bad_words)} texts", allowed)
+            raise InvalidValueError("bad_words", Summary(f"{len(self.bad_words)} texts"), allowed)
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(value := getattr(self, name), bool):
                 raise InvalidValueError(name, value, "true or false")
@@ -138,12 +140,12 @@ class SamplingParams:
         self._check_num_tokens("allowed_token_ids", len(ids))
         if self.structured_outputs is not None:
             allowed = "left out with a structured output"
-            raise InvalidValueError("allowed_token_ids", f"{len(ids)} tokens", allowed)
+            raise InvalidValueError("allowed_token_ids", Summary(f"{len(ids)} tokens"), allowed)
 
     def _check_num_tokens(self, name: str, num_tokens: int) -> None:
         if self.n * num_tokens > MAX_BIASES:
             allowed = f"at most {MAX_BIASES // self.n} tokens with n={self.n}"
-            raise InvalidValueError(name, f"{num_tokens} tokens", allowed)
+            raise InvalidValueError(name, Summary(f"{num_tokens} tokens"), allowed)
 
     def _check_integers(self) -> None:
         for name, (low, high) in INTEGER_BOUNDS.items():
@@ -200,9 +202,11 @@ def _texts(name: str, value: Any) -> tuple[str, ...]:
         raise InvalidValueError(name, value, "a string or a list of strings, none of them empty")
     limit, char_limit = (MAX_STOPS, MAX_STOP_CHARS) if name == "stop" else (MAX_BAD_WORDS, MAX_BAD_WORDS_CHARS)
     if len(texts) > limit:
-        raise InvalidValueError(name, f"{len(texts)} strings", f"at most {limit} strings")
+        raise InvalidValueError(name, Summary(f"{len(texts)} strings"), f"at most {limit} strings")
     if (num_chars := sum(map(len, texts))) > char_limit:
-        raise InvalidValueError(name, f"{num_chars} characters", f"at most {char_limit} characters in all strings")
+        raise InvalidValueError(
+            name, Summary(f"{num_chars} characters"), f"at most {char_limit} characters in all strings"
+        )
     return tuple(texts)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from minisgl_core.errors import InvalidValueError
+from minisgl_core.errors import InvalidValueError, Summary
 from minisgl_core.utils.suggestions import option_hint
 
 AUTO = "auto"
@@ -244,7 +244,7 @@ def check_value(name: str, value: Any, item: dataclasses.Field[Any]) -> Any:
     if types == [LIST]:
         values = [value] if isinstance(value, str) else value
         if not isinstance(values, (list, tuple)) or not all(isinstance(each, str) for each in values):
-            raise InvalidValueError(name, "(hidden)" if meta.secret else value, "a string or a list of strings")
+            raise InvalidValueError(name, Summary("hidden") if meta.secret else value, "a string or a list of strings")
         return tuple(values)
     kind: Any = {"int": int, "float": float, "bool": bool, "str": str}[types[0]]
     if isinstance(value, os.PathLike) and "str" in types:

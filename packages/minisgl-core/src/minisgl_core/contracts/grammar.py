@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, Self
 import numpy as np
 import numpy.typing as npt
 
-from minisgl_core.errors import InvalidValueError
+from minisgl_core.errors import InvalidValueError, Summary
 
 Masks = npt.NDArray[np.int32]
 """One packed mask [W], or several [N, W]."""
@@ -83,7 +83,9 @@ def check_grammar_size(kind: GrammarKind, text: str, name: str) -> None:
     except UnicodeEncodeError as error:
         raise InvalidValueError(name, text, f"valid Unicode ({error.reason})") from None
     if size > limit:
-        raise InvalidValueError(name, f"{size} bytes", f"at most {limit} bytes long", "Ask for a smaller structure.")
+        raise InvalidValueError(
+            name, Summary(f"{size} bytes"), f"at most {limit} bytes long", "Ask for a smaller structure."
+        )
 
 
 def mask_width(vocab_size: int) -> int:

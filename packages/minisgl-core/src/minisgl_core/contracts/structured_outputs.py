@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from minisgl_core.contracts.grammar import WHITESPACE, GrammarKind, check_grammar_size
-from minisgl_core.errors import InvalidValueError
+from minisgl_core.errors import InvalidValueError, Summary
 
 _KINDS: dict[str, GrammarKind] = {
     "json": "json_schema",
@@ -160,7 +160,7 @@ class StructuredOutputs:
         given = self._given_fields()
         if len(given) != 1:
             allowed = f"exactly one of {', '.join(_KINDS)}"
-            raise InvalidValueError("structured_outputs", ", ".join(given) or None, allowed)
+            raise InvalidValueError("structured_outputs", Summary(", ".join(given)) or None, allowed)
         for name in ("json", "structural_tag"):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, _json_text(value, f"structured_outputs.{name}"))
@@ -226,5 +226,7 @@ def _texts(choice: Any) -> tuple[str, ...]:
     if not is_list or not choice or not all(isinstance(each, str) for each in choice):
         raise InvalidValueError("structured_outputs.choice", choice, "a list of one or more strings")
     if len(choice) > MAX_CHOICES:
-        raise InvalidValueError("structured_outputs.choice", f"{len(choice)} strings", f"at most {MAX_CHOICES} strings")
+        raise InvalidValueError(
+            "structured_outputs.choice", Summary(f"{len(choice)} strings"), f"at most {MAX_CHOICES} strings"
+        )
     return tuple(choice)

@@ -18,7 +18,7 @@ from threading import Lock
 import msgspec
 
 from minisgl_core.contracts.structured_outputs import GrammarSource
-from minisgl_core.errors import InvalidValueError, MinisglError, PluginError
+from minisgl_core.errors import InvalidValueError, MinisglError, PluginError, Summary
 from minisgl_core.protocol.messages import decoder, encode
 from minisgl_core.utils.exit_status import describe_exit
 
@@ -91,7 +91,7 @@ class GrammarChecker:
         if verdict.exit_status:
             given, remedy = source.text, "Ask for a simpler structure."
             if source.kind == "tool_calls":  # the text is not the user's
-                given, remedy = "given", "Send fewer or simpler tools."
+                given, remedy = Summary(f"{len(source.parts)} tools"), "Send fewer or simpler tools."
             raise InvalidValueError(source.name, given, _limit(verdict.exit_status), remedy)
         if verdict.allowed:
             text = dict(source.parts).get(verdict.name, source.text)

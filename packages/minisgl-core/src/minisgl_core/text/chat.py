@@ -103,7 +103,7 @@ def render_chat(
     template = tokenizer.chat_template if chat_template is None else chat_template
     if template is None:
         remedy = "This model has none and takes plain prompts only; --chat-template can supply one."
-        raise InvalidValueError("messages", "a conversation", "sent to a model that has a chat template", remedy)
+        raise InvalidValueError("messages", messages, "sent to a model that has a chat template", remedy)
     if not messages:
         raise InvalidValueError("messages", [], "at least one message")
     if isinstance(template, Mapping):  # named templates, of which transformers selects this one
@@ -118,7 +118,7 @@ def render_chat(
     options = dict(chat_template_kwargs or {})
     for name, given in (("tools", tools), ("documents", documents)):
         if given and name not in template:
-            raise InvalidValueError(name, "given", f"left out: the model's chat template does not show {name}")
+            raise InvalidValueError(name, given, f"left out: the model's chat template does not show {name}")
         if given:
             options[name] = [dict(each) for each in given]
     options["add_generation_prompt"] = add_generation_prompt

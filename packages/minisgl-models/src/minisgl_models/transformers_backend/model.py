@@ -15,7 +15,7 @@ from minisgl_core.contracts.layer import FusedProjections, Layer, Targets
 from minisgl_core.contracts.model import Attend, BuildContext, Model
 from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.weights import WeightTarget
-from minisgl_core.errors import InvalidValueError, ModelFormatError
+from minisgl_core.errors import InvalidValueError, ModelFormatError, Summary
 from minisgl_core.layers import Attention
 from minisgl_models.transformers_backend.attention_function import RUN, set_handler
 from minisgl_models.transformers_backend.expert_shards import shard_experts
@@ -90,7 +90,7 @@ class TransformersModel(Model):
         """
         super().__init__(config, build)
         if build.layers is not None:
-            raise InvalidValueError("--pp", "over 1", "1 with --model-impl transformers")
+            raise InvalidValueError("--pp", Summary("over 1"), "1 with --model-impl transformers")
         traced = trace(config.raw[_RAW])
         model = build_on_meta(traced.config, build.dtype, RUN)
         plan = tp_plan(model, traced, build)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from minisgl_core.errors import InvalidValueError
+from minisgl_core.errors import InvalidValueError, Summary
 from minisgl_core.protocol.messages import EngineInfo, Logprob, Text
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_server.api.limits import Bound
@@ -182,7 +182,7 @@ def _prompts(body: GenerateRequest) -> tuple[dict[str, dict[str, Any]], bool]:
     """Return the prompts by field name, see `prompts_by_field`, and True if the field holds one prompt instead of a list."""
     given = {name: value for name in ("text", "prompt", "input_ids") if (value := getattr(body, name)) is not None}
     if len(given) != 1:
-        raise InvalidValueError("text", ", ".join(given) or None, "exactly one of text, prompt and input_ids")
+        raise InvalidValueError("text", Summary(", ".join(given)) or None, "exactly one of text, prompt and input_ids")
     [(name, prompt)] = given.items()
     prompts = prompts_by_field(name, prompt)
     return prompts, name in prompts

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 from pydantic import Field, create_model
 
-from minisgl_core.errors import InvalidValueError
+from minisgl_core.errors import InvalidValueError, Summary
 from minisgl_core.protocol.messages import Detokenize, Tokenize, ToolUse
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_server.api.limits import Bound, RequestLimits
@@ -58,11 +58,12 @@ async def tokenize(request: Request) -> Response:
     info, _ = served_model(request.app)
     body = await parse_request(TokenizeRequest, request)
     if (body.prompt is None) == (body.messages is None):
-        given = None if body.prompt is None else "prompt, messages"
+        given = None if body.prompt is None else Summary("prompt, messages")
         raise InvalidValueError("prompt", given, "exactly one of prompt and messages")
     for name in ("add_generation_prompt", "tools", "chat_template_kwargs"):
         if body.messages is None and getattr(body, name) is not None:
-            raise InvalidValueError(name, "given", "left out unless messages are given")
+            value = body.model_dump(include={name}, exclude_none=True)[name]
+            raise InvalidValueError(name, value, "left out unless messages are given")
     message = await run_in_thread_if_large(request, _query, body, request_limits(request.app))
     tokens = await request.app.state.client.query(message, request.receive)
     return json_response(

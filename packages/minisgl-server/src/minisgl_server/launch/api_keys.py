@@ -7,7 +7,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from minisgl_core.errors import InvalidValueError
+from minisgl_core.errors import InvalidValueError, Summary
 from minisgl_server.options import ServerOptions
 
 API_KEY_VARIABLE = "MINISGL_API_KEY"
@@ -27,7 +27,7 @@ def api_key_digests(options: ServerOptions) -> list[bytes]:
     for source, key in keys:
         if not (key.isascii() and key.isprintable() and key and " " not in key):
             allowed = "one or more printable ASCII characters without spaces"
-            raise InvalidValueError(source, "a key (not shown)", allowed)
+            raise InvalidValueError(source, Summary("a key, not shown"), allowed)
     return [hashlib.sha256(key.encode()).digest() for _, key in keys]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from minisgl_core.contracts.grammar import CallPart
 from minisgl_core.contracts.structured_outputs import GrammarSource
-from minisgl_core.errors import InvalidValueError
+from minisgl_core.errors import InvalidValueError, Summary
 from minisgl_core.protocol.messages import ToolUse
 from minisgl_server.parsing.grammar_size import GrammarSize, UnsupportedSchemaError
 from minisgl_server.parsing.tagged_tool_parser import TaggedToolParser
@@ -76,7 +76,7 @@ def _source(grammar: dict[str, Any], tools: ToolUse, names: Collection[str], fie
     """Return a grammar that constrains the arguments of the functions `names`; errors refer to it by `field`."""
     if len(names) > MAX_TOOLS:
         allowed = f"at most {MAX_TOOLS} tools if strict, tool_choice or structured output constrains their calls"
-        raise InvalidValueError("tools", f"{len(names)} tools", allowed)
+        raise InvalidValueError("tools", Summary(f"{len(names)} tools"), allowed)
     parts = tuple(
         (f"tools[{index}].function.parameters", json.dumps(tool["function"]["parameters"]))
         for index, tool in enumerate(tools.tools)
@@ -107,7 +107,7 @@ def _tagged_calls(
         num_parameters += len(properties) if isinstance(properties, Mapping) else 0
         if num_parameters > MAX_PARAMETERS and not parser.has_json_arguments:
             allowed = f"at most {MAX_PARAMETERS} parameters of all functions together"
-            raise InvalidValueError(name, f"{num_parameters} parameters", allowed)
+            raise InvalidValueError(name, Summary(f"{num_parameters} parameters"), allowed)
         try:
             parts = parser.call(function["name"], schema, size)
         except UnsupportedSchemaError as error:

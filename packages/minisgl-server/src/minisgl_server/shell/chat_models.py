@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import httpx
 
-from minisgl_core.errors import InvalidValueError, MinisglError
+from minisgl_core.errors import InvalidValueError, MinisglError, Summary
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_server.remote_server import authorization, first_model, raise_for_status, server_url
 
@@ -48,7 +48,9 @@ class LocalModel:
         room = self._llm.info.max_seq_len - len(token_ids)
         if room < 1:
             allowed = f"at most {self._llm.info.max_seq_len - 1} tokens"
-            raise InvalidValueError("the conversation", f"{len(token_ids)} tokens", allowed, "/reset starts a new one.")
+            raise InvalidValueError(
+                "the conversation", Summary(f"{len(token_ids)} tokens"), allowed, "/reset starts a new one."
+            )
         limit = min(room, settings.get("max_tokens", room))
         sampling = SamplingParams(**self._llm.info.default_sampling | {**settings, "max_tokens": limit})
         timer, stats = _TurnTimer(show), self._llm.stats

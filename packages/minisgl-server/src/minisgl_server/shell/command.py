@@ -9,7 +9,7 @@ import click
 
 from minisgl_core.cli.options import pick, with_options
 from minisgl_core.config.options import EngineConfig, option
-from minisgl_core.errors import InvalidValueError
+from minisgl_core.errors import InvalidValueError, Summary
 
 TEMPERATURE = 0.6
 """Temperature for models whose generation_config has none. At 1, small models often write nonsense."""
@@ -40,7 +40,7 @@ def shell(values: dict[str, Any], sources: dict[str, str]) -> None:
     from minisgl_server.shell.repl import Conversation, check_text, run
 
     if sys.stdin is None:
-        raise InvalidValueError("standard input", "closed", "a terminal, a pipe or a file")
+        raise InvalidValueError("standard input", Summary("closed"), "a terminal, a pipe or a file")
     options = ShellOptions(**pick(values, ShellOptions))
     if options.system is not None:
         check_text("--system", options.system)

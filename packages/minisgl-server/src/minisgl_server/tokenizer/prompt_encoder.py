@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from minisgl_core.contracts.structured_outputs import GrammarSource
-from minisgl_core.errors import ContextLengthError, InvalidValueError, PluginError
+from minisgl_core.errors import ContextLengthError, InvalidValueError, PluginError, Summary
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.protocol.messages import Detokenize, EngineInfo, Tokenize, TokenizerReply
 from minisgl_core.sampling_params import SamplingParams
@@ -140,7 +140,7 @@ class PromptEncoder:
         if source is not None:
             if (allowed_ids := message.sampling.allowed_token_ids) is not None:
                 allowed = f"left out if {source.name} constrains the output"
-                raise InvalidValueError("allowed_token_ids", f"{len(allowed_ids)} tokens", allowed)
+                raise InvalidValueError("allowed_token_ids", Summary(f"{len(allowed_ids)} tokens"), allowed)
             try:
                 self._registry.load("grammar", self._info.grammar)
             except PluginError as error:

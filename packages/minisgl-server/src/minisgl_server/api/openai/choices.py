@@ -8,7 +8,7 @@ from typing import Any, Self
 import msgspec
 from fastapi import Request
 
-from minisgl_core.errors import InvalidValueError
+from minisgl_core.errors import InvalidValueError, Summary
 from minisgl_core.protocol.messages import EngineInfo, Text, Tokenize
 from minisgl_core.sampling_params import MAX_BAD_WORDS_TIMES_N
 from minisgl_server.api.engine_client import EngineClient, Generation
@@ -172,7 +172,9 @@ def _check_copies(prompt: Tokenize, num_outputs: int) -> None:
         return
     if num_outputs * (num_words := len(prompt.sampling.bad_words)) > MAX_BAD_WORDS_TIMES_N:
         allowed = f"at most {MAX_BAD_WORDS_TIMES_N // num_outputs} texts with {num_outputs} outputs"
-        raise InvalidValueError(prompt.field_names.get("bad_words", "bad_words"), f"{num_words} texts", allowed)
+        raise InvalidValueError(
+            prompt.field_names.get("bad_words", "bad_words"), Summary(f"{num_words} texts"), allowed
+        )
     num_bytes = len(msgspec.msgpack.encode(prompt.sampling)) + len(prompt.user)
     if num_outputs * num_bytes > _MAX_COPIED_BYTES:
         fields = "sampling parameters and the user" if prompt.user else "sampling parameters"

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from minisgl_core.errors import InvalidValueError
+from minisgl_core.errors import InvalidValueError, Summary
 from minisgl_core.protocol.messages import Text
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_server.api.openai.choices import Choices, make_tokenize
@@ -57,7 +57,7 @@ def prompts_by_field(name: str, prompt: Any) -> dict[str, dict[str, Any]]:
     if prompt and isinstance(prompt[0], int):
         return {name: {"token_ids": prompt}}
     if not 1 <= len(prompt) <= MAX_PROMPTS:
-        raise InvalidValueError(name, f"{len(prompt)} prompts", f"from 1 to {MAX_PROMPTS} prompts")
+        raise InvalidValueError(name, Summary(f"{len(prompt)} prompts"), f"from 1 to {MAX_PROMPTS} prompts")
     kind = "text" if isinstance(prompt[0], str) else "token_ids"
     return {f"{name}[{index}]": {kind: each} for index, each in enumerate(prompt)}
 
