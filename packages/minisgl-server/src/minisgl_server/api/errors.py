@@ -19,8 +19,9 @@ from minisgl_core.errors import InvalidValueError
 from minisgl_core.protocol.messages import Rejected
 from minisgl_core.utils.exceptions import shortened
 from minisgl_core.utils.logs import REQUEST_ID
+from minisgl_core.utils.suggestions import OTHER_NAMES, other_name
 from minisgl_server.api.http.request_log import ANTHROPIC_PATH, access_record
-from minisgl_server.api.unsupported_fields import UNSUPPORTED_PARTS, UNSUPPORTED_REASONS
+from minisgl_server.api.unsupported_fields import UNSUPPORTED_PARTS, UNSUPPORTED_PATHS, UNSUPPORTED_REASONS
 
 logger = logging.getLogger(__name__)
 
@@ -194,9 +195,11 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 def _other_path(app: FastAPI, request: Request) -> str:
-    """Return a remedy for a path without a route, which has often one ``/v1`` too few or too many."""
+    """Return a remedy for a path without a route: often it has one ``/v1`` too few or too many, or is another server's."""
     path = request.url.path
-    for other in (f"/v1{path}", path.removeprefix("/v1")):
+    if (remedy := UNSUPPORTED_PATHS.get(path)) is not None:
+        return remedy
+    for other in (f"/v1{path}", path.removeprefix("/v1"), other_name(path, OTHER_NAMES) or path):
         if any(route.matches({**request.scope, "path": other})[0] is Match.FULL for route in app.routes):
             return f"Did you mean {other}?"
     return "GET /openapi.json lists the endpoints."

@@ -1,7 +1,9 @@
-"""Reasons why fields of OpenAI's, vLLM's and SGLang's requests, or some of their values, are not supported."""
+"""Reasons why fields of OpenAI's, vLLM's and SGLang's requests, some of their values, or endpoints are not supported."""
 
 _TEXT_ONLY = "The served models read and write text only."
 _NO_BEAM_SEARCH = "Beam search is not supported; use n for several outputs."
+_NO_FLUSH = "The prefix cache cannot be emptied; requests with a cache_salt of their own share no prefixes with others."
+_NO_INFO = "The server prints its configuration when it is ready; GET /metrics has its load."
 _NO_CODE = "Requests cannot carry code; use logit_bias, allowed_token_ids, bad_words or structured_outputs."
 
 UNSUPPORTED_REASONS = {
@@ -47,3 +49,12 @@ UNSUPPORTED_PARTS = dict.fromkeys(
     ("audio_url", "file", "image_embeds", "image_url", "input_audio", "source", "video_url"), _TEXT_ONLY
 )
 """The same for parts of messages that are not text, by their field or type."""
+
+UNSUPPORTED_PATHS = {
+    "/abort_request": "Close the connection of a request to abort it.",
+    "/flush_cache": _NO_FLUSH,
+    "/get_server_info": _NO_INFO,
+    "/reset_prefix_cache": _NO_FLUSH,
+    "/server_info": _NO_INFO,
+}
+"""The same for endpoints, by path."""
