@@ -63,6 +63,7 @@ STRINGS = {"type": "object", "properties": {"a": {"type": "integer"}}, "addition
         ({"type": "string", "pattern": r"^\[\^a]$"}, '"[^a]"', '"b"'),
         ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, "0.25", "0"),
         ({"type": "number", "exclusiveMaximum": 0, "minimum": -0.5}, "-0.25", "-0"),
+        ({"type": "integer", "minimum": 0, "maximum": 2**63 - 1}, str(2**63 - 1), str(2**63)),
         ({"type": "array", "prefixItems": [{"type": "null"}], "additionalItems": False}, "[null]", "[1]"),
         ({"type": "array", "items": {"type": "integer"}, "uniqueItems": False}, "[1, 1]", '["a"]'),
         ({"type": "object", "propertyNames": {"type": "string"}, "maxProperties": 1}, '{"a": 1}', "[]"),
@@ -93,6 +94,8 @@ def test_values_follow_keywords_that_llguidance_misreads(schema: object, valid: 
         ({"type": "string", "format": "iri"}, "Reason: Unknown format: iri"),  # JSON Schema defines it
         ({"enum": ["a", 2**53 + 1]}, "rounds integers beyond"),
         ({"const": {"ids": [1, -(2**53) - 1]}}, "rounds integers beyond"),
+        ({"minimum": 2**53 + 1}, "rounds integers beyond"),
+        ({"exclusiveMaximum": -(2**62) - 1}, "rounds integers beyond"),
         ({"oneOf": [{"minimum": 0}, {"maximum": 5}]}, "use anyOf"),
     ],
 )

@@ -23,6 +23,7 @@ _FORMATS = re.compile(
 """Matches the formats that JSON Schema defines. It ignores others, and llguidance refuses those that it cannot enforce."""
 _DRAFTS = ("http://json-schema.org/draft-0", "https://json-schema.org/draft/20")
 """Beginnings of the values of ``$schema`` that llguidance knows. Without one, it assumes the draft 2020-12."""
+_BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 _SCHEMA_MAPS = {"properties", "patternProperties", "$defs", "definitions"}
 """Keywords of a schema whose value is an object of schemas by name."""
 _NEGATED_CLASS = re.compile(r"(\\.)|\[\^(?!\])", re.DOTALL)
@@ -225,6 +226,8 @@ def _adapt_keyword(name: str, value: Any) -> Any:
         return 1e-9 if name == "exclusiveMinimum" else -1e-9  # llguidance allows 0 between 0 and a number below 1
     if name in ("const", "enum") and (rounded := [each for each in _integers(value) if abs(each) > 2**53]):
         raise ValueError(f"{name} has {rounded[0]}, and llguidance rounds integers beyond 2**53; use strings")
+    if name in _BOUNDS and isinstance(value, int) and abs(value) < 2**63 - 1 and int(float(value)) != value:
+        raise ValueError(f"{name} is {value}, and llguidance rounds integers beyond 2**53")
     is_literal = name in ("const", "enum", "default", "examples")
     return value if is_literal else _adapt(value, name in _SCHEMA_MAPS)
 
