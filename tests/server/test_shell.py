@@ -21,7 +21,9 @@ import pytest
 
 from minisgl_core.errors import MinisglError
 from minisgl_server.shell.chat_models import LocalModel, RemoteModel, _contents
+from minisgl_server.shell.command import TEMPERATURE
 from minisgl_server.shell.repl import Conversation, parse_setting, run
+from minisgl_server.web_ui.routes import STATIC
 
 PROMPT, ANSWER = r"\x1b\[\?2004h.*>", r"\x1b\[\?2004l"
 """A prompt begins by switching the terminal's bracketed paste on and ends by switching it off."""
@@ -182,10 +184,15 @@ Hi
     assert done.stderr.startswith("minisgl: temperature=-1 is not valid")
     assert done.returncode == 2
     lines = done.stdout.splitlines()
-    assert lines[:5] == ["You are a cat.", "temperature 0.6", "temperature 0", "max_tokens 3", "ignore_eos True"]
+    assert lines[:5] == ["You are a cat.", "temperature 0.7", "temperature 0", "max_tokens 3", "ignore_eos True"]
     assert "Answer in French." in lines[6:]
     assert lines[-1] == "All sampling parameters have the model's defaults."
     assert "tok/s" not in done.stdout, "nothing else is written to a pipe"
+
+
+def test_the_default_temperature_is_that_of_the_web_ui() -> None:
+    page = (STATIC / "index.html").read_text()
+    assert re.findall('id="temperature".* value="(.*?)"', page) == [str(TEMPERATURE)]
 
 
 def test_the_temperature_of_a_generation_config_stays(
@@ -235,7 +242,7 @@ def test_invalid_utf8_is_refused(server: Any) -> None:
     environ = {**os.environ, "PYTHONIOENCODING": "utf-8"}
     command = [MINISGL, "shell", "--url", server.url]
     done = subprocess.run(command, input=b"/set seed 7\n/set\nHi \xff\n", env=environ, capture_output=True, timeout=200)
-    assert (done.returncode, done.stdout) == (2, b"temperature 0.6\nseed 7\n"), "the lines before it count"
+    assert (done.returncode, done.stdout) == (2, b"temperature 0.7\nseed 7\n"), "the lines before it count"
     assert done.stderr.startswith(b"minisgl: the line='Hi \\udcff\\n' is not valid: must be text")
     done = subprocess.run([*command, "--system", b"\xff"], env=environ, capture_output=True, timeout=200)
     assert done.returncode == 2

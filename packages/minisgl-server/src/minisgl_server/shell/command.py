@@ -11,8 +11,8 @@ from minisgl_core.cli.options import pick, with_options
 from minisgl_core.config.options import EngineConfig, option
 from minisgl_core.errors import InvalidValueError, Summary
 
-TEMPERATURE = 0.6
-"""Temperature for models whose generation_config has none. At 1, small models often write nonsense."""
+TEMPERATURE = 0.7
+"""Temperature for models whose generation_config has none, as in the web UI. At 1, small models often write nonsense."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ def shell(values: dict[str, Any], sources: dict[str, str]) -> None:
     """Chat with a model in the terminal.
 
     Lines that begin with / are commands; /help lists them. If standard input is a pipe, each other line is a message, and the
-    responses are printed without decoration. The temperature is 0.6 unless the model has a default of its own or /set
+    responses are printed without decoration. The temperature is 0.7 unless the model has a default of its own or /set
     changes it.
     """
     from minisgl_server.shell.chat_models import LocalModel, RemoteModel
