@@ -4,13 +4,13 @@
 
 Each phase runs in processes of its own, which are killed at a time limit:
 
-    sums    All-reduces of every communicator are correct and equal to the bit on all ranks, eagerly and in CUDA graphs.
-            Latencies of 2 KB to 8 MB in a graph, beside the limit of the link.
-    tokens  Greedy float32 tokens of tiny Llama, Qwen3 and Qwen3-MoE models equal those of one GPU, with and without graphs.
-            A killed rank ends `generate` within 10 s with an error that names it, and a new LLM works.
-    fill    Qwen3-0.6B on one GPU with every page in use: most requests, longest prompts, penalties, log-probabilities.
-            The memory that is left.
-    speed   Qwen3-32B with dummy weights: phases of the start-up, and throughput of workload W.
+    all-reduce  All-reduces of every communicator are correct and equal to the bit on all ranks, eagerly and in CUDA graphs.
+                Latencies of 2 KB to 8 MB in a graph, beside the limit of the link.
+    tokens      Greedy float32 tokens of tiny Llama, Qwen3 and Qwen3-MoE models equal those of one GPU, with and without graphs.
+                A killed rank ends `generate` within 10 s with an error that names it, and a new LLM works.
+    fill        Qwen3-0.6B on one GPU with every page in use: most requests, longest prompts, penalties, log-probabilities.
+                The memory that is left.
+    speed       Qwen3-32B with dummy weights: phases of the start-up, and throughput of workload W.
 
 Writes DIR/gpu_tp.json and DIR/gpu_tp.log, prints a table, and exits with 1 after a failure. Without --tp, it tests 2 and 4
 if the machine has as many GPUs (the speed only for the larger). It does not use NVLink multicast.
@@ -31,17 +31,17 @@ from pathlib import Path
 from typing import Any
 
 import click
+from all_reduces import all_reduces, latency_table
 from fill import fill
 from report import Result
 from speed import speed
-from sums import latency_table, sums
 from tokens import references, tokens
 
-PHASES = ("sums", "tokens", "fill", "speed")
+PHASES = ("all-reduce", "tokens", "fill", "speed")
 COMMUNICATORS = ("torch", "pynccl", "oneshot")
-LIMITS_S = {"sums": 150, "tokens": 180, "fill": 150, "speed": 180}
+LIMITS_S = {"all-reduce": 150, "tokens": 180, "fill": 150, "speed": 180}
 WORKERS: dict[str, Callable[..., None]] = {
-    "sums": sums,
+    "all-reduce": all_reduces,
     "references": references,
     "tokens": tokens,
     "fill": fill,
@@ -123,9 +123,9 @@ def main(
     (out / "gpu_tp.log").write_text("")
     scratch = Path(tempfile.mkdtemp(prefix="gpu-tp-"))
     results: list[Result] = []
-    if "sums" in phases:
+    if "all-reduce" in phases:
         for tp in sizes:
-            results += run_part(out, "sums", "sums", tp, tp, list(communicators))
+            results += run_part(out, "all-reduce", "all-reduce", tp, tp, list(communicators))
             print("\n".join(latency_table(results, tp)), flush=True)
     if "tokens" in phases:
         results += run_part(out, "references", "tokens", 1, str(scratch / "tiny"))

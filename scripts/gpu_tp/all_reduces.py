@@ -19,15 +19,15 @@ SIZES = (2048, *(2 * HIDDEN * rows for rows in ROWS), 8 << 20)
 """Bytes of decode batches of a model with hidden size 5,120 in bfloat16, and a smaller and a larger size."""
 
 
-def sums(tp: int, communicators: list[str]) -> None:
+def all_reduces(tp: int, communicators: list[str]) -> None:
     """Start a process per rank; the first that fails ends all."""
     import torch.multiprocessing as mp
 
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(sums_of_rank, (tp, communicators, folder), nprocs=tp)
+        mp.spawn(all_reduces_of_rank, (tp, communicators, folder), nprocs=tp)
 
 
-def sums_of_rank(rank: int, tp: int, communicators: list[str], folder: str) -> None:
+def all_reduces_of_rank(rank: int, tp: int, communicators: list[str], folder: str) -> None:
     """Check, then time, every variant in turn."""
     import torch
 
@@ -39,7 +39,7 @@ def sums_of_rank(rank: int, tp: int, communicators: list[str], folder: str) -> N
         spec = CommunicatorSpec(rank, tp, device, f"file://{folder}/{number}", timeout_s=60)
         if reasons := provider.unsupported(spec):
             if rank == 0:
-                report(phase="sums", tp=tp, what=names[0], ok=False, note="; ".join(reasons))
+                report(phase="all-reduce", tp=tp, what=names[0], ok=False, note="; ".join(reasons))
             continue
         started = time.perf_counter()
         group = provider(spec)
@@ -50,7 +50,7 @@ def sums_of_rank(rank: int, tp: int, communicators: list[str], folder: str) -> N
             times = {} if wrong else {size: microseconds(group, size, device) for size in SIZES}
             if rank == 0:
                 note = wrong or f"joined in {joined_s:.1f} s"
-                report(phase="sums", tp=tp, what=name, ok=not wrong, note=note, us=times)
+                report(phase="all-reduce", tp=tp, what=name, ok=not wrong, note=note, us=times)
         group.close()
 
 
@@ -152,7 +152,9 @@ def microseconds(group: Any, num_bytes: int, device: Any) -> float:
 
 def latency_table(results: list[Result], tp: int) -> list[str]:
     """Return a table of microseconds by size and variant."""
-    columns = [result for result in results if result["phase"] == "sums" and result["tp"] == tp and result.get("us")]
+    columns = [
+        result for result in results if result["phase"] == "all-reduce" and result["tp"] == tp and result.get("us")
+    ]
     if not columns:
         return []
     lines = [f"all-reduce in a CUDA graph, tp {tp}, microseconds"]
