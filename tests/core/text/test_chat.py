@@ -60,10 +60,10 @@ def test_named_templates_do_not_show_what_only_others_show(tokenizer: Any) -> No
     }
     assert render_chat(tokenizer, messages) == "Hi"
     assert render_chat(tokenizer, messages, tools=TOOLS) == "f"
-    with pytest.raises(InvalidValueError, match=r"^documents='given' .* does not show documents\."):
+    with pytest.raises(InvalidValueError, match=r"^documents=\[.* does not show documents\."):
         render_chat(tokenizer, messages, documents=[{"text": "a"}])
     del tokenizer.chat_template["tool_use"]
-    with pytest.raises(InvalidValueError, match=r"^tools='given' .* does not show tools\."):
+    with pytest.raises(InvalidValueError, match=r"^tools=\[.* does not show tools\."):
         render_chat(tokenizer, messages, tools=TOOLS)
 
 
