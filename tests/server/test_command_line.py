@@ -13,6 +13,7 @@ from minisgl_core.cli.main import main
     [
         ("launch --tensor-parallel-size 2", "Did you mean '--tp'?"),
         ("launch --seed 1", "No such option '--seed'. Each request has a seed of its own."),
+        ("bench serve --seed", "Option '--seed' requires an argument."),
         ("launch --mem-fraction-static=0.5", "Did you mean '--memory-ratio'?"),
         ("bench offline --enforce-eager", "Did you mean '--cuda-graph-max-bs'?"),
         ("launch --pagesize 1", "'--page-size'"),

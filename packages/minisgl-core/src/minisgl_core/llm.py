@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
+from itertools import count, islice
 from os import PathLike
 from threading import Lock
 from typing import Any, Self
@@ -228,10 +228,11 @@ class LLM:
                 error.add_note(f"This is about prompt {index} of {len(listed)}, counted from 0.")
                 raise
         outputs = self._run(work, progress and len(work) > 1)
-        ends = np.cumsum([each.n for each in params])
-        for end, each in zip(ends, params, strict=True):
-            for output in outputs[end - each.n : end]:
-                output.prompt_logprobs = outputs[end - each.n].prompt_logprobs
+        rest = iter(outputs)
+        for each in params:
+            first, *others = islice(rest, each.n)
+            for other in others:
+                other.prompt_logprobs = first.prompt_logprobs
         return outputs
 
     def chat(

@@ -62,12 +62,12 @@ class MinisglGroup(click.Group):
             return super().invoke(ctx)
         except click.UsageError as error:
             flags = {param.name or "": param.opts[0] for param in error.ctx.command.params} if error.ctx else {}
-            option = getattr(error, "option_name", "")
-            word = option.lstrip("-").replace("-", "_")
-            meant = other_name(word, flags)
-            hint = f"Did you mean {flags[meant]!r}?" if meant else WITHOUT_COUNTERPART.get(word)
-            if hint and "model" in flags:
-                raise click.UsageError(f"No such option {option!r}. {hint}", error.ctx) from None
+            if isinstance(error, click.NoSuchOption):
+                word = error.option_name.lstrip("-").replace("-", "_")
+                meant = other_name(word, flags)
+                hint = f"Did you mean {flags[meant]!r}?" if meant else WITHOUT_COUNTERPART.get(word)
+                if hint and "model" in flags:
+                    raise click.UsageError(f"No such option {error.option_name!r}. {hint}", error.ctx) from None
             if "model" in flags and "unexpected extra argument" in error.message:
                 raise click.UsageError(f"{error.message}. Name a model with --model.", error.ctx) from None
             raise

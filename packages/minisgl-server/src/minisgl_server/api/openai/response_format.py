@@ -52,7 +52,7 @@ def single_structured_output(requested: dict[str, dict[str, Any]]) -> tuple[Stru
     for name, given in requested.items():
         kind = next((each for each in given if each in _WHITESPACE), "output")
         if (first := fields.setdefault(kind, name)) != name:
-            raise InvalidValueError(name, [*given.values(), None][0], f"left out if {first} is given")
+            raise InvalidValueError(name, next(iter(given.values()), None), f"left out if {first} is given")
         arguments |= given
     if not fields:
         return None, ""
